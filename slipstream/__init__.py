@@ -1,0 +1,34 @@
+"""Slipstream: an LLM inference engine built around speculative decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import ConfigError, EngineError, ModelError, RequestError, SlipstreamError
+from slipstream.types import Completion, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM, AsyncLLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "ConfigError",
+    "EngineError",
+    "ModelError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SlipstreamError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The front door pulls in torch, which takes seconds; `slipstream --help` should not.
+    if name in ("LLM", "AsyncLLM"):
+        from slipstream import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'slipstream' has no attribute '{name}'")

@@ -1,0 +1,62 @@
+"""The protocol of attention backends, and the context through which a model reaches one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.kernels.rope_cache import rope_and_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What a backend can do and what it needs from the host."""
+
+    dtypes: tuple[str, ...]
+    # How much the host must know of sequence lengths: nothing, an upper bound, or the exact values.
+    host_lengths: Literal["none", "bound", "exact"]
+    # Whether `run` may be recorded in a graph, and for which batches.
+    graph_support: Literal["never", "decode", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What is fixed about one attention layer of a model."""
+
+    idx: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+class AttentionBackend(Protocol):
+    caps: ClassVar[Caps]
+
+    def build(self, common: CommonAttentionMetadata) -> Any:
+        """Once a step: what `run` needs. Must not wait for the device."""
+        ...
+
+    def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
+        """Once a layer: attend from rotated queries to the layer's cache, which holds this step's keys already."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """A step's attention, handed to the model's forward pass explicitly: no layer reads a global."""
+
+    backend: AttentionBackend
+    metadata: Any
+    kv_caches: list[Tensor]  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
+    positions: Tensor  # [padded_tokens] int64
+    slot_mapping: Tensor  # [padded_tokens] int64
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
+        """Rotate, store keys and values, attend. Heads are their own axis: [num_tokens, heads, head_dim]."""
+        kv_cache = self.kv_caches[layer.idx]
+        q = rope_and_cache(q, k, v, self.positions, cos_sin, kv_cache, self.slot_mapping)
+        return self.backend.run(layer, q, kv_cache, self.metadata)

@@ -1,0 +1,30 @@
+"""What every attention backend is told about a step. Plain data; reading a field never touches the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CommonAttentionMetadata:
+    """One step's batch. Device tensors are exact and padded; host numbers size grids, workspaces and graphs."""
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor  # [padded_reqs + 1] int32, device
+    query_start_loc_cpu: npt.NDArray[np.int32]  # [num_reqs + 1], the same numbers, from the plan
+    seq_lens: Tensor  # [padded_reqs] int32, device: exact, 0 for rows that do not run
+    # Host arithmetic on the optimistic mirror: exact for prefill, never below the device's value.
+    seq_lens_cpu_upper_bound: npt.NDArray[np.int32]  # [num_reqs]
+    block_table: Tensor  # [padded_reqs, max_pages] int32, device
+    slot_mapping: Tensor  # [padded_tokens] int64, device; -1 writes nothing
+
+    @property
+    def max_seq_len(self) -> int:
+        """An upper bound of every sequence length in the batch."""
+        return int(self.seq_lens_cpu_upper_bound.max(initial=0))

@@ -1,0 +1,233 @@
+"""Configuration: frozen dataclasses, one per component, and ``resolve``, which runs once.
+
+The only reader of the environment. After ``resolve`` nothing is guessed or patched.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.errors import ConfigError, nearest
+
+DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+GIB = 1024**3
+
+
+def cache_dir() -> Path:
+    """Where fetched models live: $SLIPSTREAM_CACHE, else the user's cache folder."""
+    if own := os.environ.get("SLIPSTREAM_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "slipstream"
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+# --- what the user says ---------------------------------------------------------------------------
+
+
+def _option(default: Any, text: str) -> Any:
+    """An engine option; the text is its documentation, shown by the command line as well."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a user may set, under the names vLLM's users know. ``None`` means: choose for this model and machine."""
+
+    model: str = _option("smollm2-135m", "Model: a folder, a .gguf file, a hub id or an alias (`slipstream models`).")
+    device: str = _option("auto", "Device to run on: auto or cpu.")
+    dtype: str = _option("auto", "Data type of weights and cache: auto, float32, bfloat16, float16 or float64.")
+    max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; the model's own limit if unset.")
+    max_num_seqs: int | None = _option(None, "Most requests that run at the same time.")
+    max_num_batched_tokens: int | None = _option(None, "Most tokens in one step, prefill and decode together.")
+    long_prefill_token_threshold: int | None = _option(None, "Most prompt tokens of one request in one step.")
+    block_size: int = _option(16, "Tokens in one KV cache page; a power of two.")
+    kv_cache_memory_bytes: int | None = _option(None, "Memory for the KV cache, in bytes.")
+    num_gpu_blocks_override: int | None = _option(None, "Number of KV cache pages, instead of a size in bytes.")
+    attention_backend: str = _option("auto", "Attention backend: auto or reference.")
+    steps_in_flight: int | None = _option(None, "Steps launched ahead of the oldest one not yet read; 1, 2 or more.")
+    seed: int = _option(0, "Seed of the generator that draws request seeds where a request names none.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EngineOptions:
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"unknown option '{name}'{nearest(name, known)}")
+        return cls(**values)
+
+
+# --- what the machine and the model are -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What ``resolve`` needs to know of the machine; measured by ``slipstream.device``."""
+
+    device: Literal["cpu"]
+    free_memory_bytes: int
+    dtype_works: bool  # false where the wished type's instructions are advertised but fault
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, rotated size, and how the frequencies are scaled for long contexts."""
+
+    theta: float = 10000.0
+    rotary_dim: int = 0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    # Per-frequency divisors as GGUF files store them; they stand for any scaling.
+    freq_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder, whatever format it came in."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: str = "float32"  # as stored in the checkpoint
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+# --- what the components get ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    page_size: int
+    num_pages: int  # the null page, number 0, included
+
+    @property
+    def num_usable_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_chunk: int
+    max_model_len: int
+    # Pages taken beyond the need while the pool is well filled, so that most decode steps change no page table.
+    lookahead_pages: int = 4
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: str
+    dtype: DTypeName
+    attention_backend: str
+    steps_in_flight: int
+    seed: int
+    # Overwrite every per-step buffer before each step, so that a stale read shows at once.
+    poison: bool
+
+
+def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> EngineConfig:
+    """Turn wishes, machine and model into the one configuration the engine runs with."""
+    _check_choice("device", options.device, ("auto", "cpu"))
+    _check_choice("attention_backend", options.attention_backend, ("auto", "reference"))
+    _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
+    dtype = _resolve_dtype(options.dtype, hardware)
+    max_model_len = _positive("max_model_len", options.max_model_len, model.max_position)
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the model's context of {model.max_position}; lower it"
+        )
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 32)
+    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(512, max_num_seqs))
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {budget} is below max_num_seqs {max_num_seqs}; "
+            "every running request needs a token a step"
+        )
+    if options.block_size < 1 or options.block_size & (options.block_size - 1):
+        raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_prefill_chunk=_positive("long_prefill_token_threshold", options.long_prefill_token_threshold, budget),
+        max_model_len=max_model_len,
+    )
+    return EngineConfig(
+        model=model,
+        cache=_resolve_cache(options, hardware, model, dtype, scheduler),
+        scheduler=scheduler,
+        device=hardware.device,
+        dtype=dtype,
+        attention_backend="reference",
+        steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1),
+        seed=options.seed,
+        poison=_flag("SLIPSTREAM_POISON"),
+    )
+
+
+def _resolve_dtype(wish: str, hardware: Hardware) -> DTypeName:
+    if wish == "auto":
+        return "float32"  # the safe and, without matrix units, the fast choice on a CPU
+    if not hardware.dtype_works:
+        raise ConfigError(f"{wish} matrix products crash on this CPU; use dtype float32")
+    return wish  # type: ignore[return-value]
+
+
+def _resolve_cache(
+    options: EngineOptions, hardware: Hardware, model: ModelConfig, dtype: str, scheduler: SchedulerConfig
+) -> CacheConfig:
+    page_bytes = model.kv_bytes_per_token(dtype) * options.block_size
+    if options.num_gpu_blocks_override is not None:
+        num_pages = _positive("num_gpu_blocks_override", options.num_gpu_blocks_override, 0)
+    else:
+        wish = min(hardware.free_memory_bytes // 4, 4 * GIB)
+        memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
+        pages_per_request = -(-scheduler.max_model_len // options.block_size)
+        num_pages = min(memory // page_bytes, scheduler.max_num_seqs * pages_per_request)
+        if num_pages < 1:
+            raise ConfigError(
+                f"the KV cache of {memory} bytes holds no page of {page_bytes} bytes; raise kv_cache_memory_bytes"
+            )
+    return CacheConfig(page_size=options.block_size, num_pages=num_pages + 1)
+
+
+def _positive(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+    return value
+
+
+def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ConfigError(f"{name} must be one of {', '.join(valid)}, not '{value}'{nearest(value, valid)}")

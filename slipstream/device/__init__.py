@@ -1,0 +1,13 @@
+"""Devices behind one small interface; ``open_device`` picks one."""
+
+from __future__ import annotations
+
+from slipstream.device.cpu import CpuDevice
+from slipstream.device.interface import Device
+from slipstream.errors import ConfigError
+
+
+def open_device(name: str) -> Device:
+    if name in ("auto", "cpu"):
+        return CpuDevice()
+    raise ConfigError(f"device must be one of auto, cpu, not '{name}'")

@@ -1,0 +1,95 @@
+"""The CPU as a device: every stream is in step with the host, so events are always done and graphs just run again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from slipstream.config import Hardware
+from slipstream.device.interface import Event, Graph, Stream
+
+
+class CpuEvent:
+    def record(self, stream: Stream) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CpuStream:
+    def wait_event(self, event: Event) -> None:
+        pass
+
+
+class CpuGraph:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self._work()
+
+
+class CpuDevice:
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.compute_stream: Stream = CpuStream()
+        self.copy_stream: Stream = CpuStream()
+
+    def hardware(self, dtype: str) -> Hardware:
+        return Hardware(device="cpu", free_memory_bytes=free_memory_bytes(), dtype_works=dtype_works(dtype))
+
+    def event(self) -> Event:
+        return CpuEvent()
+
+    @contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[None]:
+        yield
+
+    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        return CpuGraph(work)
+
+
+def free_memory_bytes() -> int:
+    """Memory a new process could take without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+_PROBE = "import torch; x = torch.ones(4, 64, dtype=torch.{0}); torch.nn.functional.linear(x, x.new_ones(64, 64))"
+
+
+@functools.cache
+def dtype_works(dtype: str) -> bool:
+    """Try a matrix product of a 16-bit type in a child process.
+
+    Some virtual machines advertise AMX and kill the process that uses it, which nothing inside the process can catch.
+    """
+    if dtype not in ("bfloat16", "float16"):
+        return True
+    return (
+        subprocess.run([sys.executable, "-c", _PROBE.format(dtype)], capture_output=True, check=False).returncode == 0
+    )

@@ -1,0 +1,101 @@
+"""The engine as its callers use it: prompts in, outputs to a sink, from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slipstream.engine.build import Engine
+from slipstream.engine.core import EngineStats
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.output_processor import OutputProcessor, Sink
+from slipstream.errors import EngineError, RequestError
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.scheduler.pages import check_fits
+from slipstream.types import MAX_SEED, Request, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class _NoText:
+    """Stands in for a tokenizer where there is none: a bare shape has tokens but no text."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+class EngineClient:
+    def __init__(self, engine: Engine) -> None:
+        self.config = engine.config
+        self._engine = engine
+        self._ids = itertools.count()
+        self._seeds = random.Random(engine.config.seed)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._output = OutputProcessor(engine.tokenizer or _NoText(), lambda request_id: self._loop.finish(request_id))
+        self._loop = EngineLoop(engine.core, self._output.deliver)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._engine.tokenizer is None:
+            raise RequestError("this engine runs a bare shape and has no tokenizer; pass token ids")
+        return self._engine.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._loop.stats
+
+    def make_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
+        """Check a prompt and resolve everything the engine needs; raises RequestError before anything runs."""
+        token_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        limit, vocab_size = self.config.scheduler.max_model_len, self.config.model.vocab_size
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        if len(token_ids) >= limit:
+            raise RequestError(f"the prompt has {len(token_ids)} tokens, the context holds {limit}; shorten the prompt")
+        for name, ids in (("prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
+            if bad := [t for t in ids if not isinstance(t, int) or not 0 <= t < vocab_size]:
+                raise RequestError(f"{name} holds {bad[0]!r}, which is not a token id below {vocab_size}")
+        params = params.with_defaults(self._engine.defaults)
+        with self._lock:
+            request_id = request_id or f"request-{next(self._ids)}"
+            if params.seed is None:
+                params = replace(params, seed=self._seeds.randint(0, MAX_SEED))
+        end_ids = () if params.ignore_eos else self._engine.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            stop_token_ids=tuple(dict.fromkeys((*end_ids, *params.stop_token_ids))),
+            max_total_tokens=self._max_total_tokens(len(token_ids), params.max_tokens),
+            arrival_time=time.monotonic(),
+        )
+        check_fits(request, self.config.cache)
+        return request
+
+    def _max_total_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
+        limit = self.config.scheduler.max_model_len
+        if max_tokens is None:
+            # Nothing was promised, so take what the cache can hold, but room for one token at least.
+            return max(prompt_len + 1, min(limit, self.config.cache.num_usable_tokens))
+        return min(prompt_len + max_tokens, limit)
+
+    def submit(self, request: Request, sink: Sink, *, prompt: str | None = None, every_token: bool = True) -> None:
+        """Start a request. ``sink`` is called from the output thread, at the end or for every new piece of text."""
+        if self._closed:
+            raise EngineError("the engine is closed")
+        self._output.register(request, prompt, sink, every_token)
+        self._loop.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self._output.abort(request_id)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.close()
+            self._output.close()

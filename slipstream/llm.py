@@ -1,0 +1,182 @@
+"""The front door: ``LLM`` for scripts, ``AsyncLLM`` for servers. Both run the same engine in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.progress import Progress, TextColumn
+
+from slipstream.config import EngineOptions
+from slipstream.engine.build import Engine, build_engine
+from slipstream.engine.client import EngineClient, Prompt
+from slipstream.engine.core import EngineStats
+from slipstream.errors import EngineError, RequestError
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.types import RequestOutput, SamplingParams
+
+Message = Mapping[str, Any]
+
+
+class _FrontDoor:
+    """What both faces share: building the engine, and closing it."""
+
+    def __init__(self, model: str | None = None, *, engine: Engine | None = None, **options: Any) -> None:
+        if engine is None:
+            if model is not None:
+                options["model"] = model
+            engine = build_engine(EngineOptions.from_dict(options))
+        self._client = EngineClient(engine)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._client.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._client.stats
+
+    def close(self) -> None:
+        """Stop the engine. Requests in flight end with finish reason ``abort``."""
+        self._client.close()
+
+
+class LLM(_FrontDoor):
+    """A model to call from ordinary code.
+
+    >>> llm = LLM("smollm2-135m")
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].text
+    """
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (a string, or token ids); outputs come in the order of the prompts.
+
+        Every prompt is checked before the first one runs. A request that fails later has ``error`` set.
+        """
+        many = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(many))
+        requests = []
+        for i, (prompt, own) in enumerate(zip(many, params, strict=True)):
+            try:
+                requests.append(self._client.make_request(prompt, own))
+            except RequestError as error:
+                raise RequestError(str(error) if len(many) == 1 else f"prompt {i}: {error}") from error
+        done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        for prompt, request in zip(many, requests, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            self._client.submit(request, done.put, prompt=text, every_token=False)
+        outputs: dict[str, RequestOutput] = {}
+        with _progress_bar(progress) as bar:
+            task = bar.add_task("generating", total=len(requests), rate="")
+            while len(outputs) < len(requests):
+                output = done.get()
+                outputs[output.request_id] = output
+                bar.update(task, advance=1)
+        return [outputs[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the model's chat template."""
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.tokenizer.encode_chat(list(conversation)) for conversation in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield an output for every new piece of text of one prompt; leaving the loop early aborts the request."""
+        request = self._client.make_request(prompt, sampling_params or SamplingParams())
+        arrived: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        self._client.submit(request, arrived.put, prompt=prompt if isinstance(prompt, str) else None)
+        finished = False
+        try:
+            while not finished:
+                output = arrived.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._client.abort(request.request_id)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncLLM(_FrontDoor):
+    """The same engine for asyncio: many callers, each with its own stream of outputs."""
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield an output for every new piece of text. A closed or cancelled stream aborts its request."""
+        request = self._client.make_request(prompt, sampling_params or SamplingParams(), request_id)
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[RequestOutput] = asyncio.Queue()
+
+        def sink(output: RequestOutput) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, output)
+
+        self._client.submit(request, sink, prompt=prompt if isinstance(prompt, str) else None)
+        finished = False
+        try:
+            while not finished:
+                output = await arrived.get()
+                finished = output.finished
+                if output.error is not None:
+                    raise RequestError(output.error) if output.finish_reason == "error" else EngineError(output.error)
+                yield output
+        finally:
+            if not finished:
+                self._client.abort(request.request_id)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        prompt = self.tokenizer.encode_chat(list(messages))
+        async for output in self.generate(prompt, sampling_params, request_id=request_id):
+            yield output
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream yields a last output with finish reason ``abort``."""
+        self._client.abort(request_id)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts but {len(params)} sampling parameters; give one for all, or one each")
+    return list(params)
+
+
+def _progress_bar(shown: bool) -> Progress:
+    return Progress(*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total}"), disable=not shown)

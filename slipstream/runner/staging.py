@@ -1,0 +1,71 @@
+"""Staged writes: changes to device state, gathered on the host, applied by one copy and one scatter a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.device.interface import Device, Event
+from slipstream.kernels.row_writes import write_rows
+from slipstream.runner.rings import Ring
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _StagingSlot:
+    pinned: Tensor  # [3 * capacity] int32
+    on_device: Tensor  # [3 * capacity] int32
+    event: Event
+
+
+class StagedWrites:
+    """Runs of int32 values on their way into a flat store. Nothing staged means nothing copied."""
+
+    def __init__(self, device: Device, capacity: int, depth: int) -> None:
+        self._device = device
+        self._capacity = capacity
+        self._runs: list[tuple[int, Int32s]] = []
+        size = (3 * capacity,)
+        self._ring = Ring(
+            [
+                _StagingSlot(
+                    device.pinned_empty(size, torch.int32),
+                    torch.empty(size, dtype=torch.int32, device=device.torch_device),
+                    device.event(),
+                )
+                for _ in range(depth)
+            ]
+        )
+
+    def put(self, start: int, values: Int32s) -> None:
+        """Stage a run of consecutive values. Runs of one step must not overlap."""
+        self._runs.append((start, values))
+
+    def flush(self, store: Tensor) -> int:
+        """Queue the write on the current stream; returns how many values were written."""
+        n = sum(len(values) for _, values in self._runs)
+        if n == 0:
+            return 0
+        if n > self._capacity:
+            raise RuntimeError(f"{n} staged values exceed the capacity of {self._capacity}")
+        slot = self._ring.acquire()
+        self._fill(slot.pinned[: 3 * n].numpy(), n)
+        self._runs.clear()
+        self._device.copy_async(slot.on_device[: 3 * n], slot.pinned[: 3 * n])
+        slot.event.record(self._device.compute_stream)
+        write_rows(store, slot.on_device[: 3 * n])
+        return n
+
+    def _fill(self, packed: Int32s, n: int) -> None:
+        destinations, values = packed[: 2 * n].view(np.int64), packed[2 * n :]
+        at = 0
+        for start, run in self._runs:
+            end = at + len(run)
+            destinations[at:end] = np.arange(start, start + len(run))
+            values[at:end] = run
+            at = end

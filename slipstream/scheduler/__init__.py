@@ -1,0 +1,1 @@
+"""Pure decisions: who runs, how many tokens, which pages. Imports no torch."""

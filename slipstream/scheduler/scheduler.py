@@ -1,0 +1,261 @@
+"""The scheduler: first come, first served; decodes before prefill chunks; preemption when pages run out.
+
+It may be asked for a new step while others are in flight. It then works on upper bounds, and what it gave to a request
+(row and pages) comes back only after the last step that has the request is collected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.errors import RequestError
+from slipstream.scheduler.pages import PagePool, check_fits
+from slipstream.scheduler.request_state import NO_ROW, RequestState
+from slipstream.types import (
+    FinishReason,
+    PageDiff,
+    Request,
+    RowInit,
+    RowStatus,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    TokenUpdate,
+)
+
+_FINISH_REASONS: dict[RowStatus, FinishReason] = {
+    RowStatus.STOPPED: "stop",
+    RowStatus.LENGTH: "length",
+    RowStatus.ERROR: "error",
+}
+_NAN_ERROR = "the model produced logits that are not numbers for this request; its output was discarded"
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_pages: int = 0
+    num_preemptions: int = 0
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+        self._config = config
+        self._cache = cache
+        self.pool = PagePool(cache.num_pages, cache.page_size)
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []  # in order of admission
+        self._leaving: list[RequestState] = []  # finished, but a step in flight still has them
+        self._requests: dict[str, RequestState] = {}
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._next_step_id = 0
+        self._num_in_flight = 0
+        self._num_preemptions = 0
+
+    # --- requests come and go ---------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
+        check_fits(request, self._cache)
+        state = RequestState(request, list(request.prompt_token_ids))
+        self._requests[request.request_id] = state
+        self.waiting.append(state)
+
+    def finish(self, request_id: str) -> bool:
+        """End a request now, from outside: an abort, or a stop string in its text. False if it is not here."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return False
+        self._retire(state)
+        self._release_leaving(self._oldest_in_flight())
+        return True
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(len(self.waiting), len(self.running), self.pool.num_free, self._num_preemptions)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to launch before older steps are collected."""
+        if not self._reserve_pages_for_running():
+            return None
+        plan = StepPlan(self._next_step_id, [])
+        budget = self._config.max_num_batched_tokens
+        # Decodes first: each needs one token, and they are the ones somebody is watching.
+        for state in sorted((s for s in self.running if s.wants_step), key=_is_prefill):
+            budget -= self._schedule_one(plan, state, budget)
+        self._admit(plan, budget)
+        if not plan.requests:
+            return None
+        self._next_step_id += 1
+        self._num_in_flight += 1
+        return plan
+
+    def collect(self, result: StepResult) -> list[TokenUpdate]:
+        """Take a finished step's tokens in, and turn bounds into facts."""
+        self._num_in_flight -= 1
+        updates = []
+        for scheduled, token_ids, status in zip(result.plan.requests, result.token_ids, result.statuses, strict=True):
+            state = self._requests.get(scheduled.request_id)
+            # Outputs are routed by the plan that launched them, not by who owns the row now.
+            if state is None or state.generation != scheduled.generation:
+                continue
+            if scheduled.samples:
+                state.num_draws_in_flight -= 1
+            if not state.finished and (update := self._take_tokens(state, token_ids, status)):
+                updates.append(update)
+        self._release_leaving(result.plan.step_id + 1)
+        return updates
+
+    def _take_tokens(self, state: RequestState, token_ids: list[int], status: RowStatus) -> TokenUpdate | None:
+        request = state.request
+        state.token_ids.extend(token_ids)
+        reason = _FINISH_REASONS.get(status)
+        stop_reason: int | None = None
+        if reason != "error":
+            # The device knows only the first few stop ids; a longer list is completed here.
+            stop_reason = next((t for t in token_ids if t in request.stop_token_ids), None)
+            reason = "stop" if stop_reason is not None else reason
+        if not token_ids and reason is None:
+            return None
+        if reason is not None:
+            self._retire(state)
+        error = _NAN_ERROR if reason == "error" else None
+        return TokenUpdate(request.request_id, token_ids, reason, stop_reason, error)
+
+    # --- one request's share ----------------------------------------------------------------------
+
+    def _schedule_one(self, plan: StepPlan, state: RequestState, budget: int) -> int:
+        num_tokens = min(_num_missing(state), budget, self._config.max_prefill_chunk)
+        if num_tokens <= 0:
+            return 0
+        samples = state.num_computed + num_tokens == state.num_tokens_bound
+        request = state.request
+        plan.requests.append(
+            ScheduledRequest(request.request_id, state.generation, state.row, num_tokens, state.num_computed, samples)
+        )
+        if len(state.page_ids) > state.num_staged_pages:
+            new_pages = state.page_ids[state.num_staged_pages :]
+            plan.page_diffs.append(PageDiff(state.row, state.num_staged_pages, new_pages))
+            state.num_staged_pages = len(state.page_ids)
+        state.num_computed += num_tokens
+        state.num_draws_in_flight += samples
+        state.last_step_id = plan.step_id
+        return num_tokens
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Move waiting requests in while rows, budget, staging space and pages for all their tokens last."""
+        num_staged = 0
+        while self.waiting and self._free_rows and budget > 0:
+            state = self.waiting[0]
+            num_tokens = len(state.token_ids)
+            needed = self.pool.pages_for(num_tokens + 1)
+            num_staged += num_tokens
+            if needed > self.pool.num_free or num_staged > self._config.max_model_len:
+                return
+            self.waiting.popleft()
+            state.row = self._free_rows.pop()
+            state.generation += 1
+            state.page_ids = self.pool.take(needed)
+            self.running.append(state)
+            request = state.request
+            plan.row_inits.append(
+                RowInit(
+                    row=state.row,
+                    token_ids=tuple(state.token_ids),
+                    num_computed=0,
+                    max_total_tokens=request.max_total_tokens,
+                    params=request.params,
+                    stop_token_ids=request.stop_token_ids,
+                )
+            )
+            budget -= self._schedule_one(plan, state, budget)
+
+    # --- pages ------------------------------------------------------------------------------------
+
+    def _reserve_pages_for_running(self) -> bool:
+        """Give every running request the pages of its next token; False when that needs older steps collected first."""
+        for state in list(self.running):
+            while state.row != NO_ROW and state.wants_step and not self._reserve_pages(state):
+                if self._num_in_flight:
+                    return False  # a step in flight may end a request; bounds only tighten
+                self._preempt(self.running[-1])
+        return True
+
+    def _reserve_pages(self, state: RequestState) -> bool:
+        missing = self.pool.pages_for(state.num_tokens_bound) - len(state.page_ids)
+        if missing <= 0:
+            return True
+        if missing > self.pool.num_free:
+            return False
+        plenty = self.pool.num_free > self.pool.num_usable // 4
+        if plenty:
+            last = self.pool.pages_for(state.request.max_total_tokens) - len(state.page_ids)
+            missing = max(missing, min(missing + self._config.lookahead_pages, last))
+        state.page_ids += self.pool.take(missing)
+        return True
+
+    def _preempt(self, state: RequestState) -> None:
+        """Send the youngest request back to the queue. Its tokens stay; their keys and values are computed again."""
+        self.running.remove(state)
+        self._free(state)
+        state.num_computed = 0
+        self.waiting.appendleft(state)
+        self._num_preemptions += 1
+
+    # --- leaving ----------------------------------------------------------------------------------
+
+    def _retire(self, state: RequestState) -> None:
+        """No more steps for this request. A row that no later step selects is inert; it needs no message."""
+        state.finished = True
+        if state.row == NO_ROW:
+            self.waiting.remove(state)
+            del self._requests[state.request.request_id]
+        elif state in self.running:
+            self.running.remove(state)
+            self._leaving.append(state)
+
+    def _release_leaving(self, num_collected: int) -> None:
+        """Return rows and pages of requests whose last step is among the first ``num_collected``."""
+        for state in [s for s in self._leaving if s.last_step_id < num_collected]:
+            self._leaving.remove(state)
+            self._free(state)
+            del self._requests[state.request.request_id]
+
+    def _oldest_in_flight(self) -> int:
+        return self._next_step_id - self._num_in_flight
+
+    def _free(self, state: RequestState) -> None:
+        self.pool.give_back(state.page_ids)
+        self._free_rows.append(state.row)
+        state.page_ids = []
+        state.num_staged_pages = 0
+        state.row = NO_ROW
+
+    def check_idle(self) -> None:
+        """With nothing to do, every row and page must be home."""
+        if self._requests or self._num_in_flight:
+            raise RuntimeError("check_idle with requests present")
+        if self.pool.num_free != self.pool.num_usable or len(self._free_rows) != self._config.max_num_seqs:
+            raise RuntimeError(
+                f"leak: {self.pool.num_usable - self.pool.num_free} pages, "
+                f"{self._config.max_num_seqs - len(self._free_rows)} rows"
+            )
+
+
+def _num_missing(state: RequestState) -> int:
+    """Tokens whose keys and values no launched step computes yet: 1 for a decode, more for a prompt."""
+    return state.num_tokens_bound - state.num_computed
+
+
+def _is_prefill(state: RequestState) -> bool:
+    return _num_missing(state) > 1
