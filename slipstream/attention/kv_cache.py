@@ -15,6 +15,7 @@ def allocate_kv_caches(
 
     A page of one head is contiguous, which is what decode kernels read, and a page is addressed by bytes that only the
     element size changes, so that a cache of lower precision keeps page ids, tables and kernels' index arithmetic.
+    The memory is not cleared: no token reads a slot before it was written, and clearing gigabytes takes seconds.
     """
     shape = (cache.num_pages, 2, model.num_kv_heads, cache.page_size, model.head_dim)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)]
+    return [torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers)]

@@ -197,10 +197,10 @@ class Scheduler:
             return True
         if missing > self.pool.num_free:
             return False
-        plenty = self.pool.num_free > self.pool.num_usable // 4
-        if plenty:
-            last = self.pool.pages_for(state.request.max_total_tokens) - len(state.page_ids)
-            missing = max(missing, min(missing + self._config.lookahead_pages, last))
+        # Some more while the pool is well filled, so that the next steps need not change the page table.
+        to_limit = self.pool.pages_for(state.request.max_total_tokens) - len(state.page_ids) - missing
+        to_spare = self.pool.num_free - missing - self.pool.num_usable // 4
+        missing += max(0, min(self._config.lookahead_pages, to_limit, to_spare))
         state.page_ids += self.pool.take(missing)
         return True
 

@@ -1,0 +1,59 @@
+# The verbs of the project. Every one installs what it needs; continuous integration uses them word for word.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Extra arguments for pip, e.g. the index of torch's CPU builds on a machine without a GPU.
+PIP_ARGS ?=
+PROMPT ?= What is the capital of France, and what is it known for?
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check format bench clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.installed ## fetch the default model and answer a prompt
+	@$(BIN)/slipstream generate "$(PROMPT)" --max-tokens 128
+
+test: $(VENV)/.installed-dev ## the whole CPU suite
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.installed-dev ## the long matrices too
+	$(BIN)/python -m pytest -m "not gpu" --timeout 3600
+
+check: $(VENV)/.installed-dev ## format, lint, types, tidiness
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_import_direction.py
+
+format: $(VENV)/.installed-dev ## apply format and safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed ## decode throughput of the default model
+	$(BIN)/slipstream bench --batch 1,8
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		|| { echo "error: $(PYTHON) is missing or older than 3.11; set PYTHON=/path/to/python3.11 or newer" >&2; exit 2; }
+	@# Debian and Ubuntu split venv into a package of its own.
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy python3-venv; } \
+		|| { echo "error: python's venv module is missing; install it (Debian: python3-venv)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip $(PIP_ARGS)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing slipstream and what it needs (torch is large; a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing slipstream with its development tools"
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,45 @@
+"""Running an engine core by hand, without threads: what comes out for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from slipstream.engine.core import EngineCore
+from slipstream.types import FinishReason, Request, SamplingParams
+
+
+@dataclass
+class Outcome:
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+def make_request(
+    request_id: str,
+    prompt: Iterable[int],
+    max_tokens: int = 24,
+    stop_token_ids: tuple[int, ...] = (),
+    seed: int = 0,
+    **params: float,
+) -> Request:
+    prompt = tuple(prompt)
+    sampling = SamplingParams(**{"temperature": 0.0, "seed": seed, **params}).with_defaults(SamplingParams())  # type: ignore[arg-type]
+    return Request(request_id, prompt, sampling, stop_token_ids, len(prompt) + max_tokens)
+
+
+def run(core: EngineCore, requests: Iterable[Request], max_steps: int = 10_000) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    for request in requests:
+        core.add(request)
+        outcomes[request.request_id] = Outcome()
+    for _ in range(max_steps):
+        if not core.has_work:
+            return outcomes
+        for update in core.step():
+            outcome = outcomes[update.request_id]
+            assert outcome.finish_reason is None, "an update after the end"
+            outcome.token_ids += update.token_ids
+            outcome.finish_reason, outcome.error = update.finish_reason, update.error
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slipstream.engine.build import Engine
+from slipstream.errors import RequestError
+from slipstream.types import Request
+from tests.engine.drive import make_request, run
+
+MakeEngine = Callable[..., Engine]
+
+
+def mixed_requests(count: int = 16) -> list[Request]:
+    """Greedy and sampled, short and long, some ending on a stop id."""
+    rng = random.Random(5)
+    requests = []
+    for i in range(count):
+        prompt = [rng.randrange(256) for _ in range(rng.choice([1, 5, 17, 40, 90]))]
+        kinds = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.2, "top_p": 0.9}]
+        stops = tuple(range(0, 256, 29)) if i % 3 == 0 else ()
+        requests.append(make_request(f"r{i}", prompt, rng.choice([1, 7, 24]), stops, seed=i, **kinds[i % 4]))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    return {}
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_same_tokens_alone_and_in_a_batch(
+    make_engine: MakeEngine, alone: dict[str, list[int]], chunk: int, steps_in_flight: int
+) -> None:
+    """A request's tokens depend on the request alone: not on neighbours, chunk size or steps in flight."""
+    if not alone:
+        engine = make_engine(max_num_seqs=1)
+        for request in mixed_requests():
+            alone.update({i: o.token_ids for i, o in run(engine.core, [request]).items()})
+    assert len({tuple(tokens) for tokens in alone.values()}) > 10, "requests that all say the same prove nothing"
+    engine = make_engine(max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight)
+    batched = {i: o.token_ids for i, o in run(engine.core, mixed_requests()).items()}
+    assert batched == alone
+    engine.core.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_same_tokens_under_preemption(make_engine: MakeEngine, steps_in_flight: int) -> None:
+    roomy = {i: o.token_ids for i, o in run(make_engine().core, mixed_requests()).items()}
+    tight = make_engine(num_gpu_blocks_override=9, steps_in_flight=steps_in_flight)
+    assert {i: o.token_ids for i, o in run(tight.core, mixed_requests()).items()} == roomy
+    assert tight.core.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_how_requests_end(make_engine: MakeEngine, steps_in_flight: int) -> None:
+    engine = make_engine(steps_in_flight=steps_in_flight)
+    tokens = run(engine.core, [make_request("free", [1, 2, 3], 12)])["free"].token_ids
+    # A stop id ends the request where it first occurs; it is the last token.
+    stop = tokens[5]
+    outcome = run(engine.core, [make_request("stop", [1, 2, 3], 12, (stop,))])["stop"]
+    assert (outcome.token_ids, outcome.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
+    assert run(engine.core, [make_request("short", [1, 2, 3], 1)])["short"].token_ids == tokens[:1]
+    # More stop ids than the device holds: the last of them counts all the same.
+    unused = tuple(t for t in range(256) if t not in tokens)[:20]
+    outcome = run(engine.core, [make_request("many", [1, 2, 3], 12, (*unused, stop))])["many"]
+    assert (outcome.token_ids, outcome.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
+
+
+def test_context_limit_ends_a_request(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_model_len=40)
+    request = make_request("r", range(30), 10)
+    outcome = run(engine.core, [request])["r"]
+    assert (len(outcome.token_ids), outcome.finish_reason) == (10, "length")
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_nan_fails_one_request_alone(make_engine: MakeEngine, steps_in_flight: int) -> None:
+    engine = make_engine(steps_in_flight=steps_in_flight)
+    good = [make_request(f"good{i}", [5 + i, 6, 7], 10, temperature=float(i % 2)) for i in range(3)]
+    expected = run(engine.core, good)
+    with torch.inference_mode():  # whoever uses this token gets logits that are not numbers
+        engine.core.runner._model.model.embed_tokens.weight[200] = torch.nan  # type: ignore[attr-defined]
+    outcomes = run(engine.core, [*good, make_request("bad", [1, 200, 3], 10)])
+    assert outcomes["bad"].finish_reason == "error" and not outcomes["bad"].token_ids
+    assert "not numbers" in (outcomes["bad"].error or "")
+    for request in good:
+        assert outcomes[request.request_id] == expected[request.request_id]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_abort_at_any_time(make_engine: MakeEngine, steps_in_flight: int) -> None:
+    """Abort each request after a random number of steps; the others are not touched and nothing leaks."""
+    requests = mixed_requests()
+    expected = run(make_engine().core, requests)
+    rng = random.Random(1)
+    for _ in range(5):
+        core = make_engine(steps_in_flight=steps_in_flight, num_gpu_blocks_override=40, max_num_seqs=4).core
+        for request in requests:
+            core.add(request)
+        victims = {r.request_id: rng.randrange(60) for r in rng.sample(requests, 8)}
+        found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+        step = 0
+        while core.has_work:
+            for victim in [v for v, when in victims.items() if when == step]:
+                core.finish(victim)
+            for update in core.step():
+                found[update.request_id] += update.token_ids
+            step += 1
+        core.scheduler.check_idle()
+        for request_id, outcome in expected.items():
+            tokens = found[request_id]
+            assert tokens == outcome.token_ids[: len(tokens)]
+            assert request_id in victims or tokens == outcome.token_ids
+
+
+def test_a_row_and_its_pages_are_used_again(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=2, num_gpu_blocks_override=16)
+    expected = run(make_engine().core, mixed_requests())
+    assert run(engine.core, mixed_requests()) == expected
+
+
+def test_cache_too_small_for_one_request_says_so(make_engine: MakeEngine) -> None:
+    core = make_engine(num_gpu_blocks_override=2).core
+    with pytest.raises(RequestError, match=r"may grow to 50 tokens, but the KV cache holds 32; lower max_tokens"):
+        core.add(make_request("big", range(40), 10))
+    core.add(make_request("small", range(20), 12))
+    with pytest.raises(RequestError, match="already in use"):
+        core.add(make_request("small", range(20), 12))

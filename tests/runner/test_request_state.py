@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.config import EngineConfig, EngineOptions, Hardware, resolve
+from slipstream.device.cpu import CpuDevice
+from slipstream.runner.request_state import MAX_DEVICE_STOP_IDS, RequestRows
+from slipstream.types import PageDiff, RowInit, RowStatus, SamplingParams
+from tests.test_config import MODEL
+
+
+def config() -> EngineConfig:
+    options = EngineOptions(max_num_seqs=3, max_model_len=40, block_size=4, max_num_batched_tokens=8)
+    return resolve(options, Hardware("cpu", 2**30, True), MODEL)
+
+
+def test_a_request_moves_in_and_no_other_row_changes() -> None:
+    rows = RequestRows(config(), CpuDevice())
+    before = rows.store.clone()
+    seed = 2**63 + 12345
+    params = SamplingParams(temperature=0.7, top_k=5, top_p=0.25, seed=seed)
+    rows.stage_init(RowInit(1, [11, 12, 13], 0, 30, params, (3, 4)))
+    rows.stage_pages(PageDiff(1, 2, [8, 9]))
+    rows.flush()
+    assert rows.token_ids[1, :3].tolist() == [11, 12, 13]
+    assert rows.num_tokens.tolist() == [0, 3, 0, 0] and rows.max_total[1] == 30
+    assert rows.status.tolist() == [RowStatus.INERT, RowStatus.RUNNING, RowStatus.INERT, RowStatus.INERT]
+    assert rows.sampling.temperature[1] == torch.tensor(0.7) and rows.sampling.top_p[1] == 0.25
+    assert rows.sampling.seeds[1].numpy().view(np.uint64)[0] == seed
+    assert rows.stop_ids[1].tolist() == [3, 4] + [-1] * (MAX_DEVICE_STOP_IDS - 2)
+    assert rows.page_table[1].tolist() == [0, 0, 8, 9] + [0] * 6
+    for other in (0, 2, rows.scratch_row):
+        assert not rows.token_ids[other].any() and not rows.page_table[other].any()
+    assert (rows.store != before).sum() > 0
+
+
+def test_an_unchanged_batch_stages_nothing() -> None:
+    rows = RequestRows(config(), CpuDevice())
+    batch, starts = np.array([2, 0], dtype=np.int32), np.array([0, 1, 4], dtype=np.int32)
+    rows.stage_batch(batch, starts)
+    assert rows.flush() > 0
+    # Law 6: what lies behind the batch is padding.
+    assert rows.batch_rows.tolist() == [2, 0, rows.scratch_row]
+    assert rows.query_start_loc.tolist() == [0, 1, 4, 4]
+    rows.stage_batch(batch, starts)
+    assert rows.flush() == 0
+    rows.stage_batch(np.array([1], dtype=np.int32), np.array([0, 1], dtype=np.int32))
+    rows.flush()
+    assert rows.batch_rows.tolist() == [1, rows.scratch_row, rows.scratch_row]
+    assert rows.query_start_loc.tolist() == [0, 1, 1, 1]
+
+
+def test_the_worst_step_fits_into_the_staging_buffers() -> None:
+    rows = RequestRows(config(), CpuDevice())
+    params = SamplingParams(temperature=0.0, seed=0)
+    for row in range(3):
+        rows.stage_init(RowInit(row, [1] * 13, 0, 40, params, ()))
+        rows.stage_pages(PageDiff(row, 0, list(range(1, 11))))
+    rows.stage_batch(np.array([0, 1, 2], dtype=np.int32), np.array([0, 2, 4, 8], dtype=np.int32))
+    rows.flush()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir, resolve
+from slipstream.errors import ConfigError
+
+CPU = Hardware(device="cpu", free_memory_bytes=8 * 2**30, dtype_works=True)
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    max_position=2048,
+    rope=RopeConfig(rotary_dim=16),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 4096}, "max_model_len 4096 is beyond the model's context of 2048; lower it"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens 32 is below max_num_seqs 64"),
+        ({"block_size": 12}, "block_size must be a power of two, not 12"),
+        ({"dtype": "float8"}, "dtype must be one of auto, float64"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, not 'tpu'"),
+        ({"attention_backend": "refrence"}, "did you mean 'reference'"),
+        ({"kv_cache_memory_bytes": 100}, "holds no page of 8192 bytes; raise kv_cache_memory_bytes"),
+        ({"steps_in_flight": 0}, "steps_in_flight must be a positive integer"),
+    ],
+)
+def test_wrong_options_say_what_to_do(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineOptions.from_dict(options), CPU, MODEL)
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'max_model_length'; did you mean 'max_model_len'\?"):
+        EngineOptions.from_dict({"max_model_length": 5})
+
+
+def test_defaults_are_filled_in() -> None:
+    config = resolve(EngineOptions(), CPU, MODEL)
+    assert config.dtype == "float32" and config.steps_in_flight == 1
+    assert config.scheduler.max_model_len == 2048
+    # Two types of value, two layers, two heads of 16 values in four bytes: 512 bytes a token.
+    assert MODEL.kv_bytes_per_token("float32") == 512
+    assert config.cache.num_usable_tokens == 32 * 2048, "no more than the most requests can use"
+    small = resolve(EngineOptions(kv_cache_memory_bytes=512 * 16 * 10), CPU, MODEL)
+    assert small.cache.num_usable_tokens == 160
+
+
+def test_a_type_that_crashes_is_refused() -> None:
+    broken = Hardware(device="cpu", free_memory_bytes=2**30, dtype_works=False)
+    with pytest.raises(ConfigError, match="bfloat16 matrix products crash on this CPU; use dtype float32"):
+        resolve(EngineOptions(dtype="bfloat16"), broken, MODEL)
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SLIPSTREAM_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "slipstream"
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "own"))
+    assert cache_dir() == tmp_path / "own"

@@ -1,0 +1,102 @@
+"""Tiny random checkpoints, written by ``transformers``, so that the expected values are not ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 272
+EOS_ID = 257
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    # Large enough that the most likely token changes from step to step.
+    "initializer_range": 0.3,
+    "bos_token_id": 256,
+    "eos_token_id": EOS_ID,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama-no-gqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 6}),
+    "llama-biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama3.1-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _LLAMA3_ROPE}),
+    "llama-linear-rope": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-wide-heads": (LlamaConfig, LlamaForCausalLM, {"head_dim": 16}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3-wide-heads-bias": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "attention_bias": True}),
+}
+
+
+def build(variant: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A model of the variant with every parameter random, norms and biases included."""
+    config_class, model_class, differences = VARIANTS[variant]
+    config = config_class(**{**_SHAPE, **differences, **changes})
+    torch.manual_seed(seed)
+    model: PreTrainedModel = model_class(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: Path, **kwargs: Any) -> Path:
+    """The model and a byte-level tokenizer in Hugging Face layout."""
+    model.save_pretrained(folder, **kwargs)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"bos_token": "<s>", "eos_token": "</s>", "chat_template": ' + json.dumps(CHAT_TEMPLATE) + "}"
+    )
