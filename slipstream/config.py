@@ -26,6 +26,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "slipstream"
 
 
+def debug_enabled() -> bool:
+    """$SLIPSTREAM_DEBUG: show tracebacks where the command line would print one line."""
+    return _flag("SLIPSTREAM_DEBUG")
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 

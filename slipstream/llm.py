@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rich.progress import Progress, TextColumn
 
-from slipstream.config import EngineOptions
+from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.client import EngineClient, Prompt
 from slipstream.engine.core import EngineStats
@@ -34,6 +34,10 @@ class _FrontDoor:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._client.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._client.config
 
     @property
     def stats(self) -> EngineStats:
@@ -95,7 +99,9 @@ class LLM(_FrontDoor):
         prompts = [self.tokenizer.encode_chat(list(conversation)) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Yield an output for every new piece of text of one prompt; leaving the loop early aborts the request."""
         request = self._client.make_request(prompt, sampling_params or SamplingParams())
         arrived: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
@@ -124,7 +130,7 @@ class AsyncLLM(_FrontDoor):
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield an output for every new piece of text. A closed or cancelled stream aborts its request."""
         request = self._client.make_request(prompt, sampling_params or SamplingParams(), request_id)
         loop = asyncio.get_running_loop()
@@ -152,7 +158,7 @@ class AsyncLLM(_FrontDoor):
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         prompt = self.tokenizer.encode_chat(list(messages))
         async for output in self.generate(prompt, sampling_params, request_id=request_id):
             yield output

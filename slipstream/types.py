@@ -94,9 +94,13 @@ def _check_number(
     # Written so that NaN, which compares false with everything, is refused.
     if not (right_kind and (value > low if low_open else value >= low) and value <= high):
         kind = "an integer" if integer else "a number"
-        bound = f"{'above' if low_open else 'of at least'} {low:g}"
-        bound += f" and at most {high:g}" if high < math.inf else ""
+        bound = f"{'above' if low_open else 'of at least'} {_plain(low)}"
+        bound += f" and at most {_plain(high)}" if high < math.inf else ""
         raise RequestError(f"{name} must be {kind} {bound}, not {value!r}")
+
+
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _check_integer(name: str, value: Any, *, low: int, high: float = math.inf) -> None:

@@ -69,14 +69,21 @@ class CpuDevice:
 
 
 def free_memory_bytes() -> int:
-    """Memory a new process could take without swapping."""
+    """Memory a new process could take without swapping, the limit of a container included."""
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = (_read_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else max(0, min(free, limit - used))
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such file, or the word "max"
+        return None
 
 
 _PROBE = "import torch; x = torch.ones(4, 64, dtype=torch.{0}); torch.nn.functional.linear(x, x.new_ones(64, 64))"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from slipstream.attention.reference import ReferenceBackend
-from slipstream.config import EngineConfig, EngineOptions, resolve
+from slipstream.config import DTYPE_BYTES, GIB, EngineConfig, EngineOptions, resolve
 from slipstream.device import open_device
+from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
+from slipstream.errors import ConfigError
 from slipstream.models.hub import resolve_model
-from slipstream.models.load import build_model, load_weights, randomize_weights
-from slipstream.models.registry import architecture_of
+from slipstream.models.load import build_model, count_parameters, load_weights, randomize_weights
+from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import shape_config
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint, open_checkpoint
@@ -41,12 +44,35 @@ def build_shape(options: EngineOptions, shape: str) -> Engine:
     return _assemble(options, shape_config(shape), None, None)
 
 
-def _assemble(
-    options: EngineOptions, hf_config: dict[str, object], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
-) -> Engine:
+class EnginePlan(NamedTuple):
+    """Everything decided, nothing allocated."""
+
+    architecture: Architecture
+    device: Device
+    config: EngineConfig
+
+
+def plan_engine(options: EngineOptions, hf_config: dict[str, Any]) -> EnginePlan:
+    """Resolve the configuration, and refuse a model that this machine's memory cannot hold."""
     architecture = architecture_of(hf_config)
     device = open_device(options.device)
-    config = resolve(options, device.hardware(options.dtype), architecture.read_config(hf_config))
+    hardware = device.hardware(options.dtype)
+    config = resolve(options, hardware, architecture.read_config(hf_config))
+    num_params = count_parameters(architecture, config.model)
+    cache_bytes = config.cache.num_pages * config.cache.page_size * config.model.kv_bytes_per_token(config.dtype)
+    needed, free = num_params * DTYPE_BYTES[config.dtype] + cache_bytes, hardware.free_memory_bytes
+    if needed > free:
+        raise ConfigError(
+            f"the model in {config.dtype} needs {needed / GIB:.1f} GiB for weights and KV cache, "
+            f"{free / GIB:.1f} GiB are free; use a smaller model, a 16-bit dtype or kv_cache_memory_bytes"
+        )
+    return EnginePlan(architecture, device, config)
+
+
+def _assemble(
+    options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
+) -> Engine:
+    architecture, device, config = plan_engine(options, hf_config)
     model = build_model(architecture, config, device.torch_device)
     if checkpoint is None:
         randomize_weights(model)
@@ -58,7 +84,7 @@ def _assemble(
     return Engine(config, core, tokenizer, sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer))
 
 
-def sampling_defaults(generation: dict[str, object]) -> SamplingParams:
+def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:
     """The sampling part of a generation_config.json. Without do_sample the model's authors mean greedy."""
     known = {name: generation[name] for name in ("temperature", "top_k", "top_p") if generation.get(name) is not None}
     if generation.get("do_sample") is False:
@@ -66,9 +92,7 @@ def sampling_defaults(generation: dict[str, object]) -> SamplingParams:
     return SamplingParams.from_dict(known)
 
 
-def _eos_ids(
-    generation: dict[str, object], hf_config: dict[str, object], tokenizer: Tokenizer | None
-) -> tuple[int, ...]:
+def _eos_ids(generation: dict[str, Any], hf_config: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """End-of-sequence ids: the generation config's list counts most, for chat models end on more than one token."""
     found: dict[int, None] = {}
     for source in (generation.get("eos_token_id"), hf_config.get("eos_token_id")):

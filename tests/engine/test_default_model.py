@@ -63,9 +63,7 @@ def test_every_token_is_the_reference_models_choice(
 
 
 @pytest.mark.slow
-def test_generate_gives_the_same_tokens(
-    answers: list[tuple[list[int], list[int]]], reference: PreTrainedModel
-) -> None:
+def test_generate_gives_the_same_tokens(answers: list[tuple[list[int], list[int]]], reference: PreTrainedModel) -> None:
     reference.generation_config.eos_token_id = None
     reference.generation_config.pad_token_id = 0
     for prompt, output in answers:

@@ -1,0 +1,214 @@
+"""The command line: what can be typed, and how errors are shown. What the commands do is in ``slipstream.commands``.
+
+Nothing here imports torch: ``slipstream --help`` answers at once, and commands import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slipstream import __version__
+from slipstream.commands.options import with_options
+from slipstream.config import EngineOptions, debug_enabled
+from slipstream.errors import SlipstreamError, nearest
+from slipstream.types import SamplingParams
+
+EXIT_ERROR = 1  # a fault of ours
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C
+EXIT_BROKEN_PIPE = 141  # as a shell reports that the reader has left
+
+app = typer.Typer(
+    name="slipstream",
+    add_completion=False,
+    help="Run language models: generate text, chat, measure speed.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
+SystemText = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message to begin with.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+@with_options(temperature=0.0, max_tokens=256)
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt, or - to read it from standard input.")],
+    sampling: SamplingParams,
+    engine: EngineOptions,
+    system: SystemText = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Answer one prompt, shown as it is generated.
+
+    The model's chat template is applied where it has one. Figures follow on standard error.
+    """
+    from slipstream.commands.generate import run
+
+    return run(prompt, sampling, engine, system=system, raw=raw, as_json=as_json)
+
+
+@app.command()
+@with_options(temperature=0.0, max_tokens=512)
+def chat(sampling: SamplingParams, engine: EngineOptions, system: SystemText = None) -> int:
+    """Talk with a model; /help inside lists what can be typed.
+
+    Ctrl-C stops an answer, Ctrl-D leaves.
+    """
+    from slipstream.commands.chat import run
+
+    return run(sampling, engine, system=system)
+
+
+@app.command()
+@with_options()
+def bench(
+    engine: EngineOptions,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model to measure; the default model if neither this nor --shape.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Measure random weights of a known shape, such as llama-3.1-8b.")
+    ] = None,
+    batch: Annotated[str, typer.Option("--batch", help="Batch sizes, separated by commas.")] = "1,8,32",
+    prompt_len: Annotated[int, typer.Option("--prompt-len", help="Random tokens in each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option("--output-len", help="Tokens generated for each prompt.")] = 256,
+    repeat: Annotated[int, typer.Option("--repeat", help="Runs of each batch size; the best one counts.")] = 3,
+    output_dir: Annotated[Path, typer.Option("--output-dir", help="Folder for the result file.")] = Path(
+        "benchmarks/results"
+    ),
+    as_json: AsJson = False,
+) -> int:
+    """Measure decode speed: output tokens per second with every request of the batch in decode.
+
+    Greedy, end-of-sequence ignored, random prompts. Writes one JSON file a run.
+    """
+    from slipstream.commands.bench import Workload, run
+
+    workload = Workload.parse(batch, prompt_len=prompt_len, output_len=output_len, repeat=repeat)
+    return run(engine, workload, model=model, shape=shape, output_dir=output_dir, as_json=as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> int:
+    """Show what this machine has, what works, and how to get what is missing."""
+    from slipstream.commands.doctor import run
+
+    return run(as_json=as_json)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> int:
+    """List the models with a short name, and those in the cache."""
+    from slipstream.commands.models import run
+
+    return run(as_json=as_json)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Every failure is one line on standard error."""
+    if sys.stdin is None:  # closed by whoever started us
+        sys.stdin = io.StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character must not end the answer.
+        getattr(stream, "reconfigure", lambda **_: None)(errors="replace")
+    with _quiet_threads():
+        try:
+            command = typer.main.get_command(app)
+            with command.make_context("slipstream", list(sys.argv[1:] if argv is None else argv)) as context:
+                code = command.invoke(context)
+                sys.stdout.flush()
+            return code if isinstance(code, int) else 0
+        except typer.Exit as done:
+            return done.exit_code
+        except (KeyboardInterrupt, typer.Abort):
+            return _fail("interrupted", EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            # What is still buffered would fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_BROKEN_PIPE
+        except Exception as error:
+            if debug_enabled():
+                traceback.print_exc()
+            return _fail(*_explain(error))
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    return code
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    if isinstance(error, SlipstreamError):
+        return str(error), EXIT_BAD_INPUT
+    if hasattr(error, "format_message"):  # what all usage errors share, wherever typer keeps their classes
+        return _explain_usage(error), EXIT_BAD_INPUT
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror or error}; check the path and your rights to it", EXIT_BAD_INPUT
+    if isinstance(error, UnicodeDecodeError):
+        return f"the input is not valid {error.encoding} text; convert it", EXIT_BAD_INPUT
+    if isinstance(error, MemoryError):
+        return "out of memory; use a smaller model, max_model_len or kv_cache_memory_bytes", EXIT_BAD_INPUT
+    return f"{type(error).__name__}: {error}; a bug of ours, SLIPSTREAM_DEBUG=1 shows where", EXIT_ERROR
+
+
+def _explain_usage(error: Any) -> str:
+    message: str = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    hint = ""
+    if context is not None and hasattr(error, "possibilities"):
+        flags = [flag for param in context.command.params for flag in (*param.opts, *param.secondary_opts)]
+        message = f"unknown option '{error.option_name}'"
+        hint = nearest(error.option_name, [flag for flag in flags if flag.startswith("--")])
+    elif context is not None and (unknown := re.match("No such command '(.*?)'", message)):
+        message = f"unknown command '{unknown[1]}'"
+        hint = nearest(unknown[1], context.command.list_commands(context))
+    see = f"; see '{context.command_path if context is not None else 'slipstream'} --help'"
+    return message[0].lower() + message[1:] + (hint or see)
+
+
+@contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Keep tracebacks of the engine's threads off the screen: what failed there reaches the caller as an error."""
+    before = threading.excepthook
+    if not debug_enabled():
+        threading.excepthook = lambda _: None
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

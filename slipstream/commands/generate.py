@@ -1,0 +1,77 @@
+"""``slipstream generate``: one prompt, one answer, and how fast it came."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.commands.session import check, open_session, show_stream
+from slipstream.config import EngineOptions
+from slipstream.errors import RequestError
+from slipstream.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.models.tokenizer import Tokenizer
+
+
+def run(
+    prompt: str, sampling: SamplingParams, engine: EngineOptions, *, system: str | None, raw: bool, as_json: bool
+) -> int:
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if not (text if raw else text.strip()):
+        raise RequestError("the prompt is empty; give a text, or - to read it from standard input")
+    if raw and system is not None:
+        raise RequestError("--system needs the chat template that --raw switches off; use one of them")
+    with open_session(engine) as session:
+        token_ids = encode_prompt(session.llm.tokenizer, text, system, raw)
+        if as_json:
+            output = check(session.llm.generate([token_ids], sampling)[0])
+            sys.stdout.write(json.dumps(_as_dict(output, engine.model), ensure_ascii=False) + "\n")
+        else:
+            output = show_stream(session.llm.stream(token_ids, sampling))
+            Console(stderr=True).print(_figures(output))
+    return 0
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, system: str | None, raw: bool) -> list[int]:
+    """Token ids of a prompt, through the chat template where the model has one and it is wanted."""
+    if raw or not tokenizer.has_chat_template:
+        if system is not None:
+            raise RequestError("this model has no chat template to put --system in; make it part of the prompt")
+        return tokenizer.encode(text)
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return tokenizer.encode_chat(messages)
+
+
+def _as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
+    completion, timings = output.outputs[0], output.timings
+    return {
+        "model": model,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "seed": output.seed,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "timings": {
+            "first_token_s": timings.first_token_s,
+            "total_s": timings.total_s,
+            "tok_s": timings.tokens_per_s(len(completion.token_ids)),
+        },
+    }
+
+
+def _figures(output: RequestOutput) -> Table:
+    table = Table("prompt tokens", "output tokens", "time to first token", "tokens per second")
+    for column in table.columns:
+        column.justify = "right"
+    first_ms = 1000 * (output.timings.first_token_s or 0.0)
+    rate = output.timings.tokens_per_s(len(output.token_ids))
+    table.add_row(str(len(output.prompt_token_ids)), str(len(output.token_ids)), f"{first_ms:,.0f} ms", f"{rate:,.1f}")
+    return table

@@ -1,0 +1,114 @@
+"""Command-line options made from the fields of dataclasses.
+
+A command declares a parameter of type ``EngineOptions`` or ``SamplingParams``; the user sees one option a field. A
+field added to the dataclass shows up on every command that takes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from slipstream.config import EngineOptions
+from slipstream.types import SamplingParams
+
+R = TypeVar("R")
+
+_PANELS: dict[type, str] = {EngineOptions: "Engine", SamplingParams: "Sampling"}
+
+# Engine options carry their help themselves; requests are plain data, so the words for them are here.
+SAMPLING_HELP: dict[str, str] = {
+    "temperature": "Randomness: 0 always takes the likeliest token, 1 is the model's own distribution.",
+    "top_k": "Draw from this many of the likeliest tokens; 0 is off.",
+    "top_p": "Draw from the likeliest tokens that together have this probability; 1 is off.",
+    "seed": "Seed of this request: the same seed gives the same text. Drawn at random if unset.",
+    "max_tokens": "Most tokens to generate.",
+    "stop": "Stop before this text; may be given several times.",
+    "stop_token_ids": "Stop after this token id; may be given several times.",
+    "ignore_eos": "Go on after the model's end-of-sequence token.",
+}
+
+
+def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Spread every dataclass parameter of a command into one option a field.
+
+    ``defaults`` stand in for the fields' own. A name is used once: the command's own parameters come first, then the
+    dataclasses in the order of the signature; a field whose name is taken gets no option and keeps its default.
+    """
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        declared = inspect.signature(command, eval_str=True).parameters.values()
+        groups: dict[str, Any] = {p.name: p.annotation for p in declared if is_dataclass(p.annotation)}
+        options = [p.replace(kind=p.KEYWORD_ONLY) for p in declared if p.name not in groups]
+        taken = {p.name for p in options}
+        names: dict[str, list[str]] = {}
+        for group, kind in groups.items():
+            hints = get_type_hints(kind)
+            own = [f for f in fields(kind) if f.name not in taken]
+            options += [_option(f, hints[f.name], kind, defaults.get(f.name, f.default)) for f in own]
+            names[group] = [f.name for f in own]
+            taken.update(names[group])
+
+        @functools.wraps(command)
+        def run(**given: Any) -> R:
+            for group, kind in groups.items():
+                values = {name: given.pop(name) for name in names[group]}
+                # Unset means the dataclass's default. It checks what is set, and its errors are one line.
+                given[group] = kind(**{name: _frozen(value) for name, value in values.items() if value is not None})
+            return command(**given)
+
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in options}
+        return run
+
+    return decorate
+
+
+def _option(field: Field[Any], annotation: Any, owner: type, default: Any) -> inspect.Parameter:
+    flag = "--" + field.name.replace("_", "-")
+    kind = _value_type(annotation)
+    settings: dict[str, Any] = {
+        "help": field.metadata.get("help") or SAMPLING_HELP.get(field.name),
+        "rich_help_panel": _PANELS.get(owner),
+    }
+    if default is MISSING or default == ():
+        default = None
+    if kind is bool and default:
+        flag += "/--no-" + field.name.replace("_", "-")
+    elif kind is dict:
+        settings |= {"parser": _parse_json, "metavar": "JSON"}
+    if kind is not bool:
+        kind = kind | None
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=typer.Option(default, flag, **settings)
+    )
+
+
+def _value_type(annotation: Any) -> Any:
+    """The type one value on the command line has: a scalar, a list of scalars, or ``dict`` for anything in JSON."""
+    members = [kind for kind in get_args(annotation) if kind is not NoneType]
+    if get_origin(annotation) is Literal:
+        return str
+    if get_origin(annotation) is tuple:
+        return list[members[0]]  # type: ignore[valid-type]
+    if len(members) == 1 and get_origin(annotation) is not dict:  # X | None
+        return _value_type(members[0])
+    return annotation if annotation in (bool, int, float, str) else dict
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not JSON ({error})") from error
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,107 @@
+"""The parts decoders are made of. Each knows the names its weights have in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.attention.backend import AttentionContext, AttentionLayer
+from slipstream.config import ModelConfig
+from slipstream.kernels.linear import embedding, linear
+from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
+from slipstream.kernels.swiglu import swiglu
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """A matrix product with one stored weight, which may stack several of the checkpoint's: ``{"q_proj": 64, ...}``.
+
+    Stacked weights turn three small products into one.
+    """
+
+    def __init__(self, in_size: int, parts: dict[str, int], bias: bool = False) -> None:
+        super().__init__()
+        self.parts = parts
+        self.weight = _weight(sum(parts.values()), in_size)
+        self.bias = _weight(sum(parts.values())) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names beside the memory their values go to."""
+        start = 0
+        for part, size in self.parts.items():
+            yield f"{prefix}{part}.weight", self.weight[start : start + size]
+            if self.bias is not None:
+                yield f"{prefix}{part}.bias", self.bias[start : start + size]
+            start += size
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = _weight(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and the sum itself as the next residual."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, size: int) -> None:
+        super().__init__()
+        self.weight = _weight(vocab_size, size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return embedding(self.weight, token_ids)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, and norms on queries and keys where the model has them."""
+
+    def __init__(self, config: ModelConfig, idx: int) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer = AttentionLayer(idx, heads, kv_heads, head_dim, scale=head_dim**-0.5)
+        self.qkv_proj = Linear(
+            config.hidden_size,
+            {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim},
+            config.qkv_bias,
+        )
+        self.o_proj = Linear(heads * head_dim, {"o_proj": config.hidden_size}, config.output_bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
+        layer = self.layer
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, layer.head_dim)
+        q, k, v = qkv.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = context.attend(layer, q, k, v, cos_sin)
+        mixed: Tensor = self.o_proj(out.flatten(1))
+        return mixed
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward layer of Llama and its relatives."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
+        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
+        return out

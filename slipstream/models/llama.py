@@ -1,0 +1,16 @@
+"""Llama 2, 3 and 3.1, and what shares their architecture under its name: SmolLM2 among others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.config import ModelConfig
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_config import read_decoder_config
+
+
+class Llama(Decoder):
+    @staticmethod
+    def read_config(hf: dict[str, Any]) -> ModelConfig:
+        bias = bool(hf.get("attention_bias", False))
+        return read_decoder_config(hf, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))

@@ -1,0 +1,59 @@
+"""Building a model in the memory it runs in, and filling it from a checkpoint or with random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig, ModelConfig
+from slipstream.errors import ModelError
+from slipstream.models.decoder import Decoder
+from slipstream.models.registry import Architecture
+
+# Checkpoints may carry these; the engine computes them itself.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", "rope_freqs.weight")
+
+
+def build_model(architecture: Architecture, config: EngineConfig, device: torch.device) -> Decoder:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, config.dtype))
+    try:
+        with device:
+            return architecture(config.model, config.scheduler.max_model_len)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def count_parameters(architecture: Architecture, config: ModelConfig) -> int:
+    with torch.device("meta"):  # shapes without memory
+        return sum(parameter.numel() for parameter in architecture(config, max_position=1).parameters())
+
+
+@torch.inference_mode()
+def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy every tensor to its place; a missing, unknown or misshapen one is an error that names it."""
+    slots = dict(model.slots())
+    for name, tensor in tensors:
+        slot = slots.pop(name, None)
+        if slot is None:
+            if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.lm_head is None):
+                continue
+            raise ModelError(f"tensor '{name}' does not belong to {model.config.architecture}, or occurs twice")
+        if slot.shape != tensor.shape:
+            raise ModelError(f"tensor '{name}' has shape {list(tensor.shape)}, the config says {list(slot.shape)}")
+        slot.copy_(tensor)
+    if slots:
+        raise ModelError(f"the checkpoint lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
+
+
+@torch.inference_mode()
+def randomize_weights(model: Decoder, seed: int = 0) -> None:
+    """Random weights of sane size, for benchmarks of a shape whose real weights are not at hand."""
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    for name, slot in model.slots():
+        if "norm" in name:
+            slot.fill_(1.0)
+        else:
+            slot.normal_(0.0, 0.02, generator=generator)

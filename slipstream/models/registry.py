@@ -1,0 +1,34 @@
+"""Architectures by the name a config.json gives them. Files are imported when their architecture is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol, cast
+
+from slipstream.config import ModelConfig
+from slipstream.errors import ModelError, nearest
+from slipstream.models.decoder import Decoder
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": ("slipstream.models.llama", "Llama"),
+    "Qwen2ForCausalLM": ("slipstream.models.qwen2", "Qwen2"),
+    "Qwen3ForCausalLM": ("slipstream.models.qwen3", "Qwen3"),
+}
+
+
+class Architecture(Protocol):
+    def __call__(self, config: ModelConfig, max_position: int) -> Decoder: ...
+
+    @staticmethod
+    def read_config(hf: dict[str, Any]) -> ModelConfig: ...
+
+
+def architecture_of(hf: dict[str, Any]) -> Architecture:
+    names = hf.get("architectures") or ["none named"]
+    if names[0] not in _ARCHITECTURES:
+        raise ModelError(
+            f"architecture '{names[0]}' is not supported{nearest(names[0], _ARCHITECTURES)} "
+            f"(supported: {', '.join(_ARCHITECTURES)})"
+        )
+    module, name = _ARCHITECTURES[names[0]]
+    return cast(Architecture, getattr(importlib.import_module(module), name))

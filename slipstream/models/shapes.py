@@ -1,0 +1,52 @@
+"""Shapes of well-known models, for benchmarks with random weights: the cost of a step does not depend on the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.errors import ConfigError, nearest
+
+_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **_LLAMA,
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "torch_dtype": "bfloat16",
+    },
+    "smollm2-135m": {
+        **_LLAMA,
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+def shape_config(name: str) -> dict[str, Any]:
+    if name not in SHAPES:
+        raise ConfigError(f"unknown shape '{name}'{nearest(name, SHAPES)} (known: {', '.join(SHAPES)})")
+    return SHAPES[name]

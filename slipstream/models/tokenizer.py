@@ -1,0 +1,187 @@
+"""Text to token ids and back, and conversations to token ids.
+
+Wraps a ``tokenizers.Tokenizer`` built from a model folder or from the metadata of a GGUF file. Nothing is changed after
+construction, so one tokenizer serves many threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from slipstream.errors import ModelError, RequestError
+from slipstream.models.chat_template import ChatTemplate, Message
+from slipstream.models.json_file import read_json_if_present
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's vocabulary, its special tokens and its chat template."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        named_tokens: Mapping[str, str],
+        chat_template: str | None = None,
+    ) -> None:
+        """``named_tokens`` are the special tokens by role, such as ``{"eos_token": "</s>"}``."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.bos_token_id = self._id_of(named_tokens.get("bos_token"))
+        self.eos_token_id = self._id_of(named_tokens.get("eos_token"))
+        added: dict[int, Any] = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._template = ChatTemplate(chat_template, named_tokens) if chat_template else None
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Tokenizer:
+        """Read ``tokenizer.json`` with its companions, as Hugging Face writes them.
+
+        What ``encode`` puts around a text is what ``tokenizer.json`` says; like transformers, the flags
+        ``add_bos_token`` and ``add_eos_token`` of older configs are not consulted.
+        """
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{path} holds no tokenizer.json; save the model's fast tokenizer there with "
+                "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            )
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the package raises bare Exceptions
+            raise ModelError(
+                f"{file} is not a valid tokenizer ({' '.join(str(error).split())}); get it again"
+            ) from error
+        config = read_json_if_present(path / "tokenizer_config.json")
+        named = _named_tokens({**read_json_if_present(path / "special_tokens_map.json"), **config})
+        _add_missing_tokens(backend, config, named)
+        return cls(backend, named_tokens=named, chat_template=_find_template(path, config))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+        """Rebuild the tokenizer that a GGUF file describes; ``path`` is for messages."""
+        from slipstream.models.gguf_tokenizer import adds_bos, build_backend
+
+        backend = build_backend(metadata, path)
+        named = {}
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+            token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+            if token_id is not None and (token := backend.id_to_token(token_id)) is not None:
+                named[f"{role}_token"] = token
+        bos = named.get("bos_token") if adds_bos(metadata) else None
+        eos = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token") else None
+        _surround(backend, bos, eos)
+        return cls(backend, named_tokens=named, chat_template=metadata.get("tokenizer.chat_template"))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the tokenizer knows; the model's embedding may have more rows."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens spelled out in the text become their ids in either case."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError("the prompt must be a text of valid Unicode characters") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some tokens; incomplete characters come out as U+FFFD. Ids without a token are skipped."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token, empty for an id that has none."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the text this model expects; ``variables`` are extra names its template may know."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; send a plain prompt instead")
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. The template writes its own special tokens, so none are added."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def _id_of(self, token: str | None) -> int | None:
+        token_id: int | None = None if token is None else self._backend.token_to_id(token)
+        return token_id
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by role; a token is written as its text or as an object with ``content``."""
+    named = {}
+    for role in _NAMED_TOKENS:
+        token = config.get(role)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            named[role] = text
+    return named
+
+
+def _add_missing_tokens(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Tokens that only ``tokenizer_config.json`` lists, and the special flag of those with a role."""
+    listed = config.get("added_tokens_decoder")
+    by_id = {int(key): entry for key, entry in listed.items() if key.isdigit()} if isinstance(listed, dict) else {}
+    for _, entry in sorted(by_id.items()):
+        if isinstance(entry, dict) and entry.get("content") and backend.token_to_id(entry["content"]) is None:
+            flags = {key: bool(entry[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
+            token = AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
+            backend.add_special_tokens([token]) if entry.get("special") else backend.add_tokens([token])
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    in_vocabulary = [text for text in named.values() if backend.token_to_id(text) is not None]
+    if plain := [AddedToken(text, normalized=False) for text in in_vocabulary if text not in special]:
+        backend.add_special_tokens(plain)
+
+
+def _surround(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """Let ``encode`` put these tokens around a text, and nothing else."""
+    around = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
+    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    backend.post_processor = TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(around)))
+
+
+def _find_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{file} cannot be read as text; get it again") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,164 @@
+"""Checkpoints: a config, a tokenizer, and tensors one after another, whatever format they are stored in.
+
+Knows safetensors folders as Hugging Face writes them; GGUF files are in ``gguf``. Everything is checked on opening,
+from the headers alone, so that a half-downloaded model fails at once and not after minutes of loading.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.errors import ModelError
+from slipstream.models.json_file import read_json, read_json_if_present
+from slipstream.models.tokenizer import Tokenizer
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_SHARD_OF = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
+
+
+class Checkpoint(Protocol):
+    """What a loader needs. Names of tensors and config keys are Hugging Face's, whatever the file calls them."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]  # empty when the model brings none
+
+    def tensor_names(self) -> list[str]:
+        """The names that ``tensors`` will give, in the same order."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor on the CPU, in file order, read when it is asked for; the caller owns its memory."""
+        ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder with ``config.json``, or a ``.gguf`` file, as ``resolve_model`` gives them."""
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        from slipstream.models.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path)
+    raise ModelError(f"{path} is neither a model folder nor a .gguf file; check the path")
+
+
+class SafetensorsCheckpoint:
+    """A folder in Hugging Face's layout: one safetensors file, or shards with an index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / "config.json")
+        self.generation_config = read_json_if_present(path / "generation_config.json")
+        self._names = _tensors_by_file(path)  # file -> its tensors, in file order
+
+    def tensor_names(self) -> list[str]:
+        return [name for names in self._names.values() for name in names]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        for file, names in self._names.items():
+            try:
+                with safe_open(file, framework="pt", device="cpu") as tensors:
+                    for name in names:
+                        yield name, tensors.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file} cannot be read ({error}); download it again") from error
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self.path)
+
+
+def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return {single: _read_header(single)}
+    if index.is_file():
+        return _read_indexed(folder, index)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        if any(folder.glob("*.bin")):
+            raise ModelError(
+                f"{folder} holds weights as .bin only; convert them: load the model with transformers and "
+                "call save_pretrained(folder), which writes safetensors"
+            )
+        raise ModelError(f"{folder} holds no *.safetensors file; download the model again")
+    _check_all_shards(folder, files)
+    return _without_repeats({file: _read_header(file) for file in files})
+
+
+def _read_indexed(folder: Path, index: Path) -> dict[Path, list[str]]:
+    """The tensors the index promises, each in the shard it names."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ModelError(f"{index} has no usable 'weight_map'; download it again")
+    shards = sorted(set(weight_map.values()))
+    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise _half_downloaded(folder, missing)
+    tensors = {}
+    for shard in shards:
+        file = folder / shard
+        promised = {name for name, home in weight_map.items() if home == shard}
+        present = _read_header(file)
+        if lacking := promised.difference(present):
+            raise ModelError(f"{file} lacks {min(lacking)}, which {index.name} promises; download both again")
+        tensors[file] = [name for name in present if name in promised]
+    return tensors
+
+
+def _check_all_shards(folder: Path, files: list[Path]) -> None:
+    """Shards without an index still say in their names how many there should be."""
+    for file in files:
+        if match := _SHARD_OF.search(file.name):
+            stem, count = file.name[: match.start()], match[2]
+            expected = [f"{stem}-{idx:05d}-of-{count}.safetensors" for idx in range(1, int(count) + 1)]
+            if missing := [name for name in expected if not (folder / name).is_file()]:
+                raise _half_downloaded(folder, missing)
+
+
+def _half_downloaded(folder: Path, missing: list[str]) -> ModelError:
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return ModelError(f"{folder} is half-downloaded: {missing[0]}{more} is missing; download the model again")
+
+
+def _without_repeats(tensors: dict[Path, list[str]]) -> dict[Path, list[str]]:
+    home: dict[str, Path] = {}
+    for file, names in tensors.items():
+        for name in names:
+            if name in home:
+                raise ModelError(f"{name} is in both {home[name]} and {file}; remove the file that does not belong")
+            home[name] = file
+    return tensors
+
+
+def _read_header(file: Path) -> list[str]:
+    """The tensors of one file in the order of their data, after a check that the file is as long as it says."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_len = int.from_bytes(stream.read(8), "little")
+            if size < 8 or header_len > size - 8:
+                raise ModelError(f"{file} is half-downloaded or not a safetensors file; download it again")
+            header = json.loads(stream.read(header_len))
+        header.pop("__metadata__", None)
+        spans = {name: entry["data_offsets"] for name, entry in header.items()}
+        names = sorted(spans, key=lambda name: (spans[name][0], spans[name][1]))
+        data_len = max((int(span[1]) for span in spans.values()), default=0)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror or error})") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ModelError(f"{file} has a corrupt header; download it again") from error
+    if 8 + header_len + data_len > size:
+        raise ModelError(f"{file} is half-downloaded ({size} of {8 + header_len + data_len} bytes); download it again")
+    return names

@@ -1,0 +1,122 @@
+"""Every kind of bad input ends with one line that says what to do, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slipstream.models.hub import ALIASES, DEFAULT_MODEL
+from tests.commands.run_cli import RunCli, assert_one_line_error
+
+
+@pytest.fixture
+def broken_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_empty_prompt(cli: RunCli, prompt: str) -> None:
+    assert_one_line_error(cli("generate", prompt), "the prompt is empty; give a text")
+
+
+def test_prompt_longer_than_the_context(cli: RunCli, tiny_model: Path) -> None:
+    outcome = cli("generate", "a" * 600, "--model", tiny_model)
+    assert_one_line_error(outcome, "tokens", "the context holds 512", "shorten the prompt")
+
+
+def test_unknown_model(cli: RunCli) -> None:
+    outcome = cli("generate", "x", "--model", "smolm2-135m")
+    assert_one_line_error(outcome, "unknown model 'smolm2-135m'; did you mean 'smollm2-135m'?")
+
+
+def test_missing_folder(cli: RunCli, tmp_path: Path) -> None:
+    outcome = cli("generate", "x", "--model", tmp_path / "nowhere")
+    assert_one_line_error(outcome, "nowhere", "check the path")
+
+
+def test_half_downloaded_weights(cli: RunCli, broken_model: Path) -> None:
+    file = broken_model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert_one_line_error(cli("generate", "x", "--model", broken_model), "half-downloaded", "download it again")
+
+
+def test_half_downloaded_gguf(cli: RunCli, tmp_path: Path) -> None:
+    file = tmp_path / "half.gguf"
+    file.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x05\x00\x00\x00\x00\x00\x00\x00" * 2)
+    assert_one_line_error(cli("generate", "x", "--model", file), "half.gguf", "again")
+
+
+def test_wrong_checksum(cli: RunCli) -> None:
+    alias = ALIASES[DEFAULT_MODEL]
+    alias.path.parent.mkdir(parents=True)
+    with alias.path.open("wb") as file:
+        file.truncate(alias.source.fingerprint.size)
+    assert_one_line_error(cli("generate", "x"), "wrong checksum", "delete it and run again")
+
+
+def test_corrupt_safetensors(cli: RunCli, broken_model: Path) -> None:
+    file = broken_model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:24] = b"\xff" * 16
+    file.write_bytes(content)
+    assert_one_line_error(cli("generate", "x", "--model", broken_model), "corrupt", "download it again")
+
+
+def test_unsupported_architecture(cli: RunCli, broken_model: Path) -> None:
+    config = json.loads((broken_model / "config.json").read_text())
+    (broken_model / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    outcome = cli("generate", "x", "--model", broken_model)
+    assert_one_line_error(outcome, "'GPT2LMHeadModel' is not supported", "supported: LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_missing_file(cli: RunCli, broken_model: Path, name: str) -> None:
+    (broken_model / name).unlink()
+    assert_one_line_error(cli("generate", "x", "--model", broken_model), str(broken_model))
+
+
+def test_config_that_is_no_json(cli: RunCli, broken_model: Path) -> None:
+    (broken_model / "config.json").write_text("{")
+    assert_one_line_error(cli("generate", "x", "--model", broken_model), "is not valid JSON", "download it again")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "phrase"),
+    [
+        ("--temperature", "-1", "temperature must be a number of at least 0"),
+        ("--temperature", "nan", "temperature must be a number"),
+        ("--temperature", "hot", "'--temperature'"),
+        ("--top-p", "1.5", "top_p must be a number above 0 and at most 1"),
+        ("--top-k", "-2", "top_k must be an integer of at least -1"),
+        ("--max-tokens", "0", "max_tokens must be an integer of at least 1"),
+        ("--seed", "-1", "seed must be an integer of at least 0"),
+        ("--stop", "", "stop must be non-empty"),
+        ("--stop-token-ids", "-1", "stop_token_ids must be an integer of at least 0"),
+    ],
+)
+def test_sampling_parameter_out_of_range(cli: RunCli, option: str, value: str, phrase: str) -> None:
+    # Refused before any model is looked for: there is none in this test's cache.
+    assert_one_line_error(cli("generate", "x", option, value), phrase)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "phrase"),
+    [
+        ("--stop-token-ids", "999", "not a token id below 272"),
+        ("--max-model-len", "0", "max_model_len must be a positive integer"),
+        ("--max-model-len", "513", "beyond the model's context of 512; lower it"),
+        ("--max-num-seqs", "0", "max_num_seqs must be a positive integer"),
+        ("--block-size", "3", "block_size must be a power of two"),
+        ("--dtype", "float8", "dtype must be one of auto, float64"),
+        ("--device", "cdu", "device must be one of auto, cpu"),
+        ("--attention-backend", "flash", "attention_backend must be one of auto, reference"),
+        ("--kv-cache-memory-bytes", "10", "raise kv_cache_memory_bytes"),
+        ("--num-gpu-blocks-override", "1", "lower max_tokens or raise kv_cache_memory_bytes"),
+    ],
+)
+def test_option_that_does_not_fit(cli: RunCli, tiny_model: Path, option: str, value: str, phrase: str) -> None:
+    assert_one_line_error(cli("generate", "x", "--model", tiny_model, option, value), phrase)
