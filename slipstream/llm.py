@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,14 +22,16 @@ Message = Mapping[str, Any]
 
 
 class _FrontDoor:
-    """What both faces share: building the engine, and closing it."""
+    """What both faces share: building the engine, and closing it.
 
-    def __init__(self, model: str | None = None, *, engine: Engine | None = None, **options: Any) -> None:
-        if engine is None:
-            if model is not None:
-                options["model"] = model
-            engine = build_engine(EngineOptions.from_dict(options))
-        self._client = EngineClient(engine)
+    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the engine comes from elsewhere.
+    """
+
+    def __init__(self, model: str | None = None, *, build: Callable[[], Engine] | None = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        chosen = EngineOptions.from_dict(options)
+        self._client = EngineClient(build or (lambda: build_engine(chosen)))
 
     @property
     def tokenizer(self) -> Tokenizer:

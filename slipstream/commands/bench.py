@@ -122,17 +122,16 @@ def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, 
     from slipstream.engine.client import EngineClient
 
     with _notes().status(f"loading {case}"):
-        engine = build_shape(options, shape) if shape is not None else build_engine(options)
-    client = EngineClient(engine)
+        client = EngineClient(lambda: build_engine(options) if shape is None else build_shape(options, shape))
     rows: list[Row] = []
     try:
         for batch in workload.batches:
             runs = _measure_batch(client, workload, batch, seed=options.seed)
-            rows.append(_row(case, batch, workload, engine.config, runs, weights="random" if shape else "model"))
+            rows.append(_row(case, batch, workload, client.config, runs, weights="random" if shape else "model"))
             _notes().print(f"{case}, batch {batch}: {rows[-1]['tok_s']:,.1f} tokens per second", highlight=False)
     finally:
         client.close()
-    return rows, engine.config.device
+    return rows, client.config.device
 
 
 def _measure_batch(client: EngineClient, workload: Workload, batch: int, *, seed: int) -> list[BatchRun]:

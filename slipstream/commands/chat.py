@@ -6,11 +6,15 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from slipstream.commands.session import Session, open_session, show_stream
+from slipstream.commands.session import open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError, nearest
 from slipstream.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
 
 _COMMANDS = {
     "/help": "this list",
@@ -20,18 +24,18 @@ _COMMANDS = {
 
 
 def run(sampling: SamplingParams, engine: EngineOptions, *, system: str | None) -> int:
-    with open_session(engine) as session:
-        if not session.llm.tokenizer.has_chat_template:
+    with open_model(engine) as llm:
+        if not llm.tokenizer.has_chat_template:
             raise RequestError(f"{engine.model} has no chat template; use `slipstream generate` to continue a text")
-        return Conversation(session, sampling, system).run()
+        return Conversation(llm, sampling, system).run()
 
 
 class Conversation:
     """The turns so far, and the loop that adds to them."""
 
-    def __init__(self, session: Session, sampling: SamplingParams, system: str | None) -> None:
-        self._llm, self._sampling = session.llm, sampling
-        self._limit = min(session.config.scheduler.max_model_len, session.config.cache.num_usable_tokens)
+    def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None) -> None:
+        self._llm, self._sampling = llm, sampling
+        self._limit = min(llm.config.scheduler.max_model_len, llm.config.cache.num_usable_tokens)
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._interactive = sys.stdin.isatty()

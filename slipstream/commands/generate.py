@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.commands.session import check, open_session, show_stream
+from slipstream.commands.session import check, open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError
 from slipstream.types import RequestOutput, SamplingParams
@@ -26,13 +26,13 @@ def run(
         raise RequestError("the prompt is empty; give a text, or - to read it from standard input")
     if raw and system is not None:
         raise RequestError("--system needs the chat template that --raw switches off; use one of them")
-    with open_session(engine) as session:
-        token_ids = encode_prompt(session.llm.tokenizer, text, system, raw)
+    with open_model(engine) as llm:
+        token_ids = encode_prompt(llm.tokenizer, text, system, raw)
         if as_json:
-            output = check(session.llm.generate([token_ids], sampling)[0])
+            output = check(llm.generate([token_ids], sampling)[0])
             sys.stdout.write(json.dumps(_as_dict(output, engine.model), ensure_ascii=False) + "\n")
         else:
-            output = show_stream(session.llm.stream(token_ids, sampling))
+            output = show_stream(llm.stream(token_ids, sampling))
             Console(stderr=True).print(_figures(output))
     return 0
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from slipstream.config import EngineConfig, EngineOptions
+from slipstream.config import EngineOptions
 from slipstream.errors import RequestError
 from slipstream.models.hub import resolve_model
 from slipstream.types import RequestOutput
@@ -19,13 +19,8 @@ if TYPE_CHECKING:
     from slipstream.llm import LLM
 
 
-class Session(NamedTuple):
-    llm: LLM
-    config: EngineConfig
-
-
 @contextmanager
-def open_session(options: EngineOptions) -> Iterator[Session]:
+def open_model(options: EngineOptions) -> Iterator[LLM]:
     """Fetch and load the model, with progress on standard error where that is a terminal."""
     path = resolve_model(options.model)  # shows its own progress
     with Console(stderr=True).status(f"loading {options.model}"):
@@ -35,9 +30,10 @@ def open_session(options: EngineOptions) -> Iterator[Session]:
         if options.max_num_seqs is None:
             # One request at a time: a KV cache for many would only take memory and start-up time.
             options = replace(options, max_num_seqs=1)
-        engine = build_engine(replace(options, model=str(path)))
-    with LLM(engine=engine) as llm:
-        yield Session(llm, engine.config)
+        options = replace(options, model=str(path))
+        llm = LLM(build=lambda: build_engine(options))
+    with llm:
+        yield llm
 
 
 def show_stream(outputs: Iterable[RequestOutput]) -> RequestOutput:

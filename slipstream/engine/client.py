@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from slipstream.engine.build import Engine
@@ -29,15 +29,18 @@ class _NoText:
 
 
 class EngineClient:
-    def __init__(self, engine: Engine) -> None:
+    """``build`` makes the engine; it is called in the engine's own thread, and its errors come out here."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._loop = EngineLoop(build, lambda updates: self._output.deliver(updates))
+        engine = self._loop.engine
         self.config = engine.config
         self._engine = engine
         self._ids = itertools.count()
         self._seeds = random.Random(engine.config.seed)
         self._lock = threading.Lock()
         self._closed = False
-        self._output = OutputProcessor(engine.tokenizer or _NoText(), lambda request_id: self._loop.finish(request_id))
-        self._loop = EngineLoop(engine.core, self._output.deliver)
+        self._output = OutputProcessor(engine.tokenizer or _NoText(), self._loop.finish)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from .fake_index import FakeIndex, make_index
 from .text_samples import TEXTS
 
+if TYPE_CHECKING:
+    import gguf
+
 
 @pytest.fixture(scope="session")
 def smollm2_reader(smollm2_path: Path) -> gguf.GGUFReader:
     """The default model's file as the ``gguf`` package reads it, which takes it two seconds."""
+    import gguf
+
     return gguf.GGUFReader(smollm2_path)
 
 

@@ -57,7 +57,7 @@ def test_logits_and_greedy_tokens(variant: str, tmp_path: Path) -> None:
     reference.generation_config.eos_token_id = None
     reference.generation_config.pad_token_id = 0
     tokens = reference.generate(short, attention_mask=torch.ones_like(short), do_sample=False, max_new_tokens=64)
-    with LLM(engine=engine) as llm:
+    with LLM(build=lambda: engine) as llm:
         params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
         output = llm.generate(short[0].tolist(), params)[0]
     assert output.token_ids == tokens[0, 20:].tolist()
