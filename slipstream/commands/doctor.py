@@ -40,6 +40,8 @@ REQUIRED = {
     "typer": ">=0.12",
     "gguf": ">=0.10",
 }
+# Part of the installation, but the engine runs without: what does not work then.
+SPARED = {"gguf": "GGUF files, the default model among them, cannot be opened"}
 OPTIONAL = {
     "triton": "kernels for GPUs; a CPU needs none",
     "transformers": "the reference that the tests compare with",
@@ -113,6 +115,8 @@ def _package(name: str, wanted: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        if name in SPARED:
+            return Finding(name, "note", f"not installed: {SPARED[name]}", f"pip install '{name}{wanted}'")
         return Finding(name, "missing", "not installed", f"pip install '{name}{wanted}'")
     if not satisfies(version, wanted):
         return Finding(name, "missing", f"{version}, outside {wanted}", f"pip install '{name}{wanted}'")

@@ -45,6 +45,7 @@ def test_half_downloaded_weights(cli: RunCli, broken_model: Path) -> None:
 
 
 def test_half_downloaded_gguf(cli: RunCli, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
     file = tmp_path / "half.gguf"
     file.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x05\x00\x00\x00\x00\x00\x00\x00" * 2)
     assert_one_line_error(cli("generate", "x", "--model", file), "half.gguf", "again")

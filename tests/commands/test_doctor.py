@@ -70,6 +70,15 @@ def test_missing_package_is_exit_code_1_and_says_how_to_get_it(cli: RunCli, monk
     assert "pip install 'torch>=99,<=100'" in report["verdict"]
 
 
+def test_a_package_the_engine_can_spare_is_a_note(cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.REQUIRED, "no-such-package", ">=1.0")
+    monkeypatch.setitem(doctor.SPARED, "no-such-package", "nothing of note works")
+    outcome = cli("doctor", "--json")
+    report = json.loads(outcome.out)
+    assert outcome.code == 0 and report["can_run"]
+    assert "nothing of note works" in outcome.out and "pip install 'no-such-package>=1.0'" in outcome.out
+
+
 def test_broken_torch_is_a_finding(cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "slipstream.device.cpu", None)
     outcome = cli("doctor", "--json")
