@@ -31,6 +31,7 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     scale: float
+    window: int = 0  # how many positions a token sees, itself included; 0 means all before it
 
 
 class AttentionBackend(Protocol):

@@ -21,5 +21,5 @@ class ReferenceBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
         return paged_attention(
-            q, kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, layer.scale
+            q, kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, layer.scale, layer.window
         )

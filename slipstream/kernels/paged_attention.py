@@ -9,7 +9,13 @@ from slipstream.device.operation import TensorSpec, operation
 
 
 def _shape(
-    q: Tensor, kv_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
 ) -> TensorSpec:
     return TensorSpec(tuple(q.shape), q.dtype)
 
@@ -22,6 +28,7 @@ def paged_attention(
     seq_lens: Tensor,  # [num_reqs] int32, query tokens included; 0 for a row that does not run
     block_table: Tensor,  # [num_reqs, max_pages] int32
     scale: float,
+    window: int,  # how many positions a token sees, itself included; 0 means all
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for tokens of rows that do not run
     out = torch.zeros_like(q)
     starts = query_start_loc.tolist()
@@ -29,7 +36,7 @@ def paged_attention(
         tokens = slice(starts[i], starts[i + 1])
         if seq_len and tokens.stop > tokens.start:
             k, v = _gather(kv_cache, block_table[i], seq_len, q.dtype)
-            out[tokens] = _attend(q[tokens], k, v, scale)
+            out[tokens] = _attend(q[tokens], k, v, scale, window)
     return out
 
 
@@ -41,15 +48,17 @@ def _gather(kv_cache: Tensor, page_ids: Tensor, seq_len: int, dtype: torch.dtype
     return joined[0, :, :seq_len], joined[1, :, :seq_len]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     num_query, num_heads, head_dim = q.shape
     num_kv_heads, seq_len, _ = k.shape
     # Query heads of a group share one key head: fold them into the query axis.
     grouped = q.view(num_query, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     scores = torch.einsum("hgqd,hkd->hgqk", grouped, k).mul_(scale)
-    if num_query > 1:
-        # Query j of n stands at position seq_len - n + j and sees itself and what is before.
+    if num_query > 1 or 0 < window < seq_len:
+        # Query j of n stands at position seq_len - n + j and sees itself and what is before, as far as the window goes.
         visible = torch.ones(num_query, seq_len, dtype=torch.bool).tril(seq_len - num_query)
+        if window:
+            visible = visible.triu(seq_len - num_query - window + 1)
         scores.masked_fill_(~visible, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return torch.einsum("hgqk,hkd->qhgd", weights, v).reshape(num_query, num_heads, head_dim)

@@ -11,13 +11,14 @@ from slipstream.kernels.paged_attention import paged_attention
 PAGE = 4
 
 
-def expected_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def expected_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     """torch's own attention on contiguous keys and values, heads repeated instead of grouped."""
     num_query, num_heads, _ = q.shape
     seq_len, num_kv_heads, _ = k.shape
     repeat = num_heads // num_kv_heads
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    mask = torch.arange(seq_len) <= torch.arange(seq_len - num_query, seq_len).unsqueeze(1)
+    distance = torch.arange(seq_len - num_query, seq_len).unsqueeze(1) - torch.arange(seq_len)
+    mask = (distance >= 0) & ((distance < window) if window else True)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask, scale=scale
     )
@@ -32,9 +33,12 @@ def expected_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
         max_size=6,
     ),
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
+    window=st.sampled_from([0, 1, 5, 64]),
     seed=st.integers(0, 1000),
 )
-def test_equals_contiguous_attention(lens: list[tuple[int, int]], heads: tuple[int, int], seed: int) -> None:
+def test_equals_contiguous_attention(
+    lens: list[tuple[int, int]], heads: tuple[int, int], window: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     num_heads, num_kv_heads = heads
     head_dim, max_pages = 8, 8
@@ -50,10 +54,10 @@ def test_equals_contiguous_attention(lens: list[tuple[int, int]], heads: tuple[i
         q = torch.randn(num_query, num_heads, head_dim, dtype=torch.float64)
         queries.append(q)
         seq_lens.append(seq_len)
-        wanted.append(expected_attention(q, k, v, 0.3) if num_query else q)
+        wanted.append(expected_attention(q, k, v, 0.3, window) if num_query else q)
     starts = torch.tensor([0, *torch.tensor([n for n, _ in lens]).cumsum(0)], dtype=torch.int32)
     out = paged_attention(
-        torch.cat(queries), cache, starts, torch.tensor(seq_lens, dtype=torch.int32), page_ids.int(), 0.3
+        torch.cat(queries), cache, starts, torch.tensor(seq_lens, dtype=torch.int32), page_ids.int(), 0.3, window
     )
     torch.testing.assert_close(out, torch.cat(wanted), rtol=1e-10, atol=1e-10)
 
@@ -63,5 +67,5 @@ def test_rows_that_do_not_run_give_zero(dtype: torch.dtype) -> None:
     cache = torch.full((3, 2, 1, PAGE, 8), torch.nan, dtype=dtype)
     q = torch.randn(2, 2, 8, dtype=dtype)
     starts, seq_lens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
-    out = paged_attention(q, cache, starts, seq_lens, torch.zeros(2, 1, dtype=torch.int32), 1.0)
+    out = paged_attention(q, cache, starts, seq_lens, torch.zeros(2, 1, dtype=torch.int32), 1.0, 0)
     assert torch.equal(out, torch.zeros_like(q))
