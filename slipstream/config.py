@@ -57,8 +57,9 @@ class EngineOptions:
     block_size: int = _option(16, "Tokens in one KV cache page; a power of two.")
     kv_cache_memory_bytes: int | None = _option(None, "Memory for the KV cache, in bytes.")
     num_gpu_blocks_override: int | None = _option(None, "Number of KV cache pages, instead of a size in bytes.")
-    attention_backend: str = _option("auto", "Attention backend: auto or reference.")
+    attention_backend: str = _option("auto", "Attention backend: auto, cpu (batched) or reference (the definition).")
     steps_in_flight: int | None = _option(None, "Steps launched ahead of the oldest one not yet read; 1, 2 or more.")
+    enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
     seed: int = _option(0, "Seed of the generator that draws request seeds where a request names none.")
 
     @classmethod
@@ -88,13 +89,33 @@ class RopeConfig:
 
     theta: float = 10000.0
     rotary_dim: int = 0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    # How much longer rotated vectors become; attention over long contexts stays sharp by it.
+    attention_factor: float = 1.0
+    # yarn: waves that turn more often than the first within the original context are kept, less than the second scaled.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    # longrope: divisors of the frequencies, within the original context and beyond it.
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     # Per-frequency divisors as GGUF files store them; they stand for any scaling.
     freq_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward layers made of experts, a few of which work on each token."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    renormalise: bool  # whether the weights of a token's experts sum to one
+    layer_ids: tuple[int, ...]  # the other layers have one dense feed-forward
 
 
 @dataclass(frozen=True)
@@ -117,7 +138,19 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # of the scores; 1 / sqrt(head_dim) if unset
+    windows: tuple[int, ...] = ()  # per layer, how many positions a token sees, 0 for all; empty: all in every layer
+    window_rope: RopeConfig | None = None  # of layers with a window, where it differs from the others'
+    experts: ExpertsConfig | None = None
     dtype: str = "float32"  # as stored in the checkpoint
+
+    def window(self, layer_idx: int) -> int:
+        return self.windows[layer_idx] if self.windows else 0
+
+    def has_experts(self, layer_idx: int) -> bool:
+        return self.experts is not None and layer_idx in self.experts.layer_ids
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
@@ -142,6 +175,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_prefill_chunk: int
     max_model_len: int
+    prefix_caching: bool = True
     # Pages taken beyond the need while the pool is well filled, so that most decode steps change no page table.
     lookahead_pages: int = 4
 
@@ -163,7 +197,7 @@ class EngineConfig:
 def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> EngineConfig:
     """Turn wishes, machine and model into the one configuration the engine runs with."""
     _check_choice("device", options.device, ("auto", "cpu"))
-    _check_choice("attention_backend", options.attention_backend, ("auto", "reference"))
+    _check_choice("attention_backend", options.attention_backend, ("auto", "cpu", "reference"))
     _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
     dtype = _resolve_dtype(options.dtype, hardware)
     max_model_len = _positive("max_model_len", options.max_model_len, model.max_position)
@@ -185,6 +219,7 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> E
         max_num_batched_tokens=budget,
         max_prefill_chunk=_positive("long_prefill_token_threshold", options.long_prefill_token_threshold, budget),
         max_model_len=max_model_len,
+        prefix_caching=options.enable_prefix_caching,
     )
     return EngineConfig(
         model=model,
@@ -192,7 +227,7 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> E
         scheduler=scheduler,
         device=hardware.device,
         dtype=dtype,
-        attention_backend="reference",
+        attention_backend="cpu" if options.attention_backend == "auto" else options.attention_backend,
         steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1),
         seed=options.seed,
         poison=_flag("SLIPSTREAM_POISON"),

@@ -28,5 +28,7 @@ class EngineError(SlipstreamError):
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_k'?``, empty when nothing is close."""
-    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f"; did you mean '{matches[0]}'?" if matches else ""
+    # Dashes before an option say nothing about which one was meant.
+    by_letters = {option.lstrip("-"): option for option in valid}
+    matches = difflib.get_close_matches(name.lstrip("-"), list(by_letters), n=1, cutoff=0.5)
+    return f"; did you mean '{by_letters[matches[0]]}'?" if matches else ""

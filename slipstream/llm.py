@@ -62,32 +62,33 @@ class LLM(_FrontDoor):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue each prompt (a string, or token ids); outputs come in the order of the prompts.
 
-        Every prompt is checked before the first one runs. A request that fails later has ``error`` set.
+        Every prompt is checked before the first one runs. A request that fails later has ``error`` set. Of requests
+        that wait, those with a lower ``priority`` run first.
         """
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
-        requests = []
+        submissions = []
         for i, (prompt, own) in enumerate(zip(many, params, strict=True)):
             try:
-                requests.append(self._client.make_request(prompt, own))
+                submissions.append(self._client.prepare(prompt, own, priority=priority))
             except RequestError as error:
                 raise RequestError(str(error) if len(many) == 1 else f"prompt {i}: {error}") from error
         done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        for prompt, request in zip(many, requests, strict=True):
-            text = prompt if isinstance(prompt, str) else None
-            self._client.submit(request, done.put, prompt=text, every_token=False)
+        for submission in submissions:
+            self._client.submit(submission, done.put, every_token=False)
         outputs: dict[str, RequestOutput] = {}
         with _progress_bar(progress) as bar:
-            task = bar.add_task("generating", total=len(requests), rate="")
-            while len(outputs) < len(requests):
+            task = bar.add_task("generating", total=len(submissions))
+            while len(outputs) < len(submissions):
                 output = done.get()
                 outputs[output.request_id] = output
                 bar.update(task, advance=1)
-        return [outputs[request.request_id] for request in requests]
+        return [outputs[submission.request_id] for submission in submissions]
 
     def chat(
         self,
@@ -105,9 +106,9 @@ class LLM(_FrontDoor):
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Yield an output for every new piece of text of one prompt; leaving the loop early aborts the request."""
-        request = self._client.make_request(prompt, sampling_params or SamplingParams())
+        submission = self._client.prepare(prompt, sampling_params or SamplingParams())
         arrived: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._client.submit(request, arrived.put, prompt=prompt if isinstance(prompt, str) else None)
+        self._client.submit(submission, arrived.put)
         finished = False
         try:
             while not finished:
@@ -116,7 +117,7 @@ class LLM(_FrontDoor):
                 yield output
         finally:
             if not finished:
-                self._client.abort(request.request_id)
+                self._client.abort(submission.request_id)
 
     def __enter__(self) -> LLM:
         return self
@@ -131,17 +132,22 @@ class AsyncLLM(_FrontDoor):
     """The same engine for asyncio: many callers, each with its own stream of outputs."""
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield an output for every new piece of text. A closed or cancelled stream aborts its request."""
-        request = self._client.make_request(prompt, sampling_params or SamplingParams(), request_id)
+        submission = self._client.prepare(prompt, sampling_params or SamplingParams(), request_id, priority)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[RequestOutput] = asyncio.Queue()
 
         def sink(output: RequestOutput) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, output)
 
-        self._client.submit(request, sink, prompt=prompt if isinstance(prompt, str) else None)
+        self._client.submit(submission, sink)
         finished = False
         try:
             while not finished:
@@ -152,7 +158,7 @@ class AsyncLLM(_FrontDoor):
                 yield output
         finally:
             if not finished:
-                self._client.abort(request.request_id)
+                self._client.abort(submission.request_id)
 
     async def chat(
         self,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from slipstream.errors import RequestError, nearest
 
@@ -28,6 +28,12 @@ class RowStatus(enum.IntEnum):
     INERT = 4
 
 
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 32
+MAX_BAD_WORD_TOKENS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose a request's tokens. ``None`` means: what the model's generation config says, else the default."""
@@ -35,30 +41,55 @@ class SamplingParams:
     temperature: float | None = None  # default 1.0; 0 is greedy
     top_k: int | None = None  # default 0: off
     top_p: float | None = None  # default 1.0: off
-    seed: int | None = None  # default: drawn at random, and reported in the output
+    min_p: float | None = None  # default 0.0: off
+    presence_penalty: float = 0.0  # subtracted from tokens already in the output
+    frequency_penalty: float = 0.0  # subtracted for each time a token is already in the output
+    repetition_penalty: float | None = None  # default 1.0: off; divides tokens of prompt and output
+    logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
+    bad_words: tuple[str, ...] = ()  # never generated
+    min_tokens: int = 0  # no end of sequence and no stop token before
     max_tokens: int | None = None  # default: up to the context limit
+    n: int = 1  # how many continuations
+    seed: int | None = None  # default: drawn at random, and reported in the output
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # in the text
+    logprobs: int | None = None  # for each token its log probability, and those of this many of the likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt
 
     def __post_init__(self) -> None:
         # Users pass lists and single strings; frozen data wants tuples.
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         self._check()
 
     def _check(self) -> None:
         _check_number("temperature", self.temperature, low=0.0, high=100.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
         _check_integer("top_k", self.top_k, low=-1)
+        _check_integer("min_tokens", self.min_tokens, low=0)
         _check_integer("max_tokens", self.max_tokens, low=1)
+        _check_integer("n", self.n, low=1, high=128)
         _check_integer("seed", self.seed, low=0, high=MAX_SEED)
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise RequestError("stop must be non-empty strings")
+        _check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS)
+        for name in ("stop", "bad_words"):
+            if any(not isinstance(text, str) or not text for text in getattr(self, name)):
+                raise RequestError(f"{name} must be non-empty strings")
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
@@ -82,7 +113,27 @@ class SamplingParams:
             temperature=float(pick("temperature", 1.0)),
             top_k=max(0, int(pick("top_k", 0))),
             top_p=float(pick("top_p", 1.0)),
+            min_p=float(pick("min_p", 0.0)),
+            repetition_penalty=float(pick("repetition_penalty", 1.0)),
         )
+
+
+def _as_bias(given: Mapping[Any, Any]) -> dict[int, float]:
+    """Token ids as JSON has them, in strings, become numbers; everything is checked."""
+    if not isinstance(given, Mapping):
+        raise RequestError("logit_bias must map token ids to numbers")
+    if len(given) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS} are supported")
+    bias = {}
+    for token_id, value in given.items():
+        try:
+            number = int(token_id)
+        except (TypeError, ValueError):
+            raise RequestError(f"logit_bias holds {token_id!r}, which is not a token id") from None
+        _check_integer("token ids in logit_bias", number, low=0)
+        _check_number("values in logit_bias", value, low=-100.0, high=100.0)
+        bias[number] = float(value)
+    return bias
 
 
 def _check_number(
@@ -117,6 +168,14 @@ class Request:
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
     max_total_tokens: int  # prompt and output together
     arrival_time: float = 0.0
+    priority: int = 0  # lower runs first
+    choice: int = 0  # which of a prompt's continuations this is; part of its noise
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def may_use_cache(self) -> bool:
+        """Whether cached keys and values may stand in for the prompt. Its logprobs need every position computed."""
+        return self.params.prompt_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +195,9 @@ class RowInit:
     """Everything a row needs when a request moves in."""
 
     row: int
+    request: Request
     token_ids: Sequence[int]
     num_computed: int
-    max_total_tokens: int
-    params: SamplingParams
-    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +223,14 @@ class StepPlan:
         return sum(r.num_tokens for r in self.requests)
 
 
+class LogprobRow(NamedTuple):
+    """Log probabilities at one position: the token that stands there first, then the likeliest in order."""
+
+    rank: int  # of the token that stands there; 1 is the likeliest
+    token_ids: list[int]
+    values: list[float]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a finished step produced, in the order of its plan."""
@@ -173,6 +238,9 @@ class StepResult:
     plan: StepPlan
     token_ids: list[list[int]]
     statuses: list[RowStatus]
+    logprobs: list[list[LogprobRow]] | None = None  # one for each token, where any request asked
+    # By place in the plan: the position of the first, then one for each prompt token from there on.
+    prompt_logprobs: dict[int, tuple[int, list[LogprobRow]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -184,6 +252,9 @@ class TokenUpdate:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     error: str | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    logprobs: list[LogprobRow] | None = None
+    prompt_logprobs: tuple[int, list[LogprobRow]] | None = None
     time: float = 0.0  # when the tokens were collected
 
 
@@ -201,6 +272,18 @@ class RequestTimings:
         return (num_tokens - 1) / max(self.total_s - self.first_token_s, 1e-9)
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of one token at one position, before any sampling parameter acted."""
+
+    logprob: float
+    rank: int
+    text: str
+
+
+Logprobs = dict[int, Logprob]  # by token id
+
+
 @dataclass(slots=True)
 class Completion:
     """One generated continuation of a prompt."""
@@ -210,6 +293,8 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None  # one for each token, if asked for
+    delta_text: str = ""  # what the latest update added
 
 
 @dataclass(slots=True)
@@ -224,11 +309,16 @@ class RequestOutput:
     timings: RequestTimings
     finished: bool = False
     error: str | None = None
-    delta_text: str = ""
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix cache
+    prompt_logprobs: list[Logprobs | None] | None = None  # one for each prompt token; the first has none
 
     @property
     def text(self) -> str:
         return self.outputs[0].text
+
+    @property
+    def delta_text(self) -> str:
+        return self.outputs[0].delta_text
 
     @property
     def token_ids(self) -> list[int]:

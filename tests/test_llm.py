@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream import LLM, AsyncLLM, ConfigError, EngineError, RequestError, SamplingParams
 from tests import tiny_models
@@ -73,6 +79,126 @@ def test_stop_strings_trim_text_and_tokens(llm: LLM) -> None:
         assert output.token_ids == free.token_ids[: len(output.token_ids)]
         assert target in llm.tokenizer.decode(output.token_ids)
         assert target not in llm.tokenizer.decode(output.token_ids[:-1])
+
+
+def test_stop_string_can_be_shown(llm: LLM) -> None:
+    free = llm.generate("stop test", GREEDY)[0]
+    target = free.text[3:5]
+    params = replace(GREEDY, stop=(target,), include_stop_str_in_output=True)
+    assert llm.generate("stop test", params)[0].text == free.text[: free.text.index(target) + len(target)]
+
+
+def test_special_tokens_can_be_shown(llm: LLM) -> None:
+    params = replace(GREEDY, logit_bias={tiny_models.EOS_ID: 100.0}, max_tokens=3)
+    assert llm.generate("x", params)[0].text == ""
+    assert llm.generate("x", replace(params, skip_special_tokens=False))[0].text == "</s></s></s>"
+
+
+def test_several_continuations_of_one_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=10, seed=5, n=4, ignore_eos=True)
+    output = llm.generate("hello", params)[0]
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+    texts = [tuple(c.token_ids) for c in output.outputs]
+    assert len(set(texts)) == 4, "each draws its own noise"
+    # The first is what n = 1 gives, and all are repeatable.
+    assert llm.generate("hello", replace(params, n=1))[0].token_ids == list(texts[0])
+    assert [tuple(c.token_ids) for c in llm.generate("hello", params)[0].outputs] == texts
+    assert len(llm.generate(["a", "b"], replace(params, n=2))) == 2
+    last = list(llm.stream("hello", params))[-1]
+    assert [tuple(c.token_ids) for c in last.outputs] == texts and last.finished
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return model.eval()
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_logprobs_are_the_models_own(folder: Path, reference: PreTrainedModel, chunk: int) -> None:
+    """Of outputs and prompt, whatever the sampling parameters, against transformers."""
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=9,
+        repetition_penalty=1.2,
+        seed=2,
+        max_tokens=9,
+        ignore_eos=True,
+        logprobs=4,
+        prompt_logprobs=2,
+    )
+    prompt = [5, 9, 200, 31, 7, 7, 100, 12, 13, 14, 15, 99, 250, 1, 2, 3, 8, 6, 20]
+    options = {"dtype": "float64", "long_prefill_token_threshold": chunk}
+    with LLM(str(folder), **options) as llm:
+        llm.generate([prompt], replace(params, prompt_logprobs=None))  # a warm prefix cache must not matter
+        output = llm.generate([prompt], params)[0]
+        assert (
+            llm.generate([prompt], replace(params, logprobs=None, prompt_logprobs=None))[0].outputs[0].logprobs is None
+        )
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt + output.token_ids])).logits[0].log_softmax(1)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None and len(completion.logprobs) == 9
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
+    assert output.prompt_logprobs[0] is None
+    tokens = prompt + output.token_ids
+    found = [*output.prompt_logprobs[1:], *completion.logprobs]
+    for position, logprobs in enumerate(found):
+        token, row = tokens[position + 1], expected[position]
+        assert logprobs is not None and next(iter(logprobs)) == token
+        order = row.argsort(descending=True).tolist()
+        top = 2 if position < len(prompt) - 1 else 4
+        assert set(logprobs) == {token, *order[:top]}
+        for token_id, entry in logprobs.items():
+            assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+            assert entry.rank == order.index(token_id) + 1
+            assert entry.text == llm.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def test_bad_words_and_min_tokens(llm: LLM) -> None:
+    free = llm.generate("abc", GREEDY)[0]
+    word = llm.tokenizer.decode(free.token_ids[2:4])
+    output = llm.generate("abc", replace(GREEDY, bad_words=(word,)))[0]
+    assert word not in output.text and output.token_ids[:3] == free.token_ids[:3]
+    ends = SamplingParams(temperature=0, max_tokens=9, logit_bias={tiny_models.EOS_ID: 100.0})
+    assert len(llm.generate("abc", ends)[0].token_ids) == 1
+    output = llm.generate("abc", replace(ends, min_tokens=4))[0]
+    assert len(output.token_ids) == 5 and output.finish_reason == "stop"
+    assert tiny_models.EOS_ID not in output.token_ids[:4]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"bad_words": ["longer than eight"]}, "bad word 'longer than eight' has 17 tokens; at most 8"),
+        ({"bad_words": [chr(97 + i) for i in range(20)]}, "bad_words has 40 spellings"),
+        ({"logit_bias": {99999: 1.0}}, "logit_bias holds 99999, which is not a token id below 272"),
+        ({"min_tokens": 2, "stop_token_ids": list(range(20))}, "min_tokens works with at most 16 stop token ids"),
+    ],
+)
+def test_limits_are_said(llm: LLM, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate("x", SamplingParams.from_dict(params))
+
+
+def test_cached_tokens_are_reported(folder: Path) -> None:
+    with LLM(str(folder)) as llm:
+        prompt = list(range(50))
+        assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+        assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 48
+        assert llm.stats.prefix_hit_rate == pytest.approx(48 / 100)
+
+
+def test_generation_config_gives_defaults(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.build("llama"), tmp_path / "model")
+    greedy_settings = {"do_sample": True, "temperature": 0.7, "top_k": 1, "repetition_penalty": 1.5, "eos_token_id": 9}
+    (folder / "generation_config.json").write_text(json.dumps(greedy_settings))
+    with LLM(str(folder), dtype="float64") as llm:
+        defaults = llm.generate("abc", SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
+        explicit = SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=12, ignore_eos=True)
+        assert defaults == llm.generate("abc", explicit)[0].token_ids
+        bias = {9: 100.0}
+        assert llm.generate("abc", SamplingParams(max_tokens=12, logit_bias=bias))[0].finish_reason == "stop"
 
 
 def test_stop_token_is_in_the_tokens_but_not_in_the_text(llm: LLM) -> None:
@@ -144,6 +270,32 @@ def test_async_streams_run_side_by_side(folder: Path, llm: LLM) -> None:
 
     assert asyncio.run(everything()) == expected
     engine.close()
+
+
+def test_500_requests_through_a_cache_of_a_tenth_of_their_pages(folder: Path) -> None:
+    """All finish, right, and no page is lost."""
+    rng = random.Random(4)
+    sizes = [(rng.choice([1, 8, 30, 120]), rng.choice([1, 5, 20, 60])) for _ in range(500)]
+    prompts = [[rng.randrange(256) for _ in range(n)] for n, _ in sizes]
+    params = [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True) for _, m in sizes]
+    with LLM(str(folder), dtype="float64", max_num_seqs=32) as llm:
+        expected = [o.token_ids for o in llm.generate(prompts, params)]
+    num_pages = sum(-(-(n + m) // 16) for n, m in sizes) // 10
+    engine = AsyncLLM(str(folder), dtype="float64", max_num_seqs=64, num_gpu_blocks_override=num_pages)
+
+    async def one(prompt: list[int], own: SamplingParams) -> list[int]:
+        outputs = [output async for output in engine.generate(prompt, own)]
+        assert outputs[-1].finish_reason == "length"
+        return outputs[-1].token_ids
+
+    async def everything() -> list[list[int]]:
+        return await asyncio.gather(*(one(p, own) for p, own in zip(prompts, params, strict=True)))
+
+    assert asyncio.run(everything()) == expected
+    stats = engine.stats
+    engine.close()
+    assert stats.num_requests_finished == 500 and stats.num_free_pages == num_pages
+    assert stats.num_preemptions > 0
 
 
 def test_async_errors_aborts_and_cancellation(folder: Path) -> None:

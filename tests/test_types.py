@@ -23,6 +23,18 @@ from slipstream.types import SamplingParams
         ({"seed": -1}, "seed must be"),
         ({"seed": 2**64}, "seed must be"),
         ({"stop": [""]}, "stop must be non-empty strings"),
+        ({"bad_words": [""]}, "bad_words must be non-empty strings"),
+        ({"min_p": 1.5}, "min_p must be a number of at least 0 and at most 1, not 1.5"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be a number of at least -2 and at most 2, not 2.5"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
+        ({"logprobs": 21}, "logprobs must be an integer of at least 0 and at most 20, not 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be"),
+        ({"n": 0}, "n must be an integer of at least 1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4; lower it"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias holds 'x', which is not a token id"),
+        ({"logit_bias": {1: 101}}, "values in logit_bias must be a number of at least -100 and at most 100, not 101"),
+        ({"logit_bias": dict.fromkeys(range(301), 0.0)}, "logit_bias has 301 entries; at most 300"),
         ({"stop_token_ids": [-5]}, "stop_token_ids must be"),
         ({"temprature": 1.0}, r"unknown sampling parameter 'temprature'; did you mean 'temperature'\?"),
     ],
@@ -40,3 +52,7 @@ def test_defaults_come_from_the_model_then_from_the_engine() -> None:
     chosen = SamplingParams(temperature=0).with_defaults(model)
     assert (chosen.temperature, chosen.top_k) == (0.0, 50)
     assert SamplingParams().with_defaults(SamplingParams()).temperature == 1.0
+
+
+def test_logit_bias_takes_ids_as_json_spells_them() -> None:
+    assert SamplingParams(logit_bias={"12": 3, 4: -1.5}).logit_bias == {12: 3.0, 4: -1.5}  # type: ignore[dict-item]

@@ -9,13 +9,23 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 272
@@ -47,6 +57,34 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    # The published values leave nothing between fast and slow in heads as small as these.
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 1.9, 5.5, 14.0],
+    "original_max_position_embeddings": 16,
+}
+# Less than a prompt, so that it matters in prefill and in decoding.
+_WINDOW: dict[str, Any] = {"sliding_window": 32}
+_UPPER_WINDOWS: dict[str, Any] = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1}
+_GEMMA3 = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40}
+_QWEN3_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
 
 VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -59,11 +97,60 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
         LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
+    "llama-yarn-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _YARN_ROPE}),
+    "llama-dynamic-rope": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "llama-wide-heads": (LlamaConfig, LlamaForCausalLM, {"head_dim": 16}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2-window": (Qwen2Config, Qwen2ForCausalLM, _UPPER_WINDOWS),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "qwen3-wide-heads-bias": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "attention_bias": True}),
+    "qwen3-window": (Qwen3Config, Qwen3ForCausalLM, {**_UPPER_WINDOWS, "max_window_layers": 2}),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {**_WINDOW, "head_dim": 16}),
+    "mistral-no-window": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, _MIXTRAL),
+    "mixtral-window-tied": (MixtralConfig, MixtralForCausalLM, {**_MIXTRAL, **_WINDOW, "tie_word_embeddings": True}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN3_MOE),
+    "qwen3-moe-plain-weights": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**_QWEN3_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        # Embeddings are scaled up and are the head as well; larger ones would repeat the last token forever.
+        {**_GEMMA3, "query_pre_attn_scalar": 20, "initializer_range": 0.05},
+    ),
+    "gemma3-untied-no-gqa-linear-rope": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            **_GEMMA3,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 6,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0}),
+    "phi3-window-partial-rotary-tied": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {**_WINDOW, "pad_token_id": 0, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
+    "phi3-longrope": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"pad_token_id": 0, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 16},
+    ),
 }
 
 

@@ -47,7 +47,7 @@ def run_batch(
 ) -> BatchRun:
     """Run the prompts as one batch, greedy and with end-of-sequence ignored; ``on_tokens`` hears of progress."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    requests = [client.make_request(prompt, params) for prompt in prompts]
+    requests = [client.prepare(prompt, params) for prompt in prompts]
     arrived: queue.SimpleQueue[tuple[int, float, RequestOutput]] = queue.SimpleQueue()
 
     def sink_of(idx: int) -> Callable[[RequestOutput], None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.config import DTYPE_BYTES, GIB, EngineConfig, EngineOptions, resolve
 from slipstream.device import open_device
@@ -78,17 +80,23 @@ def _assemble(
         randomize_weights(model)
     else:
         load_weights(model, checkpoint.tensors())
-    runner = Runner(config, device, model, ReferenceBackend())
+    model.pack()
+    runner = Runner(config, device, model, _backend(config))
     core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
     generation = checkpoint.generation_config if checkpoint is not None else {}
     return Engine(config, core, tokenizer, sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer))
 
 
+def _backend(config: EngineConfig) -> AttentionBackend:
+    return CpuBackend(config.cache.page_size) if config.attention_backend == "cpu" else ReferenceBackend()
+
+
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:
     """The sampling part of a generation_config.json. Without do_sample the model's authors mean greedy."""
-    known = {name: generation[name] for name in ("temperature", "top_k", "top_p") if generation.get(name) is not None}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    known = {name: generation[name] for name in names if generation.get(name) is not None}
     if generation.get("do_sample") is False:
-        return SamplingParams(temperature=0.0)
+        known = {"temperature": 0.0, "repetition_penalty": known.get("repetition_penalty")}
     return SamplingParams.from_dict(known)
 
 

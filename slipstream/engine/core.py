@@ -22,6 +22,12 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_free_pages: int = 0
+    num_prompt_tokens: int = 0  # of all requests admitted so far
+    num_cached_tokens: int = 0  # of those, found in the prefix cache
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.num_cached_tokens / max(1, self.num_prompt_tokens)
 
 
 class EngineCore:
@@ -49,6 +55,7 @@ class EngineCore:
         self._stats.num_preemptions = now.num_preemptions
         self._stats.num_running, self._stats.num_waiting = now.num_running, now.num_waiting
         self._stats.num_free_pages = now.num_free_pages
+        self._stats.num_prompt_tokens, self._stats.num_cached_tokens = now.num_prompt_tokens, now.num_cached_tokens
         return self._stats
 
     def step(self) -> list[TokenUpdate]:

@@ -19,8 +19,9 @@ class IncrementalDetokenizer:
     is decoded twice, with and without the new tokens, and the difference is the new text.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, skip_special_tokens: bool = True) -> None:
         self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
         self._token_ids: list[int] = []
         self._start = 0  # where the decoded window begins
         self._done = 0  # tokens whose text has been emitted
@@ -41,8 +42,11 @@ class IncrementalDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        before = self._decoder.decode(self._token_ids[self._start : self._done])
-        return self._decoder.decode(self._token_ids[self._start :])[len(before) :]
+        before = self._decode(self._token_ids[self._start : self._done])
+        return self._decode(self._token_ids[self._start :])[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _advance(self) -> None:
         self._start, self._done = self._done, len(self._token_ids)
@@ -51,8 +55,9 @@ class IncrementalDetokenizer:
 class StopStringMatcher:
     """Holds text back while it could still become a stop string."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], include: bool = False) -> None:
         self._stop = tuple(stop)
+        self._include = include  # whether the stop string itself is shown
         self._held = ""
         self.matched: str | None = None
 
@@ -64,7 +69,7 @@ class StopStringMatcher:
         hits = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if hits:
             at, self.matched = min(hits, key=lambda hit: hit[0])
-            return self._held[:at]
+            return self._held[: at + len(self.matched) * self._include]
         keep = self._longest_open_match()
         safe, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return safe

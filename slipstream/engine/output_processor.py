@@ -6,45 +6,85 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from slipstream.engine.detokenizer import Decoder, IncrementalDetokenizer, StopStringMatcher
 from slipstream.errors import RequestError
-from slipstream.types import Completion, FinishReason, Request, RequestOutput, RequestTimings, TokenUpdate
+from slipstream.types import (
+    Completion,
+    FinishReason,
+    Logprob,
+    LogprobRow,
+    Logprobs,
+    Request,
+    RequestOutput,
+    RequestTimings,
+    TokenUpdate,
+)
 
 Sink = Callable[[RequestOutput], None]
 
 
 @dataclass(slots=True)
-class _Stream:
-    """One request on its way to its caller."""
+class _Caller:
+    """One prompt and all its continuations, on their way to whoever asked."""
 
-    request: Request
+    request_id: str
+    requests: Sequence[Request]
     prompt: str | None
     sink: Sink
     every_token: bool  # else only the end is delivered
+    completions: list[Completion]
+    timings: RequestTimings = field(default_factory=RequestTimings)
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs | None] | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def deliver(self) -> None:
+        if not (self.every_token or self.finished):
+            return
+        first = self.requests[0]
+        self.timings.total_s = time.monotonic() - first.arrival_time
+        completions = [
+            replace(c, token_ids=list(c.token_ids), logprobs=None if c.logprobs is None else list(c.logprobs))
+            for c in self.completions
+        ]
+        for completion in self.completions:
+            completion.delta_text = ""
+        self.sink(
+            RequestOutput(
+                request_id=self.request_id,
+                prompt=self.prompt,
+                prompt_token_ids=list(first.prompt_token_ids),
+                outputs=completions,
+                seed=first.params.seed or 0,
+                timings=replace(self.timings),
+                finished=self.finished,
+                error=self.error,
+                num_cached_tokens=self.num_cached_tokens,
+                prompt_logprobs=self.prompt_logprobs,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One continuation."""
+
+    request: Request
+    caller: _Caller
+    completion: Completion
     detokenizer: IncrementalDetokenizer
     matcher: StopStringMatcher
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    timings: RequestTimings = field(default_factory=RequestTimings)
 
-    def output(
-        self, delta: str, finish: FinishReason | None, stop_reason: int | str | None, error: str | None
-    ) -> RequestOutput:
-        self.timings.total_s = time.monotonic() - self.request.arrival_time
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=list(self.request.prompt_token_ids),
-            outputs=[Completion(0, self.text, list(self.token_ids), finish, stop_reason)],
-            seed=self.request.params.seed or 0,
-            timings=RequestTimings(self.timings.first_token_s, self.timings.total_s),
-            finished=finish is not None,
-            error=error,
-            delta_text=delta,
-        )
+    def show(self, text: str) -> None:
+        self.completion.text += text
+        self.completion.delta_text += text
 
 
 class OutputProcessor:
@@ -54,28 +94,38 @@ class OutputProcessor:
         self._decoder = decoder
         self._end_request = end_request
         self._streams: dict[str, _Stream] = {}
+        self._callers: dict[str, _Caller] = {}
         self._inbox: queue.SimpleQueue[list[TokenUpdate] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="slipstream-output", daemon=True)
         self._thread.start()
 
-    def register(self, request: Request, prompt: str | None, sink: Sink, every_token: bool) -> None:
-        if request.request_id in self._streams:
-            raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
-        self._streams[request.request_id] = _Stream(
-            request,
-            prompt,
-            sink,
-            every_token,
-            IncrementalDetokenizer(self._decoder),
-            StopStringMatcher(request.params.stop),
-        )
+    def register(
+        self, request_id: str, requests: Sequence[Request], prompt: str | None, sink: Sink, every_token: bool
+    ) -> None:
+        if request_id in self._callers:
+            raise RequestError(f"request id '{request_id}' is already in use; choose another")
+        caller = _Caller(request_id, requests, prompt, sink, every_token, [])
+        self._callers[request_id] = caller
+        for request in requests:
+            params = request.params
+            completion = Completion(request.choice, logprobs=None if params.logprobs is None else [])
+            caller.completions.append(completion)
+            self._streams[request.request_id] = _Stream(
+                request,
+                caller,
+                completion,
+                IncrementalDetokenizer(self._decoder, params.skip_special_tokens),
+                StopStringMatcher(params.stop, params.include_stop_str_in_output),
+            )
 
     def deliver(self, updates: list[TokenUpdate]) -> None:
         self._inbox.put(updates)
 
     def abort(self, request_id: str) -> None:
-        self.deliver([TokenUpdate(request_id, [], "abort", time=time.monotonic())])
-        self._end_request(request_id)
+        caller = self._callers.get(request_id)
+        for request in caller.requests if caller is not None else ():
+            self.deliver([TokenUpdate(request.request_id, [], "abort", time=time.monotonic())])
+            self._end_request(request.request_id)
 
     def close(self) -> None:
         self._inbox.put(None)
@@ -89,45 +139,71 @@ class OutputProcessor:
                     continue  # ended by a stop string or an abort while these tokens were in flight
                 try:
                     self._process(stream, update)
+                    stream.caller.deliver()
                 except Exception as error:  # the fault of one request must not silence the others
                     self._fail(stream, f"delivering the output failed: {type(error).__name__}: {error}")
 
     def _fail(self, stream: _Stream, reason: str) -> None:
         self._end_request(stream.request.request_id)
-        self._streams.pop(stream.request.request_id, None)
+        self._finish(stream, "error", None, reason)
         with contextlib.suppress(Exception):  # the sink itself may be what is broken
-            stream.sink(stream.output("", "error", None, reason))
+            stream.caller.deliver()
 
     def _process(self, stream: _Stream, update: TokenUpdate) -> None:
-        if stream.timings.first_token_s is None and update.token_ids:
-            stream.timings.first_token_s = update.time - stream.request.arrival_time
-        delta = ""
+        caller = stream.caller
+        caller.num_cached_tokens = max(caller.num_cached_tokens, update.num_cached_tokens)
+        if caller.timings.first_token_s is None and update.token_ids:
+            caller.timings.first_token_s = update.time - stream.request.arrival_time
+        if update.prompt_logprobs is not None:
+            self._take_prompt_logprobs(stream, *update.prompt_logprobs)
         for i, token_id in enumerate(update.token_ids):
-            stream.token_ids.append(token_id)
+            stream.completion.token_ids.append(token_id)
+            if update.logprobs is not None and stream.completion.logprobs is not None:
+                wanted = stream.request.params.logprobs or 0
+                stream.completion.logprobs.append(self._logprobs(update.logprobs[i], wanted))
             # A stop token is part of the tokens but not of the text.
-            last = i == len(update.token_ids) - 1
-            if last and update.finish_reason == "stop":
+            if i == len(update.token_ids) - 1 and update.finish_reason == "stop":
                 break
-            delta += stream.matcher.add(stream.detokenizer.add([token_id]))
+            stream.show(stream.matcher.add(stream.detokenizer.add([token_id])))
             if stream.matcher.matched is not None:
                 self._end_request(update.request_id)
-                self._finish(stream, delta, "stop", stream.matcher.matched, None)
+                self._finish(stream, "stop", stream.matcher.matched, None)
                 return
         if update.finish_reason is None:
-            stream.text += delta
-            if stream.every_token:
-                stream.sink(stream.output(delta, None, None, None))
             return
-        delta += stream.matcher.add(stream.detokenizer.flush())
+        stream.show(stream.matcher.add(stream.detokenizer.flush()))
         if stream.matcher.matched is not None:
-            self._finish(stream, delta, "stop", stream.matcher.matched, None)
+            self._finish(stream, "stop", stream.matcher.matched, None)
             return
-        delta += stream.matcher.flush()
-        self._finish(stream, delta, update.finish_reason, update.stop_reason, update.error)
+        stream.show(stream.matcher.flush())
+        self._finish(stream, update.finish_reason, update.stop_reason, update.error)
 
-    def _finish(
-        self, stream: _Stream, delta: str, finish: FinishReason, stop_reason: int | str | None, error: str | None
-    ) -> None:
-        stream.text += delta
-        del self._streams[stream.request.request_id]
-        stream.sink(stream.output(delta, finish, stop_reason, error))
+    def _take_prompt_logprobs(self, stream: _Stream, first_position: int, rows: list[LogprobRow]) -> None:
+        """Positions may come again after a preemption, and every continuation brings them; the first is kept."""
+        caller, wanted = stream.caller, stream.request.params.prompt_logprobs or 0
+        if caller.prompt_logprobs is None:
+            caller.prompt_logprobs = [None]
+        known = caller.prompt_logprobs
+        for position, row in enumerate(rows, first_position):
+            if position == len(known):
+                known.append(self._logprobs(row, wanted))
+
+    def _logprobs(self, row: LogprobRow, num_top: int) -> Logprobs:
+        token, *likeliest = row.token_ids
+        found = {
+            token_id: Logprob(value, rank, self._text_of(token_id))
+            for rank, (token_id, value) in enumerate(zip(likeliest[:num_top], row.values[1:], strict=False), 1)
+            if token_id >= 0
+        }
+        return {token: Logprob(row.values[0], row.rank, self._text_of(token)), **found}
+
+    def _text_of(self, token_id: int) -> str:
+        return self._decoder.decode([token_id], skip_special_tokens=False)
+
+    def _finish(self, stream: _Stream, finish: FinishReason, stop_reason: int | str | None, error: str | None) -> None:
+        completion, caller = stream.completion, stream.caller
+        completion.finish_reason, completion.stop_reason = finish, stop_reason
+        caller.error = caller.error or error
+        self._streams.pop(stream.request.request_id, None)
+        if caller.finished:
+            self._callers.pop(caller.request_id, None)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
     # Statistics in at least float32; the weight is applied in the model's type, as the published models do.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -13,8 +13,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
     first, second = x[..., :half], x[..., half : 2 * half]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*turned, x[..., 2 * half :]], dim=-1)
+    out = torch.empty_like(x)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
 
 
 def _shape(
@@ -33,13 +37,12 @@ def rope_and_cache(
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
     slot_mapping: Tensor,  # [num_tokens] int64; -1 writes nothing
 ) -> Tensor:  # rotated queries
-    cos, sin = cos_sin[positions].unbind(1)
-    k = rotate(k, cos, sin)
+    num_heads, page_size = q.shape[1], kv_cache.shape[3]
+    cos, sin = cos_sin.index_select(0, positions).unbind(1)
+    turned = rotate(torch.cat([q, k], dim=1), cos, sin)
+    kv = torch.stack([turned[:, num_heads:], v], dim=1).to(kv_cache.dtype)
     kept = slot_mapping >= 0
     if not bool(kept.all()):
-        slot_mapping, k, v = slot_mapping[kept], k[kept], v[kept]
-    page_size = kv_cache.shape[3]
-    page_ids, offsets = slot_mapping // page_size, slot_mapping % page_size
-    kv_cache[:, 0][page_ids, :, offsets] = k.to(kv_cache.dtype)
-    kv_cache[:, 1][page_ids, :, offsets] = v.to(kv_cache.dtype)
-    return rotate(q, cos, sin)
+        slot_mapping, kv = slot_mapping[kept], kv[kept]
+    kv_cache[slot_mapping // page_size, :, :, slot_mapping % page_size] = kv
+    return turned[:, :num_heads]

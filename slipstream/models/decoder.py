@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
-from slipstream.kernels.linear import linear
+from slipstream.kernels.linear import linear, pack
+from slipstream.models.experts import Experts, ExpertWeights, split_experts
 from slipstream.models.layers import Attention, Embedding, FeedForward, Linear, RMSNorm
 from slipstream.models.rope import cos_sin_table
 
@@ -19,7 +21,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = Experts(config) if config.has_experts(idx) else FeedForward(config)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, context: AttentionContext, cos_sin: Tensor
@@ -37,39 +39,68 @@ class DecoderLayer(nn.Module):
 class Trunk(nn.Module):
     """Everything below the head; named ``model`` in checkpoints."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer_class: type[DecoderLayer]) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_layers))
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
+        self.layers = nn.ModuleList(layer_class(config, idx) for idx in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
     """A causal language model. Build it under the device and type it is to live in; weights come from ``load``."""
 
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.config = config
-        self.model = Trunk(config)
+        self.model = Trunk(config, self.layer_class)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, {"lm_head": config.vocab_size})
-        self.cos_sin = cos_sin_table(config.rope, max_position, self.model.norm.weight.device)
+        device = self.model.norm.weight.device
+        full = cos_sin_table(config.rope, max_position, device)
+        windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full
+        self.cos_sin = [windowed if config.window(idx) else full for idx in range(config.num_layers)]
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         hidden: Tensor = self.model.embed_tokens(input_ids)
         residual: Tensor | None = None
-        for layer in self.model.layers:
-            hidden, residual = layer(hidden, residual, context, self.cos_sin)
+        for layer, cos_sin in zip(self.model.layers, self.cos_sin, strict=True):
+            hidden, residual = layer(hidden, residual, context, cos_sin)
         assert residual is not None
         return self.model.norm.add(hidden, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return linear(hidden, head, None)
+        return linear(hidden, self._head, None)
+
+    @property
+    def _head(self) -> Tensor:
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        return self.model.embed_tokens.weight if self._packed_head is None else self._packed_head
+
+    def pack(self) -> None:
+        """After loading: bring every weight into the layout that multiplies fastest on this device."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.lm_head is None:
+            self._packed_head = pack(self.model.embed_tokens.weight.data)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by its name there."""
         for name, module in self.named_modules():
-            if isinstance(module, Linear):
+            if isinstance(module, ExpertWeights):
+                yield from module.slots(f"{name}.")
+            elif isinstance(module, Linear):
                 yield from module.slots(name.rpartition(".")[0] + "." if "." in name else "")
             elif isinstance(module, RMSNorm | Embedding):
                 yield f"{name}.weight", module.weight
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """What a tensor of the checkpoint brings, by the names of ``slots``.
+
+        An architecture whose checkpoints name, join or shift tensors in a way of their own undoes that here.
+        """
+        if self.config.experts is not None and ".experts." in name:
+            return split_experts(name, tensor, self.config.experts)
+        return [(name, tensor)]

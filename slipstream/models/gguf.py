@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.models.gguf_config import Metadata, generation_config, model_config
+from slipstream.models.gguf_config import Metadata, gemma3_settings, generation_config, model_config
 from slipstream.models.gguf_file import GGUFFile, TensorEntry
 from slipstream.models.tokenizer import Tokenizer
 
@@ -32,17 +32,61 @@ class Architecture:
     model_type: str
     # llama.cpp rotates neighbouring rows of q and k where Hugging Face rotates halves; its converter reorders the rows.
     rotary_rows_permuted: bool = False
+    # The converter adds the one that Hugging Face's model adds when it runs.
+    norms_hold_one: bool = False
+    # Names of a layer's tensors where they are not those of ``_LAYER_NAMES``.
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+    has_experts: bool = False  # with one tensor for all of them, or one for each
+    # Settings that llama.cpp has in its code and Hugging Face in the config.
+    settings: Callable[[Metadata], dict[str, Any]] | None = None
+    # What a file is instead when it has a metadata key; llama.cpp runs some relatives by one architecture.
+    relatives: Mapping[str, Architecture] = field(default_factory=dict)
     # Tokens that end a turn besides those the file names, as in the model's own generation_config.json.
     end_tokens: tuple[str, ...] = ()
 
 
 _QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+_PHI3_ENDS = ("<|endoftext|>", "<|assistant|>", "<|end|>")
+
+_ROUTER = {"ffn_gate_inp": "mlp.gate"}
+
+_MISTRAL = Architecture("MistralForCausalLM", "mistral", rotary_rows_permuted=True)
+_MIXTRAL = Architecture(
+    "MixtralForCausalLM", "mixtral", rotary_rows_permuted=True, layer_names=_ROUTER, has_experts=True
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", "llama", rotary_rows_permuted=True, end_tokens=_LLAMA3_ENDS),
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        "llama",
+        rotary_rows_permuted=True,
+        relatives={"expert_count": _MIXTRAL, "attention.sliding_window": _MISTRAL},
+        end_tokens=_LLAMA3_ENDS,
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", end_tokens=_QWEN_ENDS),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", end_tokens=_QWEN_ENDS),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", layer_names=_ROUTER, has_experts=True, end_tokens=_QWEN_ENDS
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        norms_hold_one=True,
+        layer_names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        settings=gemma3_settings,
+        end_tokens=("<end_of_turn>",),
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        "phi3",
+        layer_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        end_tokens=_PHI3_ENDS,
+    ),
 }
 
 _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -59,8 +103,12 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EXPERT_NAMES = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# All experts of a layer in one tensor; in files of 2023 one by one.
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|ffn_down)(?:_exps|\.(\d+))\.weight")
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _PIECE_ELEMENTS = 1 << 20
 
 
@@ -75,13 +123,20 @@ class GGUFCheckpoint:
         self._architecture = self._find_architecture(metadata)
         entries = {entry.name: entry for entry in self._file.tensors}
         factors = entries.pop(_ROPE_FACTORS, None)
-        self._entries = {self._translate(name): entry for name, entry in entries.items()}
+        longrope = {
+            key: self._decode(entry).flatten().tolist()
+            for key, name in _LONGROPE_FACTORS.items()
+            if (entry := entries.pop(name, None)) is not None
+        }
+        self._entries = dict(pair for entry in entries.values() for pair in self._translate(entry))
         self.config: dict[str, Any] = {
             "architectures": [self._architecture.model_class],
             "model_type": self._architecture.model_type,
             "torch_dtype": self._codec.dtype_name(self._file.tensors),
-            **model_config(metadata, {name: entry.shape for name, entry in self._entries.items()}),
+            **model_config(metadata, {name: entry.shape for name, entry in self._entries.items()}, longrope),
+            **(self._architecture.settings(metadata) if self._architecture.settings else {}),
         }
+        self._check_rotation()
         if factors is not None:
             # Divisors of the inverse frequencies: the form in which GGUF keeps Llama 3's rope scaling.
             self.config["rope_freq_factors"] = self._decode(factors).flatten().tolist()
@@ -97,6 +152,8 @@ class GGUFCheckpoint:
                 tensor = unpermute_rotary_rows(tensor, self.config["num_attention_heads"])
             elif self._architecture.rotary_rows_permuted and ".self_attn.k_proj." in name:
                 tensor = unpermute_rotary_rows(tensor, self.config["num_key_value_heads"])
+            elif self._architecture.norms_hold_one and "norm" in name:
+                tensor = tensor - 1
             yield name, tensor
 
     def tokenizer(self) -> Tokenizer:
@@ -116,19 +173,47 @@ class GGUFCheckpoint:
                 f"{self.path} is of architecture '{metadata.architecture}'; "
                 f"supported in GGUF files: {', '.join(ARCHITECTURES)}"
             )
-        return ARCHITECTURES[metadata.architecture]
+        architecture = ARCHITECTURES[metadata.architecture]
+        relatives = (relative for key, relative in architecture.relatives.items() if metadata.get(key, 0))
+        return next(relatives, architecture)
 
-    def _translate(self, name: str) -> str:
-        if match := _LAYER_TENSOR.fullmatch(name):
-            layer, kind, suffix = match.groups()
-            if kind in _LAYER_NAMES:
-                return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.{suffix}"
-        stem, _, suffix = name.rpartition(".")
-        if stem in _MODEL_NAMES and suffix in ("weight", "bias"):
-            return f"{_MODEL_NAMES[stem]}.{suffix}"
+    def _check_rotation(self) -> None:
+        if self._architecture.rotary_rows_permuted and self.config["partial_rotary_factor"] != 1.0:
+            head_dim = self.config["head_dim"]
+            rotated = round(head_dim * self.config["partial_rotary_factor"])
+            raise ModelError(f"{self.path} rotates {rotated} of {head_dim} dimensions of a head; not supported")
+
+    def _translate(self, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+        """Hugging Face's name of a tensor, or its names where one tensor holds what are many there."""
+        if self._architecture.has_experts and (match := _EXPERT_TENSOR.fullmatch(entry.name)):
+            layer, kind, expert = match.groups()
+            if expert is None and (len(entry.shape) != 3 or not entry.shape[0]):
+                raise ModelError(f"{self.path}: {entry.name} has shape {list(entry.shape)}, which holds no experts")
+            prefix, name = f"model.layers.{layer}.mlp.experts.", f"{_EXPERT_NAMES[kind]}.weight"
+            experts = _slices(entry) if expert is None else [(int(expert), entry)]
+            yield from ((f"{prefix}{idx}.{name}", part) for idx, part in experts)
+            return
+        stem, _, suffix = entry.name.rpartition(".")
+        if suffix in ("weight", "bias"):
+            if stem in _MODEL_NAMES:
+                yield f"{_MODEL_NAMES[stem]}.{suffix}", entry
+                return
+            names = {**_LAYER_NAMES, **self._architecture.layer_names}
+            match = _LAYER_TENSOR.fullmatch(entry.name)
+            if match and match[2] in names:
+                yield f"model.layers.{match[1]}.{names[match[2]]}.{suffix}", entry
+                return
         raise ModelError(
-            f"{self.path} holds {name}, which {self._architecture.model_class} does not have; not supported"
+            f"{self.path} holds {entry.name}, which {self._architecture.model_class} does not have; not supported"
         )
+
+
+def _slices(entry: TensorEntry) -> Iterator[tuple[int, TensorEntry]]:
+    """The parts of a stacked tensor as tensors of their own, so that they are decoded one by one."""
+    num_parts = entry.shape[0]
+    num_bytes = entry.num_bytes // num_parts
+    for idx in range(num_parts):
+        yield idx, replace(entry, shape=entry.shape[1:], offset=entry.offset + idx * num_bytes, num_bytes=num_bytes)
 
 
 def unpermute_rotary_rows(

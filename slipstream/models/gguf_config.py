@@ -40,27 +40,32 @@ class Metadata:
         return None if token_id is None else int(token_id)
 
 
-def model_config(metadata: Metadata, tensor_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def model_config(
+    metadata: Metadata, tensor_shapes: Mapping[str, tuple[int, ...]], longrope: Mapping[str, list[float]]
+) -> dict[str, Any]:
     """The content of a ``config.json``, but for the model's class and the type of its weights.
 
-    ``tensor_shapes`` has Hugging Face names; some settings are only visible in which tensors there are.
+    ``tensor_shapes`` has Hugging Face names; some settings are only visible in which tensors there are. ``longrope``
+    has the factors of that scaling, which are tensors as well, by their names in a config.
     """
     embedding = tensor_shapes.get("model.embed_tokens.weight")
     if embedding is None:
         raise ModelError(f"{metadata.path} holds no token embedding; download a complete model")
     num_heads = metadata.get("attention.head_count")
     hidden_size = metadata.get("embedding_length")
+    head_dim = int(metadata.get("attention.key_length", hidden_size // num_heads))
     config = {
         "hidden_size": hidden_size,
         "intermediate_size": metadata.get("feed_forward_length"),
         "num_hidden_layers": metadata.get("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.get("attention.head_count_kv", num_heads),
-        "head_dim": _head_dim(metadata, hidden_size // num_heads),
+        "head_dim": head_dim,
+        "partial_rotary_factor": metadata.get("rope.dimension_count", head_dim) / head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(metadata),
+        "rope_scaling": _rope_scaling(metadata, longrope),
         "max_position_embeddings": metadata.get("context_length"),
         "vocab_size": embedding[0],
         "tie_word_embeddings": "lm_head.weight" not in tensor_shapes,
@@ -72,7 +77,38 @@ def model_config(metadata: Metadata, tensor_shapes: Mapping[str, tuple[int, ...]
     }
     if window := metadata.get("attention.sliding_window", 0):
         config["sliding_window"] = window
+    if num_experts := metadata.get("expert_count", 0):
+        config |= _expert_settings(metadata, num_experts)
     return config
+
+
+def _expert_settings(metadata: Metadata, num_experts: int) -> dict[str, Any]:
+    size = metadata.get("feed_forward_length")
+    return {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": metadata.get("expert_used_count"),
+        "moe_intermediate_size": metadata.get("expert_feed_forward_length", size),
+        "norm_topk_prob": metadata.get("expert_weights_norm", True),  # what llama.cpp does unless told otherwise
+    }
+
+
+def gemma3_settings(metadata: Metadata) -> dict[str, Any]:
+    num_layers, num_heads = metadata.get("block_count"), metadata.get("attention.head_count")
+    hidden_size = metadata.get("embedding_length")
+    # The scores of the 27B model are scaled by the width of its heads before they were widened.
+    wide = num_layers == 62
+    settings = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden_size // num_heads if wide else metadata.get("attention.key_length"),
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", 0.0) or None,
+    }
+    pattern = metadata.values.get(f"{metadata.architecture}.attention.sliding_window_pattern", 6)
+    if isinstance(pattern, list):
+        settings["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    else:
+        settings["sliding_window_pattern"] = pattern
+    return settings
 
 
 def generation_config(metadata: Metadata, end_tokens: tuple[str, ...]) -> dict[str, Any]:
@@ -93,16 +129,16 @@ def generation_config(metadata: Metadata, end_tokens: tuple[str, ...]) -> dict[s
     return generation
 
 
-def _head_dim(metadata: Metadata, default: int) -> int:
-    head_dim = int(metadata.get("attention.key_length", default))
-    rotary_dim = metadata.get("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        raise ModelError(f"{metadata.path} rotates {rotary_dim} of {head_dim} dimensions of a head; not supported")
-    return head_dim
-
-
-def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
+def _rope_scaling(metadata: Metadata, longrope: Mapping[str, list[float]]) -> dict[str, Any] | None:
     kind = metadata.get("rope.scaling.type", "none")
+    context = metadata.get("context_length")
+    if kind in ("none", "longrope") and len(longrope) == 2:
+        return {
+            "rope_type": "longrope",
+            **longrope,
+            "attention_factor": metadata.get("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": metadata.get("rope.scaling.original_context_length", context),
+        }
     if kind == "none":
         factor = metadata.get("rope.scale_linear", 1.0)  # how files of 2023 spell it
         return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
@@ -111,9 +147,9 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise ModelError(
-            f"{metadata.path} scales its rotary embedding by '{kind}'; linear, yarn and llama3 are supported"
+            f"{metadata.path} scales its rotary embedding by '{kind}'; "
+            "linear, yarn, llama3, and longrope with its factors are supported"
         )
-    context = metadata.get("context_length")
     scaling = {
         "rope_type": "yarn",
         "factor": factor,

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from slipstream.attention.backend import AttentionContext, AttentionLayer
 from slipstream.config import ModelConfig
-from slipstream.kernels.linear import embedding, linear
+from slipstream.kernels.geglu import geglu
+from slipstream.kernels.linear import embedding, linear, pack
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
+from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.kernels.swiglu import swiglu
 
 
@@ -32,6 +34,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """After loading: bring the weight into the layout that multiplies fastest here."""
+        self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names beside the memory their values go to."""
@@ -58,12 +64,15 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, size: int) -> None:
+    def __init__(self, vocab_size: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = _weight(vocab_size, size)
+        self.scale = scale
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return embedding(self.weight, token_ids)
+        if self.scale == 1.0:
+            return embedding(self.weight, token_ids)
+        return scaled_embedding(self.weight, token_ids, self.scale)
 
 
 class Attention(nn.Module):
@@ -72,7 +81,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.layer = AttentionLayer(idx, heads, kv_heads, head_dim, scale=head_dim**-0.5)
+        scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.layer = AttentionLayer(idx, heads, kv_heads, head_dim, scale, config.window(idx))
         self.qkv_proj = Linear(
             config.hidden_size,
             {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim},
@@ -101,7 +111,8 @@ class FeedForward(nn.Module):
         size = config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
+        self.activate = {"silu": swiglu, "gelu_tanh": geglu}[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.activate(self.gate_up_proj(x)))
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def count_parameters(architecture: Architecture, config: ModelConfig) -> int:
 def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy every tensor to its place; a missing, unknown or misshapen one is an error that names it."""
     slots = dict(model.slots())
-    for name, tensor in tensors:
+    for name, tensor in _translated(model, tensors):
         slot = slots.pop(name, None)
         if slot is None:
             if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.lm_head is None):
@@ -46,6 +46,11 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
         slot.copy_(tensor)
     if slots:
         raise ModelError(f"the checkpoint lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
+
+
+def _translated(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield from model.translate(name, tensor)
 
 
 @torch.inference_mode()

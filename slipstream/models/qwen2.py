@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.config import ModelConfig
-from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
-from slipstream.models.hf_config import read_decoder_config
+from slipstream.models.hf_config import layer_windows, read_decoder_config
 
 
 class Qwen2(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        refuse_sliding_window(hf)
-        return read_decoder_config(hf, qkv_bias=True)
+        return read_decoder_config(hf, qkv_bias=True, windows=upper_layer_windows(hf))
 
 
-def refuse_sliding_window(hf: dict[str, Any]) -> None:
-    if hf.get("use_sliding_window"):
-        raise ModelError("config.json turns on use_sliding_window, which this architecture does not support here")
+def upper_layer_windows(hf: dict[str, Any]) -> tuple[int, ...]:
+    """Windows in the layers from ``max_window_layers`` up, where the config turns them on at all."""
+    if not hf.get("use_sliding_window"):
+        return ()
+    first = hf.get("max_window_layers", 28)
+    return layer_windows({"sliding_window": 4096, **hf}, lambda idx: idx >= first)

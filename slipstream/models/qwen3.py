@@ -7,14 +7,14 @@ from typing import Any
 from slipstream.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_config import read_decoder_config
-from slipstream.models.qwen2 import refuse_sliding_window
+from slipstream.models.qwen2 import upper_layer_windows
 
 
 class Qwen3(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        refuse_sliding_window(hf)
         bias = bool(hf.get("attention_bias", False))
         # Heads are wider than hidden_size / num_heads in this family; the published default is 128.
         hf = {"head_dim": 128, **hf}
-        return read_decoder_config(hf, qk_norm=True, qkv_bias=bias, output_bias=bias)
+        windows = upper_layer_windows(hf)
+        return read_decoder_config(hf, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows)

@@ -11,8 +11,13 @@ from slipstream.models.decoder import Decoder
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": ("slipstream.models.llama", "Llama"),
+    "MistralForCausalLM": ("slipstream.models.mistral", "Mistral"),
+    "MixtralForCausalLM": ("slipstream.models.mixtral", "Mixtral"),
+    "Gemma3ForCausalLM": ("slipstream.models.gemma3", "Gemma3"),
+    "Phi3ForCausalLM": ("slipstream.models.phi3", "Phi3"),
     "Qwen2ForCausalLM": ("slipstream.models.qwen2", "Qwen2"),
     "Qwen3ForCausalLM": ("slipstream.models.qwen3", "Qwen3"),
+    "Qwen3MoeForCausalLM": ("slipstream.models.qwen3_moe", "Qwen3Moe"),
 }
 
 

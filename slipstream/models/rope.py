@@ -10,8 +10,12 @@ from torch import Tensor
 from slipstream.config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """[rotary_dim / 2] float32."""
+def inverse_frequencies(rope: RopeConfig, max_position: int) -> Tensor:
+    """[rotary_dim / 2] float32, or [max_position, rotary_dim / 2] where positions differ in them.
+
+    longrope: the long factors where the engine admits requests beyond the original context, else the short ones. The
+    choice holds for every request, because a cache cannot be rotated again when one of them grows past that point.
+    """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.freq_factors:
@@ -20,6 +24,13 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
         return inv_freq / rope.factor
     if rope.kind == "llama3":
         return _llama3(inv_freq, rope)
+    if rope.kind == "yarn":
+        return _yarn(inv_freq, rope)
+    if rope.kind == "dynamic":
+        return _dynamic(exponents, rope, max_position)
+    if rope.kind == "longrope":
+        factors = rope.long_factors if max_position > rope.original_max_position else rope.short_factors
+        return inv_freq / torch.tensor(factors, dtype=torch.float32)
     return inv_freq
 
 
@@ -36,7 +47,42 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where(wavelength < shortest, inv_freq, scaled)
 
 
+def _yarn(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
+    """Waves that turn often within the original context are kept, those that turn seldom stretched by the factor.
+
+    Between the two the share of the stretched frequency rises linearly with the index of the pair.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        return (rope.rotary_dim * math.log(rope.original_max_position / (times * 2 * math.pi))) / (
+            2 * math.log(rope.theta)
+        )
+
+    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    steps = torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - first
+    stretched = (steps / (last - first if last != first else 0.001)).clamp(0, 1)
+    return inv_freq / rope.factor * stretched + inv_freq * (1 - stretched)
+
+
+def _dynamic(exponents: Tensor, rope: RopeConfig, max_position: int) -> Tensor:
+    """The base grows with the sequence; each position keeps the base of the sequence that ends with it.
+
+    A cached key stays as it was rotated, so this is what decoding one token at a time gives: positions within the
+    original context have the original base, and position p beyond it the base for length p + 1. A prompt that is itself
+    longer than the original context gets the same, whereas ``transformers`` would give all of it the base of its full
+    length; only our result does not depend on how a prompt is cut into steps.
+    """
+    lengths = torch.arange(1, max_position + 1, dtype=torch.float64).clamp(min=rope.original_max_position)
+    growth = rope.factor * lengths / rope.original_max_position - (rope.factor - 1)
+    base = (rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))).float()
+    return 1.0 / (base.unsqueeze(1) ** exponents)
+
+
 def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:
-    """[max_position, 2, rotary_dim / 2] float32."""
-    angles = torch.outer(torch.arange(max_position).float(), inverse_frequencies(rope))
-    return torch.stack([angles.cos(), angles.sin()], dim=1).to(device)
+    """[max_position, 2, rotary_dim / 2] float32, the attention factor included."""
+    angles = torch.arange(max_position).float().unsqueeze(1) * inverse_frequencies(rope, max_position)
+    table = torch.stack([angles.cos(), angles.sin()], dim=1)
+    return (table if rope.attention_factor == 1.0 else table * rope.attention_factor).to(device)

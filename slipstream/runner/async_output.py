@@ -3,21 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.device.interface import Device, Event
 from slipstream.runner.rings import Ring
-from slipstream.types import RowStatus, StepPlan, StepResult
+from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
+from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
+
+
+class PromptSpan(NamedTuple):
+    """Prompt positions whose log probabilities a step computed for one request."""
+
+    plan_idx: int
+    first_position: int
+    num_tokens: int
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device for the host; the next step may overwrite all of it."""
+
+    tokens: Tensor  # [n, 2] int32: new token or -1, status
+    logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32
+    prompt_logprobs: Tensor | None  # [num_tokens of all spans, LOGPROB_WIDTH] int32
+    prompt_spans: tuple[PromptSpan, ...] = ()
+
+
+@dataclass(slots=True)
+class _Channel:
+    """One buffer on the device and its twin on the host."""
+
+    on_device: Tensor
+    pinned: Tensor
+
+    def stage(self, values: Tensor) -> None:
+        self.on_device[: values.shape[0]].copy_(values)
+
+    def send(self, device: Device, count: int) -> None:
+        device.copy_async(self.pinned[:count], self.on_device[:count])
 
 
 @dataclass(slots=True)
 class _OutputSlot:
-    on_device: Tensor  # [max_reqs, 2] int32: new token or -1, status
-    pinned: Tensor  # the same on the host
-    computed: Event  # the step has filled on_device
-    event: Event  # the copy to pinned is done
+    tokens: _Channel
+    logprobs: _Channel
+    prompt_logprobs: _Channel
+    computed: Event  # the step has filled the device's side
+    event: Event  # the copy to the host's side is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +60,49 @@ class InFlightStep:
 
     plan: StepPlan
     slot: _OutputSlot
+    has_logprobs: bool
+    prompt_spans: tuple[PromptSpan, ...]
 
     def collect(self) -> StepResult:
         """Wait for the step, and read it. The one place where the host waits for the device."""
         self.slot.event.synchronize()
-        values = self.slot.pinned[: len(self.plan.requests)].tolist()
-        return StepResult(
-            plan=self.plan,
-            token_ids=[[token] if token >= 0 else [] for token, _ in values],
-            statuses=[RowStatus(status) for _, status in values],
-        )
+        count = len(self.plan.requests)
+        values = self.slot.tokens.pinned[:count].tolist()
+        token_ids = [[token] if token >= 0 else [] for token, _ in values]
+        result = StepResult(self.plan, token_ids, [RowStatus(status) for _, status in values])
+        if self.has_logprobs:
+            rows = unpack_logprobs(self.slot.logprobs.pinned[:count].numpy())
+            result.logprobs = [[row] * len(tokens) for row, tokens in zip(rows, token_ids, strict=True)]
+        result.prompt_logprobs = self._prompt_logprobs()
+        return result
+
+    def _prompt_logprobs(self) -> dict[int, tuple[int, list[LogprobRow]]]:
+        found, start = {}, 0
+        for span in self.prompt_spans:
+            packed = self.slot.prompt_logprobs.pinned[start : start + span.num_tokens].numpy()
+            found[span.plan_idx] = (span.first_position, unpack_logprobs(packed))
+            start += span.num_tokens
+        return found
 
 
 class OutputRing:
     """Output slots, one more than steps in flight: a step never writes what an older one still holds."""
 
-    def __init__(self, device: Device, max_reqs: int, depth: int) -> None:
+    def __init__(self, device: Device, max_reqs: int, max_tokens: int, depth: int) -> None:
         self._device = device
-        shape = (max_reqs, 2)
+
+        def channel(*shape: int) -> _Channel:
+            return _Channel(
+                torch.zeros(shape, dtype=torch.int32, device=device.torch_device),
+                device.pinned_empty(shape, torch.int32),
+            )
+
         self._ring = Ring(
             [
                 _OutputSlot(
-                    torch.zeros(shape, dtype=torch.int32, device=device.torch_device),
-                    device.pinned_empty(shape, torch.int32),
+                    channel(max_reqs, 2),
+                    channel(max_reqs, LOGPROB_WIDTH),
+                    channel(max_tokens, LOGPROB_WIDTH),
                     device.event(),
                     device.event(),
                 )
@@ -56,13 +110,20 @@ class OutputRing:
             ]
         )
 
-    def send(self, plan: StepPlan, out: Tensor) -> InFlightStep:
-        """Queue the way of ``out`` to the host. ``out`` itself may be overwritten by the next step."""
-        device, slot, n = self._device, self._ring.acquire(), out.shape[0]
-        slot.on_device[:n].copy_(out)
+    def send(self, plan: StepPlan, output: StepOutput) -> InFlightStep:
+        """Queue the results' way to the host, first into the slot's own memory in stream order."""
+        device, slot = self._device, self._ring.acquire()
+        used = [(slot.tokens, output.tokens)]
+        if output.logprobs is not None:
+            used.append((slot.logprobs, output.logprobs))
+        if output.prompt_logprobs is not None:
+            used.append((slot.prompt_logprobs, output.prompt_logprobs))
+        for channel, values in used:
+            channel.stage(values)
         slot.computed.record(device.compute_stream)
         with device.use_stream(device.copy_stream):
             device.copy_stream.wait_event(slot.computed)
-            device.copy_async(slot.pinned[:n], slot.on_device[:n])
+            for channel, values in used:
+                channel.send(device, values.shape[0])
             slot.event.record(device.copy_stream)
-        return InFlightStep(plan, slot)
+        return InFlightStep(plan, slot, output.logprobs is not None, output.prompt_spans)

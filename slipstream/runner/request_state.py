@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -18,11 +19,37 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling.sampler import SamplingRows
-from slipstream.types import PageDiff, RowInit, RowStatus
+from slipstream.types import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    PageDiff,
+    RowInit,
+    RowStatus,
+)
 
 # Stop ids the device checks by itself; the host checks the rest of a longer list when it collects.
-MAX_DEVICE_STOP_IDS = 8
-_SCALAR_FIELDS = ("num_computed", "num_tokens", "max_total", "status", "temperature", "top_k", "top_p")
+MAX_DEVICE_STOP_IDS = 16
+_INT_FIELDS = (
+    "num_computed",
+    "num_tokens",
+    "prompt_len",
+    "min_total",
+    "max_total",
+    "status",
+    "top_k",
+    "choice",
+    "num_bias",
+    "num_bad_words",
+)
+_FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+_WIDE_FIELDS = {
+    "seeds": (2,),
+    "stop_ids": (MAX_DEVICE_STOP_IDS,),
+    "bias_ids": (MAX_LOGIT_BIAS,),
+    "bias_values": (MAX_LOGIT_BIAS,),
+    "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+}
 
 
 class RequestRows:
@@ -33,10 +60,10 @@ class RequestRows:
         self.max_pages = -(-limits.max_model_len // config.cache.page_size)
         self._layout: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._size = 0
-        for name in _SCALAR_FIELDS:
+        for name in (*_INT_FIELDS, *_FLOAT_FIELDS):
             self._reserve(name, self.num_rows)
-        self._reserve("seeds", self.num_rows, 2)
-        self._reserve("stop_ids", self.num_rows, MAX_DEVICE_STOP_IDS)
+        for name, shape in _WIDE_FIELDS.items():
+            self._reserve(name, self.num_rows, *shape)
         self._reserve("page_table", self.num_rows, self.max_pages)
         self._reserve("token_ids", self.num_rows, limits.max_model_len)
         self._reserve("batch_rows", limits.max_num_seqs)
@@ -52,13 +79,9 @@ class RequestRows:
         self.token_ids = self._field("token_ids")
         self.batch_rows = self._field("batch_rows")
         self.query_start_loc = self._field("query_start_loc")
-        self.sampling = SamplingRows(
-            temperature=self._field("temperature").view(torch.float32),
-            top_k=self._field("top_k"),
-            top_p=self._field("top_p").view(torch.float32),
-            seeds=self._field("seeds"),
-            num_tokens=self.num_tokens,
-        )
+        floats = {name: self._field(name).view(torch.float32) for name in (*_FLOAT_FIELDS, "bias_values")}
+        ints = {f.name: self._field(f.name) for f in fields(SamplingRows) if f.name not in floats}
+        self.sampling = SamplingRows(**floats, **ints)
         self.status.fill_(int(RowStatus.INERT))
         self.batch_rows.fill_(self.scratch_row)
 
@@ -77,25 +100,49 @@ class RequestRows:
 
     def _capacity(self, config: EngineConfig) -> int:
         """Most values one step can stage; the scheduler admits at most max_model_len prompt tokens a step."""
-        a_row = len(_SCALAR_FIELDS) + 2 + MAX_DEVICE_STOP_IDS
+        wide = sum(math.prod(shape) for shape in _WIDE_FIELDS.values())
+        a_row = len(_INT_FIELDS) + len(_FLOAT_FIELDS) + wide
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
         return config.scheduler.max_model_len + pages + self.num_rows * (a_row + 2)
 
     def stage_init(self, init: RowInit) -> None:
         """A request moves in: every field of its row is written but the page table, which comes as diffs."""
-        params = init.params
-        assert params.seed is not None and params.temperature is not None
-        self._put("num_computed", init.row, [init.num_computed])
-        self._put("num_tokens", init.row, [len(init.token_ids)])
-        self._put("max_total", init.row, [init.max_total_tokens])
-        self._put("status", init.row, [int(RowStatus.RUNNING)])
-        self._put("temperature", init.row, _float_bits(params.temperature))
-        self._put("top_k", init.row, [min(params.top_k or 0, 2**31 - 1)])
-        self._put("top_p", init.row, _float_bits(1.0 if params.top_p is None else params.top_p))
-        self._put("seeds", init.row, np.array([params.seed], dtype=np.uint64).view(np.int32))
-        stop_ids = init.stop_token_ids[:MAX_DEVICE_STOP_IDS]
-        self._put("stop_ids", init.row, [*stop_ids, *[-1] * (MAX_DEVICE_STOP_IDS - len(stop_ids))])
-        self._put("token_ids", init.row, init.token_ids)
+        row, request, params = init.row, init.request, init.request.params
+        prompt_len = len(request.prompt_token_ids)
+        bias, words = params.logit_bias or {}, request.bad_word_ids
+        for name, number in {
+            "num_computed": init.num_computed,
+            "num_tokens": len(init.token_ids),
+            "prompt_len": prompt_len,
+            "min_total": prompt_len + params.min_tokens,
+            "max_total": request.max_total_tokens,
+            "status": int(RowStatus.RUNNING),
+            "top_k": min(params.top_k or 0, 2**31 - 1),
+            "choice": request.choice,
+            "num_bias": len(bias),
+            "num_bad_words": len(words),
+        }.items():
+            self._put(name, row, [number])
+        for name, value in {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition": params.repetition_penalty,
+            "frequency": params.frequency_penalty,
+            "presence": params.presence_penalty,
+        }.items():
+            assert value is not None, f"{name} was not resolved"
+            self._put(name, row, _float_bits([value]))
+        assert params.seed is not None
+        self._put("seeds", row, np.array([params.seed], dtype=np.uint64).view(np.int32))
+        stop_ids = request.stop_token_ids[:MAX_DEVICE_STOP_IDS]
+        self._put("stop_ids", row, [*stop_ids, *[-1] * (MAX_DEVICE_STOP_IDS - len(stop_ids))])
+        if bias:
+            self._put("bias_ids", row, list(bias))
+            self._put("bias_values", row, _float_bits(list(bias.values())))
+        if words:
+            self._put("bad_words", row, [t for word in words for t in _right_aligned(word)])
+        self._put("token_ids", row, init.token_ids)
 
     def stage_pages(self, diff: PageDiff) -> None:
         self._put("page_table", diff.row, diff.page_ids, diff.first_idx)
@@ -115,7 +162,7 @@ class RequestRows:
 
     def _put(self, name: str, row: int, values: Sequence[int] | Int32s, offset: int = 0) -> None:
         start, shape = self._layout[name]
-        width = shape[1] if len(shape) > 1 else 1
+        width = math.prod(shape[1:])
         self._staged.put(start + row * width + offset, np.asarray(values, dtype=np.int32))
 
     def _put_changes(self, name: str, mirror: Int32s, wanted: Int32s) -> None:
@@ -127,5 +174,9 @@ class RequestRows:
             mirror[first:end] = wanted[first:end]
 
 
-def _float_bits(value: float) -> Int32s:
-    return np.array([value], dtype=np.float32).view(np.int32)
+def _float_bits(values: Sequence[float]) -> Int32s:
+    return np.array(values, dtype=np.float32).view(np.int32)
+
+
+def _right_aligned(word: tuple[int, ...]) -> list[int]:
+    return [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + list(word)

@@ -1,28 +1,54 @@
-"""The order of the logits operations, from raw logits to one token a row."""
+"""The order of the logits operations, from raw logits to one token a row.
+
+What every position may hold at all comes first (mask, bias, bad words, least length), then what depends on the history
+(penalties), then the shape of the distribution (temperature, top-k, top-p, min-p), then the draw.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import Tensor
 
 from slipstream.sampling.argmax import argmax, check_logits
+from slipstream.sampling.bad_words import ban_bad_words
 from slipstream.sampling.gumbel import add_gumbel
+from slipstream.sampling.logit_bias import apply_logit_bias
+from slipstream.sampling.logprobs import pack_logprobs
+from slipstream.sampling.mask import apply_mask
+from slipstream.sampling.min_p import apply_min_p
+from slipstream.sampling.min_tokens import hold_back_stops
+from slipstream.sampling.penalties import apply_penalties
 from slipstream.sampling.temperature import apply_temperature
 from slipstream.sampling.top_k import apply_top_k
 from slipstream.sampling.top_p import apply_top_p
-from slipstream.types import SamplingParams
+from slipstream.types import Request
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The sampling parameters of every request row, on the device."""
+    """What sampling reads of every request row, on the device. All are [num_rows] unless said otherwise."""
 
-    temperature: Tensor  # [num_rows] float32
-    top_k: Tensor  # [num_rows] int32
-    top_p: Tensor  # [num_rows] float32
+    temperature: Tensor  # float32
+    top_k: Tensor  # int32
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    repetition: Tensor  # float32
+    frequency: Tensor  # float32
+    presence: Tensor  # float32
     seeds: Tensor  # [num_rows, 2] int32
-    num_tokens: Tensor  # [num_rows] int32: the index of the token to be drawn
+    choice: Tensor  # int32
+    num_bias: Tensor  # int32
+    bias_ids: Tensor  # [num_rows, max_bias] int32
+    bias_values: Tensor  # [num_rows, max_bias] float32
+    num_bad_words: Tensor  # int32
+    bad_words: Tensor  # [num_rows, max_words, max_tokens] int32
+    stop_ids: Tensor  # [num_rows, max_stop_ids] int32
+    min_total: Tensor  # int32
+    prompt_len: Tensor  # int32
+    num_tokens: Tensor  # int32: the index of the token to be drawn
+    token_ids: Tensor  # [num_rows, max_len] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +58,38 @@ class SamplingNeeds:
     noise: bool = False
     top_k: bool = False
     top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    logit_bias: bool = False
+    bad_words: bool = False
+    min_tokens: bool = False
+    logprobs: bool = False
 
     @classmethod
-    def of(cls, params: SamplingParams) -> SamplingNeeds:
+    def of(cls, request: Request) -> SamplingNeeds:
+        params = request.params
         noise = bool(params.temperature)
-        return cls(noise, noise and bool(params.top_k), noise and params.top_p is not None and params.top_p < 1.0)
+        repeats = params.repetition_penalty not in (None, 1.0)
+        return cls(
+            noise=noise,
+            top_k=noise and bool(params.top_k),
+            top_p=noise and params.top_p is not None and params.top_p < 1.0,
+            min_p=noise and bool(params.min_p),
+            penalties=repeats or bool(params.frequency_penalty) or bool(params.presence_penalty),
+            logit_bias=bool(params.logit_bias),
+            bad_words=bool(request.bad_word_ids),
+            min_tokens=params.min_tokens > 0,
+            logprobs=params.logprobs is not None,
+        )
 
     def __or__(self, other: SamplingNeeds) -> SamplingNeeds:
-        return SamplingNeeds(self.noise or other.noise, self.top_k or other.top_k, self.top_p or other.top_p)
+        return SamplingNeeds(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))
+
+
+class Sampled(NamedTuple):
+    token_ids: Tensor  # [padded_reqs] int64
+    failed: Tensor  # [padded_reqs] bool: the logits held no usable number
+    logprobs: Tensor | None  # [padded_reqs, LOGPROB_WIDTH] int32, packed
 
 
 def sample(
@@ -47,14 +97,46 @@ def sample(
     rows: SamplingRows,
     batch_rows: Tensor,  # [padded_reqs] int32
     needs: SamplingNeeds,
-) -> tuple[Tensor, Tensor]:  # token ids [padded_reqs] int64; failed [padded_reqs] bool
-    logits, failed = check_logits(logits)
-    if needs.noise:
-        temperature = rows.temperature[batch_rows]
-        logits = apply_temperature(logits, temperature)
-        if needs.top_k:
-            logits = apply_top_k(logits, rows.top_k[batch_rows])
-        if needs.top_p:
-            logits = apply_top_p(logits, rows.top_p[batch_rows])
-        logits = add_gumbel(logits, temperature, rows.seeds[batch_rows], rows.num_tokens[batch_rows])
-    return argmax(logits), failed
+    mask: Tensor | None = None,  # [padded_reqs, ceil(vocab / 32)] int32 bits, of positions that a grammar watches
+) -> Sampled:
+    raw, failed = check_logits(logits)
+    logits = process(raw, rows, batch_rows, needs, mask)
+    token_ids = argmax(logits)
+    return Sampled(token_ids, failed, pack_logprobs(raw, token_ids) if needs.logprobs else None)
+
+
+def process(
+    logits: Tensor, rows: SamplingRows, batch_rows: Tensor, needs: SamplingNeeds, mask: Tensor | None
+) -> Tensor:
+    """Logits whose argmax is the token to draw."""
+    if mask is not None:
+        logits = apply_mask(logits, mask)
+    if needs.logit_bias:
+        logits = apply_logit_bias(logits, batch_rows, rows.num_bias, rows.bias_ids, rows.bias_values)
+    if needs.bad_words:
+        logits = ban_bad_words(logits, batch_rows, rows.token_ids, rows.num_tokens, rows.num_bad_words, rows.bad_words)
+    if needs.min_tokens:
+        logits = hold_back_stops(logits, batch_rows, rows.num_tokens, rows.min_total, rows.stop_ids)
+    if needs.penalties:
+        logits = apply_penalties(
+            logits,
+            batch_rows,
+            rows.token_ids,
+            rows.num_tokens,
+            rows.prompt_len,
+            rows.repetition,
+            rows.frequency,
+            rows.presence,
+        )
+    if not needs.noise:
+        return logits
+    temperature = rows.temperature[batch_rows]
+    logits = apply_temperature(logits, temperature)
+    if needs.top_k:
+        logits = apply_top_k(logits, rows.top_k[batch_rows])
+    if needs.top_p:
+        logits = apply_top_p(logits, rows.top_p[batch_rows])
+    if needs.min_p:
+        logits = apply_min_p(logits, rows.min_p[batch_rows])
+    positions, choice = rows.num_tokens[batch_rows], rows.choice[batch_rows]
+    return add_gumbel(logits, temperature, rows.seeds[batch_rows], positions, choice)

@@ -1,27 +1,51 @@
-"""The pool of KV cache pages. Page 0 is the null page: padding points at it and nobody owns it."""
+"""The pool of KV cache pages, and the prefix cache that lives in it.
+
+A page is free, held by one or more requests, or cached: held by nobody, but its content is known by a hash and may be
+found again until the room is needed. Page 0 is the null page: padding points at it and nobody owns it.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import hashlib
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from slipstream.config import CacheConfig
 from slipstream.errors import RequestError
 from slipstream.types import Request
 
 NULL_PAGE = 0
+_ROOT = b""
+
+
+def page_hashes(token_ids: Sequence[int], page_size: int, start: int = 0, parent: bytes = _ROOT) -> Iterator[bytes]:
+    """The hash of every full page from page ``start`` on: of its tokens and, through ``parent``, of all before.
+
+    Cryptographic, because users choose the tokens: nobody must be able to make two prompts share a page.
+    """
+    for begin in range(start * page_size, len(token_ids) - page_size + 1, page_size):
+        content = array("q", token_ids[begin : begin + page_size]).tobytes()
+        parent = hashlib.blake2b(content, key=parent[:64], digest_size=16).digest()
+        yield parent
 
 
 class PagePool:
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, caching: bool = True) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.caching = caching
         # First in, first out: a freed page rests as long as possible, which makes a stale read more likely to show.
         self._free = deque(range(NULL_PAGE + 1, num_pages))
+        self._num_holders = [0] * num_pages
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached pages that nobody holds, least recent first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that can be taken now, cached ones included."""
+        return len(self._free) + len(self._unheld)
 
     @property
     def num_usable(self) -> int:
@@ -31,12 +55,71 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> list[int]:
-        if count > len(self._free):
-            raise RuntimeError(f"{count} pages wanted, {len(self._free)} free")
-        return [self._free.popleft() for _ in range(count)]
+        """Pages for one holder. Their content is lost: cached ones are forgotten, least recently used first."""
+        if count > self.num_free:
+            raise RuntimeError(f"{count} pages wanted, {self.num_free} free")
+        taken = []
+        for _ in range(count):
+            if self._free:
+                page_id = self._free.popleft()
+            else:
+                page_id, _ = self._unheld.popitem(last=False)
+                del self._page_of[self._hash_of.pop(page_id)]
+            self._num_holders[page_id] = 1
+            taken.append(page_id)
+        return taken
 
-    def give_back(self, page_ids: Iterable[int]) -> None:
-        self._free.extend(page_ids)
+    def give_back(self, page_ids: Sequence[int]) -> None:
+        """End one holder's hold. The last pages of a request become the first to be forgotten."""
+        for page_id in reversed(page_ids):
+            self._num_holders[page_id] -= 1
+            if self._num_holders[page_id] > 0:
+                continue
+            if page_id in self._hash_of:
+                self._unheld[page_id] = None
+            else:
+                self._free.append(page_id)
+
+    # --- the prefix cache -------------------------------------------------------------------------
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The pages of the longest known beginning. Nobody holds them for the caller yet: see ``hold``."""
+        found = []
+        for page_hash in hashes:
+            page_id = self._page_of.get(page_hash)
+            if page_id is None:
+                break
+            found.append(page_id)
+        return found
+
+    def hold(self, page_ids: Iterable[int]) -> None:
+        for page_id in page_ids:
+            self._num_holders[page_id] += 1
+            self._unheld.pop(page_id, None)
+
+    def num_held_by_nobody(self, page_ids: Iterable[int]) -> int:
+        return sum(page_id in self._unheld for page_id in page_ids)
+
+    def remember(self, page_id: int, page_hash: bytes) -> None:
+        """The page is full and its content final. Of two pages with the same content the first stays findable."""
+        if self.caching and page_hash not in self._page_of and page_id not in self._hash_of:
+            self._page_of[page_hash] = page_id
+            self._hash_of[page_id] = page_hash
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Every page is in exactly one state, and held as often as the holders say."""
+        expected = [0] * self.num_pages
+        for page_ids in held:
+            for page_id in page_ids:
+                expected[page_id] += 1
+        if expected != self._num_holders:
+            wrong = next(i for i, (a, b) in enumerate(zip(expected, self._num_holders, strict=True)) if a != b)
+            raise RuntimeError(f"page {wrong} has {self._num_holders[wrong]} holders, should have {expected[wrong]}")
+        at_rest = sorted([*self._free, *self._unheld])
+        if at_rest != [i for i in range(1, self.num_pages) if not expected[i]]:
+            raise RuntimeError("a page was lost, or is free and held at the same time")
+        if {page: h for h, page in self._page_of.items()} != self._hash_of:
+            raise RuntimeError("the prefix cache's two tables disagree")
 
 
 def check_fits(request: Request, cache: CacheConfig) -> None:

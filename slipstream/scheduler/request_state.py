@@ -12,6 +12,7 @@ NO_ROW = -1
 @dataclass(slots=True, eq=False)
 class RequestState:
     request: Request
+    arrival_idx: int  # its place in the order of arrival, kept through preemption
     token_ids: list[int]  # prompt and collected outputs
     row: int = NO_ROW
     generation: int = 0  # how often it was admitted
@@ -21,7 +22,15 @@ class RequestState:
     last_step_id: int = -1  # the newest step that has it
     page_ids: list[int] = field(default_factory=list)
     num_staged_pages: int = 0  # how many of them the device knows
+    page_hashes: list[bytes] = field(default_factory=list)  # of the full pages of token_ids, as far as asked for
+    num_remembered_pages: int = 0  # full pages, from the start, that were offered to the prefix cache
+    num_cached_tokens: int | None = None  # found in the prefix cache when it was first admitted
     finished: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the lower priority value, then who came first."""
+        return self.request.priority, self.arrival_idx
 
     @property
     def num_tokens_bound(self) -> int:

@@ -1,4 +1,4 @@
-"""The scheduler: first come, first served; decodes before prefill chunks; preemption when pages run out.
+"""The scheduler: by priority, then first come, first served; decodes before prompts; preemption when pages run out.
 
 It may be asked for a new step while others are in flight. It then works on upper bounds, and what it gave to a request
 (row and pages) comes back only after the last step that has the request is collected.
@@ -6,12 +6,12 @@ It may be asked for a new step while others are in flight. It then works on uppe
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass
 
 from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
-from slipstream.scheduler.pages import PagePool, check_fits
+from slipstream.scheduler.pages import PagePool, check_fits, page_hashes
 from slipstream.scheduler.request_state import NO_ROW, RequestState
 from slipstream.types import (
     FinishReason,
@@ -39,21 +39,24 @@ class SchedulerStats:
     num_running: int = 0
     num_free_pages: int = 0
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # of all requests admitted so far, each counted once
+    num_cached_tokens: int = 0  # of those, found in the prefix cache
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self._config = config
         self._cache = cache
-        self.pool = PagePool(cache.num_pages, cache.page_size)
-        self.waiting: deque[RequestState] = deque()
-        self.running: list[RequestState] = []  # in order of admission
+        self.pool = PagePool(cache.num_pages, cache.page_size, config.prefix_caching)
+        self.waiting: list[RequestState] = []  # by rank
+        self.running: list[RequestState] = []  # by rank
         self._leaving: list[RequestState] = []  # finished, but a step in flight still has them
         self._requests: dict[str, RequestState] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_step_id = 0
         self._num_in_flight = 0
-        self._num_preemptions = 0
+        self._next_arrival_idx = 0
+        self._totals = SchedulerStats()
 
     # --- requests come and go ---------------------------------------------------------------------
 
@@ -61,9 +64,10 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
         check_fits(request, self._cache)
-        state = RequestState(request, list(request.prompt_token_ids))
+        state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids))
+        self._next_arrival_idx += 1
         self._requests[request.request_id] = state
-        self.waiting.append(state)
+        bisect.insort(self.waiting, state, key=_rank)
 
     def finish(self, request_id: str) -> bool:
         """End a request now, from outside: an abort, or a stop string in its text. False if it is not here."""
@@ -80,13 +84,16 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(len(self.waiting), len(self.running), self.pool.num_free, self._num_preemptions)
+        totals = self._totals
+        totals.num_waiting, totals.num_running = len(self.waiting), len(self.running)
+        totals.num_free_pages = self.pool.num_free
+        return totals
 
     # --- a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch before older steps are collected."""
-        if not self._reserve_pages_for_running():
+        if not self._reserve_pages_for_running() or not self._make_room_for_urgent():
             return None
         plan = StepPlan(self._next_step_id, [])
         budget = self._config.max_num_batched_tokens
@@ -104,15 +111,30 @@ class Scheduler:
         """Take a finished step's tokens in, and turn bounds into facts."""
         self._num_in_flight -= 1
         updates = []
-        for scheduled, token_ids, status in zip(result.plan.requests, result.token_ids, result.statuses, strict=True):
+        for i, (scheduled, token_ids, status) in enumerate(
+            zip(result.plan.requests, result.token_ids, result.statuses, strict=True)
+        ):
             state = self._requests.get(scheduled.request_id)
             # Outputs are routed by the plan that launched them, not by who owns the row now.
             if state is None or state.generation != scheduled.generation:
                 continue
             if scheduled.samples:
                 state.num_draws_in_flight -= 1
-            if not state.finished and (update := self._take_tokens(state, token_ids, status)):
+            if state.finished:
+                continue
+            update = self._take_tokens(state, token_ids, status)
+            if i in result.prompt_logprobs:
+                update = update or TokenUpdate(scheduled.request_id, [])
+                update.prompt_logprobs = result.prompt_logprobs[i]
+            if update is not None and result.logprobs is not None and state.request.params.logprobs is not None:
+                update.logprobs = result.logprobs[i]
+            if status != RowStatus.ERROR:
+                # The step's last token is drawn, not computed; a chunk of a prompt is computed to its end.
+                self._remember_pages(state, len(state.token_ids) - 1 if scheduled.samples else _end(scheduled))
+            if update is not None:
                 updates.append(update)
+                if update.finish_reason is not None:
+                    self._retire(state)
         self._release_leaving(result.plan.step_id + 1)
         return updates
 
@@ -127,10 +149,8 @@ class Scheduler:
             reason = "stop" if stop_reason is not None else reason
         if not token_ids and reason is None:
             return None
-        if reason is not None:
-            self._retire(state)
         error = _NAN_ERROR if reason == "error" else None
-        return TokenUpdate(request.request_id, token_ids, reason, stop_reason, error)
+        return TokenUpdate(request.request_id, token_ids, reason, stop_reason, error, state.num_cached_tokens or 0)
 
     # --- one request's share ----------------------------------------------------------------------
 
@@ -157,28 +177,60 @@ class Scheduler:
         num_staged = 0
         while self.waiting and self._free_rows and budget > 0:
             state = self.waiting[0]
-            num_tokens = len(state.token_ids)
-            needed = self.pool.pages_for(num_tokens + 1)
-            num_staged += num_tokens
-            if needed > self.pool.num_free or num_staged > self._config.max_model_len:
+            num_staged += len(state.token_ids)
+            cached = self._find_cached(state)
+            needed = self.pool.pages_for(len(state.token_ids) + 1) - len(cached)
+            room = self.pool.num_free - self.pool.num_held_by_nobody(cached)
+            if needed > room or num_staged > self._config.max_model_len:
                 return
-            self.waiting.popleft()
-            state.row = self._free_rows.pop()
-            state.generation += 1
-            state.page_ids = self.pool.take(needed)
-            self.running.append(state)
-            request = state.request
-            plan.row_inits.append(
-                RowInit(
-                    row=state.row,
-                    token_ids=tuple(state.token_ids),
-                    num_computed=0,
-                    max_total_tokens=request.max_total_tokens,
-                    params=request.params,
-                    stop_token_ids=request.stop_token_ids,
-                )
-            )
+            self.waiting.pop(0)
+            self._move_in(plan, state, cached, needed)
             budget -= self._schedule_one(plan, state, budget)
+
+    def _move_in(self, plan: StepPlan, state: RequestState, cached: list[int], num_new_pages: int) -> None:
+        request = state.request
+        self.pool.hold(cached)
+        state.page_ids = cached + self.pool.take(num_new_pages)
+        state.num_computed = len(cached) * self.pool.page_size
+        state.num_remembered_pages = len(cached)
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = state.num_computed
+            self._totals.num_prompt_tokens += len(request.prompt_token_ids)
+            self._totals.num_cached_tokens += state.num_computed
+        state.row = self._free_rows.pop()
+        state.generation += 1
+        bisect.insort(self.running, state, key=_rank)
+        plan.row_inits.append(
+            RowInit(state.row, request, token_ids=tuple(state.token_ids), num_computed=state.num_computed)
+        )
+
+    # --- the prefix cache -------------------------------------------------------------------------
+
+    def _find_cached(self, state: RequestState) -> list[int]:
+        """Pages that hold the beginning of its tokens. The last token is always computed: its logits are wanted."""
+        if not self._config.prefix_caching or not state.request.may_use_cache:
+            return []
+        num_pages = (len(state.token_ids) - 1) // self.pool.page_size
+        return self.pool.find(self._hashes(state, num_pages))
+
+    def _remember_pages(self, state: RequestState, num_computed: int) -> None:
+        """Offer to the cache the pages that a collected step has filled."""
+        if not self._config.prefix_caching:
+            return
+        num_full = num_computed // self.pool.page_size
+        if num_full > state.num_remembered_pages:
+            hashes = self._hashes(state, num_full)
+            for idx in range(state.num_remembered_pages, num_full):
+                self.pool.remember(state.page_ids[idx], hashes[idx])
+            state.num_remembered_pages = num_full
+
+    def _hashes(self, state: RequestState, num_pages: int) -> list[bytes]:
+        """Hashes of the first pages, from collected tokens only. Tokens never change, so neither do hashes."""
+        known = state.page_hashes
+        if len(known) < num_pages:
+            tokens = state.token_ids[: num_pages * self.pool.page_size]
+            known.extend(page_hashes(tokens, self.pool.page_size, len(known), known[-1] if known else b""))
+        return known[:num_pages]
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -189,6 +241,18 @@ class Scheduler:
                 if self._num_in_flight:
                     return False  # a step in flight may end a request; bounds only tighten
                 self._preempt(self.running[-1])
+        return True
+
+    def _make_room_for_urgent(self) -> bool:
+        """Let a waiting request of higher priority take the place of the lowest that runs; False to collect first."""
+        while self.waiting and self.running:
+            urgent, victim = self.waiting[0], self.running[-1]
+            fits = self.pool.pages_for(len(urgent.token_ids) + 1) <= self.pool.num_free and bool(self._free_rows)
+            if fits or urgent.request.priority >= victim.request.priority:
+                return True
+            if self._num_in_flight:
+                return False
+            self._preempt(victim)
         return True
 
     def _reserve_pages(self, state: RequestState) -> bool:
@@ -205,12 +269,12 @@ class Scheduler:
         return True
 
     def _preempt(self, state: RequestState) -> None:
-        """Send the youngest request back to the queue. Its tokens stay; their keys and values are computed again."""
+        """Send a request back to its place in the queue. Its tokens stay; what the cache loses is computed again."""
         self.running.remove(state)
         self._free(state)
         state.num_computed = 0
-        self.waiting.appendleft(state)
-        self._num_preemptions += 1
+        bisect.insort(self.waiting, state, key=_rank)
+        self._totals.num_preemptions += 1
 
     # --- leaving ----------------------------------------------------------------------------------
 
@@ -245,11 +309,20 @@ class Scheduler:
         """With nothing to do, every row and page must be home."""
         if self._requests or self._num_in_flight:
             raise RuntimeError("check_idle with requests present")
+        self.pool.check([])
         if self.pool.num_free != self.pool.num_usable or len(self._free_rows) != self._config.max_num_seqs:
             raise RuntimeError(
                 f"leak: {self.pool.num_usable - self.pool.num_free} pages, "
                 f"{self._config.max_num_seqs - len(self._free_rows)} rows"
             )
+
+
+def _rank(state: RequestState) -> tuple[int, int]:
+    return state.rank
+
+
+def _end(scheduled: ScheduledRequest) -> int:
+    return scheduled.num_computed_bound + scheduled.num_tokens
 
 
 def _num_missing(state: RequestState) -> int:

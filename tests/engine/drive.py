@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.engine.core import EngineCore
 from slipstream.types import FinishReason, Request, SamplingParams
@@ -22,11 +23,12 @@ def make_request(
     max_tokens: int = 24,
     stop_token_ids: tuple[int, ...] = (),
     seed: int = 0,
-    **params: float,
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
+    **params: Any,
 ) -> Request:
     prompt = tuple(prompt)
-    sampling = SamplingParams(**{"temperature": 0.0, "seed": seed, **params}).with_defaults(SamplingParams())  # type: ignore[arg-type]
-    return Request(request_id, prompt, sampling, stop_token_ids, len(prompt) + max_tokens)
+    sampling = SamplingParams(**{"temperature": 0.0, "seed": seed, **params}).with_defaults(SamplingParams())
+    return Request(request_id, prompt, sampling, stop_token_ids, len(prompt) + max_tokens, bad_word_ids=bad_word_ids)
 
 
 def run(core: EngineCore, requests: Iterable[Request], max_steps: int = 10_000) -> dict[str, Outcome]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,44 @@ def test_same_tokens_under_preemption(make_engine: MakeEngine, steps_in_flight: 
     tight = make_engine(num_gpu_blocks_override=9, steps_in_flight=steps_in_flight)
     assert {i: o.token_ids for i, o in run(tight.core, mixed_requests()).items()} == roomy
     assert tight.core.stats.num_preemptions > 0
+
+
+def alike_requests() -> list[Request]:
+    """Prompts that begin alike, over and over, with every sampling parameter somewhere."""
+    rng = random.Random(9)
+    stems = [[rng.randrange(256) for _ in range(n)] for n in (16, 40, 70)]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "min_p": 0.05},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 0.7, "presence_penalty": 1.0, "top_k": 30, "top_p": 0.95},
+        {"logit_bias": {7: 4.0, 8: -100.0}, "min_tokens": 5, "bad_word_ids": ((7, 7), (30,))},
+        {"logprobs": 3, "prompt_logprobs": 2},
+    ]
+    requests = []
+    for i in range(24):
+        prompt = stems[i % 3] + [rng.randrange(256) for _ in range(rng.choice([0, 1, 9]))]
+        requests.append(make_request(f"r{i}", prompt, rng.choice([3, 20]), (41,), seed=i, **kinds[i % len(kinds)]))
+    return requests
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("num_pages", [12, 400])
+def test_same_tokens_with_and_without_prefix_cache(
+    make_engine: MakeEngine, steps_in_flight: int, num_pages: int
+) -> None:
+    """On or off, cold or warm, after preemption, in any order of arrival."""
+    requests = alike_requests()
+    plain = make_engine(enable_prefix_caching=False)
+    expected = run(plain.core, requests)
+    assert plain.core.stats.num_cached_tokens == 0
+    cached = make_engine(num_gpu_blocks_override=num_pages, steps_in_flight=steps_in_flight, max_num_seqs=5)
+    orders = [requests, requests[::-1], random.Random(1).sample(requests, len(requests))]
+    for order in orders:
+        assert run(cached.core, order) == expected
+    stats = cached.core.stats
+    assert stats.prefix_hit_rate > 0.3
+    assert stats.num_preemptions > 0 or num_pages == 400
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 3])

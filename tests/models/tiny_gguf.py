@@ -87,10 +87,14 @@ def write_model(
     *,
     quantise: dict[str, gguf.GGMLQuantizationType] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
+    raw_tensors: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     extra_metadata: dict[str, Any] | None = None,
     tokenizer: dict[str, Any] | None = None,
 ) -> Path:
-    """``quantise`` maps Hugging Face names to an encoding; everything else is stored as it is."""
+    """``quantise`` maps Hugging Face names to an encoding; everything else is stored as it is.
+
+    ``raw_tensors`` are encoded already, ``extra_tensors`` plain; both have the file's own names.
+    """
     writer = GGUFWriter(path, arch)
     writer.add_block_count(LAYERS)
     writer.add_context_length(CONTEXT)
@@ -110,6 +114,8 @@ def write_model(
         _add_tensor(writer, arch, name, tensor, (quantise or {}).get(name))
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
+    for name, (array, kind) in (raw_tensors or {}).items():
+        writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

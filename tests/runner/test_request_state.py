@@ -6,7 +6,7 @@ import torch
 from slipstream.config import EngineConfig, EngineOptions, Hardware, resolve
 from slipstream.device.cpu import CpuDevice
 from slipstream.runner.request_state import MAX_DEVICE_STOP_IDS, RequestRows
-from slipstream.types import PageDiff, RowInit, RowStatus, SamplingParams
+from slipstream.types import PageDiff, Request, RowInit, RowStatus, SamplingParams
 from tests.test_config import MODEL
 
 
@@ -19,12 +19,36 @@ def test_a_request_moves_in_and_no_other_row_changes() -> None:
     rows = RequestRows(config(), CpuDevice())
     before = rows.store.clone()
     seed = 2**63 + 12345
-    params = SamplingParams(temperature=0.7, top_k=5, top_p=0.25, seed=seed)
-    rows.stage_init(RowInit(1, [11, 12, 13], 0, 30, params, (3, 4)))
+    params = SamplingParams(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.25,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
+        presence_penalty=0.25,
+        logit_bias={7: 1.5, 9: -100.0},
+        min_tokens=4,
+        seed=seed,
+    )
+    request = Request("r", (11, 12), params, (3, 4), 30, choice=2, bad_word_ids=((1, 2), (3,)))
+    rows.stage_init(RowInit(1, request, [11, 12, 13], 1))
     rows.stage_pages(PageDiff(1, 2, [8, 9]))
     rows.flush()
     assert rows.token_ids[1, :3].tolist() == [11, 12, 13]
-    assert rows.num_tokens.tolist() == [0, 3, 0, 0] and rows.max_total[1] == 30
+    assert rows.num_tokens.tolist() == [0, 3, 0, 0] and rows.max_total[1] == 30 and rows.num_computed[1] == 1
+    sampling = rows.sampling
+    assert (sampling.prompt_len[1], sampling.min_total[1], sampling.choice[1], sampling.top_k[1]) == (2, 6, 2, 5)
+    assert (sampling.min_p[1], sampling.repetition[1], sampling.frequency[1], sampling.presence[1]) == (
+        0.5,
+        1.5,
+        -0.5,
+        0.25,
+    )
+    assert sampling.num_bias[1] == 2 and sampling.bias_ids[1, :2].tolist() == [7, 9]
+    assert sampling.bias_values[1, :2].tolist() == [1.5, -100.0]
+    assert sampling.num_bad_words[1] == 2
+    assert sampling.bad_words[1, :2].tolist() == [[-1] * 6 + [1, 2], [-1] * 7 + [3]]
     assert rows.status.tolist() == [RowStatus.INERT, RowStatus.RUNNING, RowStatus.INERT, RowStatus.INERT]
     assert rows.sampling.temperature[1] == torch.tensor(0.7) and rows.sampling.top_p[1] == 0.25
     assert rows.sampling.seeds[1].numpy().view(np.uint64)[0] == seed
@@ -53,9 +77,12 @@ def test_an_unchanged_batch_stages_nothing() -> None:
 
 def test_the_worst_step_fits_into_the_staging_buffers() -> None:
     rows = RequestRows(config(), CpuDevice())
-    params = SamplingParams(temperature=0.0, seed=0)
+    bias = dict.fromkeys(range(300), 1.0)
+    params = SamplingParams(temperature=0.0, seed=0, logit_bias=bias).with_defaults(SamplingParams())
+    words = tuple((i,) * 8 for i in range(32))
     for row in range(3):
-        rows.stage_init(RowInit(row, [1] * 13, 0, 40, params, ()))
+        request = Request("r", (1,) * 13, params, tuple(range(16)), 40, bad_word_ids=words)
+        rows.stage_init(RowInit(row, request, [1] * 13, 0))
         rows.stage_pages(PageDiff(row, 0, list(range(1, 11))))
     rows.stage_batch(np.array([0, 1, 2], dtype=np.int32), np.array([0, 2, 4, 8], dtype=np.int32))
     rows.flush()

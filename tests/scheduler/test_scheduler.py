@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.scheduler.pages import PagePool, page_hashes
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepPlan, StepResult
 
@@ -18,26 +19,30 @@ PARAMS = SamplingParams(temperature=0.0, seed=0)
 STOP_ID = 1
 
 
-def make(max_num_seqs: int = 4, budget: int = 16, chunk: int = 16, pages: int = 40, max_len: int = 64) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs, budget, chunk, max_len)
+def make(
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    chunk: int = 16,
+    pages: int = 40,
+    max_len: int = 64,
+    caching: bool = True,
+) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs, budget, chunk, max_len, prefix_caching=caching)
     return Scheduler(config, CacheConfig(page_size=4, num_pages=pages + 1))
 
 
-def request(name: str, prompt_len: int, max_tokens: int = 8) -> Request:
-    return Request(name, tuple([7] * prompt_len), PARAMS, (STOP_ID,), prompt_len + max_tokens)
+def request(name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0) -> Request:
+    tokens = prompt if isinstance(prompt, list) else [ord(name[0])] * prompt
+    return Request(name, tuple(tokens), PARAMS, (STOP_ID,), len(tokens) + max_tokens, priority=priority)
 
 
 @dataclass
 class Row:
+    tokens: list[int] = field(default_factory=list)
     computed: int = 0
-    length: int = 0
     limit: int = 0
     status: RowStatus = RowStatus.INERT
     pages: dict[int, int] = field(default_factory=dict)
-
-
-def owner(scheduled: ScheduledRequest) -> tuple[str, int]:
-    return scheduled.request_id, scheduled.generation
 
 
 class Device:
@@ -47,60 +52,71 @@ class Device:
         self.rows = [Row() for _ in range(scheduler._config.max_num_seqs)]
         self.scheduler = scheduler
         self.rng = random.Random(seed)
-        # What each cache slot holds: (request, admission, position). A wrong owner is a wrong token on a real device.
-        self.memory: dict[tuple[int, int], tuple[str, int, int]] = {}
+        # What each slot was computed from: the token there and all before it. Reading another is a wrong token.
+        self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
-        config, page_size = self.scheduler._config, self.scheduler.pool.page_size
+        config = self.scheduler._config
         for init in plan.row_inits:
-            self.rows[init.row] = Row(0, len(init.token_ids), init.max_total_tokens, RowStatus.RUNNING)
+            self.rows[init.row] = Row(
+                list(init.token_ids), init.num_computed, init.request.max_total_tokens, RowStatus.RUNNING
+            )
         for diff in plan.page_diffs:
             self.rows[diff.row].pages.update(enumerate(diff.page_ids, diff.first_idx))
         assert 0 < plan.num_tokens <= config.max_num_batched_tokens
         assert len({r.row for r in plan.requests}) == len(plan.requests) <= config.max_num_seqs
         tokens, statuses = [], []
         for scheduled in plan.requests:
-            row, new = self.rows[scheduled.row], []
-            if row.status == RowStatus.RUNNING:
-                # Law 2: the bound is never below the truth; without drafts it is exact while the row runs.
-                assert scheduled.num_computed_bound == row.computed
-                assert row.computed + scheduled.num_tokens <= row.length, "computes a token that does not exist"
-                for position in range(row.computed + scheduled.num_tokens):
-                    page_id = row.pages[position // page_size]
-                    slot, content = (page_id, position % page_size), (*owner(scheduled), position)
-                    assert page_id != 0, "the null page belongs to nobody"
-                    if position >= row.computed:
-                        self.memory[slot] = content
-                    assert self.memory[slot] == content, "somebody else wrote here"
-                row.computed += scheduled.num_tokens
-                assert scheduled.samples == (row.computed == row.length)
-                if row.computed == row.length:
-                    new = [STOP_ID if self.rng.random() < 0.05 else 9]
-                    row.length += 1
-                    if new == [STOP_ID]:
-                        row.status = RowStatus.STOPPED
-                    elif row.length >= row.limit:
-                        row.status = RowStatus.LENGTH
-            tokens.append(new)
+            row = self.rows[scheduled.row]
+            tokens.append(self._advance(row, scheduled) if row.status == RowStatus.RUNNING else [])
             statuses.append(row.status)
         return StepResult(plan, tokens, statuses)
 
+    def _advance(self, row: Row, scheduled: ScheduledRequest) -> list[int]:
+        page_size = self.scheduler.pool.page_size
+        # Law 2: the bound is never below the truth; without drafts it is exact while the row runs.
+        assert scheduled.num_computed_bound == row.computed
+        end = row.computed + scheduled.num_tokens
+        assert end <= len(row.tokens), "computes a token that does not exist"
+        for position in range(end):
+            page_id = row.pages[position // page_size]
+            slot, content = (page_id, position % page_size), tuple(row.tokens[: position + 1])
+            assert page_id != 0, "the null page belongs to nobody"
+            if position >= row.computed:
+                self.memory[slot] = content
+            assert self.memory[slot] == content, "somebody else wrote here"
+        row.computed = end
+        assert scheduled.samples == (row.computed == len(row.tokens))
+        if row.computed < len(row.tokens):
+            return []
+        new = STOP_ID if self.rng.random() < 0.05 else self.rng.choice([8, 9])
+        row.tokens.append(new)
+        if new == STOP_ID:
+            row.status = RowStatus.STOPPED
+        elif len(row.tokens) >= row.limit:
+            row.status = RowStatus.LENGTH
+        return [new]
 
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    in_flight=st.sampled_from([1, 2, 4]),
-    pages=st.sampled_from([9, 14, 40]),
-    budget=st.sampled_from([4, 7, 64]),
-)
-def test_random_requests_all_finish_and_nothing_leaks(seed: int, in_flight: int, pages: int, budget: int) -> None:
+
+def random_prompt(rng: random.Random) -> list[int]:
+    """Prompts that begin alike more often than not."""
+    stem = [rng.choice([3, 4])] * rng.choice([0, 4, 7, 8, 12])
+    return (stem + [rng.choice([5, 6]) for _ in range(rng.randint(1, 8))])[:20]
+
+
+def simulate(seed: int, in_flight: int, pages: int, budget: int, caching: bool) -> Scheduler:
+    """Random arrivals, aborts and priorities; the integrity of pages is checked after every event."""
     rng = random.Random(seed)
-    scheduler = make(budget=budget, chunk=rng.choice([1, 5, 64]), pages=pages, max_len=36)
+    scheduler = make(budget=budget, chunk=rng.choice([1, 5, 64]), pages=pages, max_len=36, caching=caching)
     device = Device(scheduler, seed)
-    todo = [request(f"r{i}", rng.randint(1, 20), rng.randint(1, 16)) for i in range(rng.randint(1, 12))]
+    todo = [
+        request(f"r{i}", random_prompt(rng), rng.randint(1, 16), rng.choice([0, 0, 0, 1, -1]))
+        for i in range(rng.randint(1, 14))
+    ]
+    wanted = {r.request_id: r for r in todo}
     flying: deque[StepResult] = deque()
     finished, aborted = {}, set()
-    counts: dict[str, int] = {}
+    counts = dict.fromkeys(wanted, 0)
     idle = 0
     while todo or scheduler.has_requests or flying:
         while todo and rng.random() < 0.4:
@@ -115,11 +131,43 @@ def test_random_requests_all_finish_and_nothing_leaks(seed: int, in_flight: int,
         if flying:
             for update in scheduler.collect(flying.popleft()):
                 assert update.request_id not in aborted and update.request_id not in finished
-                counts[update.request_id] = counts.get(update.request_id, 0) + len(update.token_ids)
+                counts[update.request_id] += len(update.token_ids)
                 if update.finish_reason:
                     finished[update.request_id] = update.finish_reason
+        scheduler.pool.check([s.page_ids for s in [*scheduler.running, *scheduler._leaving]])
     scheduler.check_idle()
-    assert set(finished.values()) <= {"stop", "length"}
+    assert set(finished) | aborted == set(wanted)
+    for request_id, reason in finished.items():
+        limit = wanted[request_id].max_total_tokens - len(wanted[request_id].prompt_token_ids)
+        assert counts[request_id] == limit if reason == "length" else counts[request_id] <= limit
+    return scheduler
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    in_flight=st.sampled_from([1, 2, 4]),
+    pages=st.sampled_from([9, 14, 40]),
+    budget=st.sampled_from([4, 7, 64]),
+    caching=st.sampled_from([True, True, False]),
+)
+def test_random_requests_all_finish_and_nothing_leaks(
+    seed: int, in_flight: int, pages: int, budget: int, caching: bool
+) -> None:
+    simulate(seed, in_flight, pages, budget, caching)
+
+
+def test_the_simulation_reaches_what_it_is_for() -> None:
+    """Over a few hundred seeds there are hits, preemptions and both together; else the test above proves little."""
+    stats = [simulate(seed, 1 + seed % 3, [9, 14, 40][seed % 3], 7, True).stats for seed in range(300)]
+    assert sum(s.num_cached_tokens > 0 for s in stats) > 100
+    assert sum(s.num_preemptions > 0 for s in stats) > 50
+
+
+@pytest.mark.slow
+def test_ten_thousand_sequences() -> None:
+    for seed in range(10_000):
+        simulate(seed, 1 + seed % 4, [9, 11, 14, 40][seed % 4], [4, 7, 64][seed % 3], caching=seed % 5 > 0)
 
 
 def _alive(scheduler: Scheduler) -> list[Request]:
@@ -199,3 +247,83 @@ def test_finish_frees_at_once_what_no_step_holds(when: str) -> None:
     assert scheduler.finish("a")
     assert not scheduler.has_requests
     scheduler.check_idle()
+
+
+def run_to_end(scheduler: Scheduler, device: Device) -> list[str]:
+    """Runs one step at a time; returns request ids in the order in which they finish."""
+    finished = []
+    while (plan := scheduler.schedule()) is not None:
+        for update in scheduler.collect(device.run(plan)):
+            if update.finish_reason:
+                finished.append(update.request_id)
+    return finished
+
+
+def test_a_prompt_seen_before_is_not_computed_again() -> None:
+    scheduler = make(pages=40)
+    device = Device(scheduler, 7)
+    prompt = list(range(10, 21))  # two full pages of four and three more tokens
+    scheduler.add(request("first", prompt))
+    run_to_end(scheduler, device)
+    scheduler.add(request("second", [*prompt[:10], 99]))
+    plan = scheduler.schedule()
+    assert plan is not None and (plan.row_inits[0].num_computed, plan.requests[0].num_tokens) == (8, 3)
+    # A prompt that is cached whole still computes its last token: somebody has to draw the next one.
+    scheduler.add(request("third", prompt[:8]))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [(i.num_computed) for i in plan.row_inits] == [4]
+    assert scheduler.stats.num_cached_tokens == 12
+
+
+def test_only_collected_pages_are_shared() -> None:
+    scheduler = make()
+    scheduler.add(request("a", [5] * 12))
+    assert scheduler.schedule() is not None  # in flight, not collected
+    scheduler.add(request("b", [5] * 12))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.row_inits[0].num_computed == 0
+
+
+def test_the_least_recently_used_page_is_forgotten_first() -> None:
+    pool = PagePool(5, 4)
+    old, new = pool.take(2), pool.take(2)
+    for page_id, name in zip(old + new, (b"a", b"b", b"c", b"d"), strict=True):
+        pool.remember(page_id, name)
+    pool.give_back(old)
+    pool.give_back(new)
+    pool.take(1)
+    assert pool.find([b"a", b"b"]) == old[:1], "the end of the older request goes first"
+    assert pool.find([b"c", b"d"]) == new
+    pool.take(1)
+    assert pool.find([b"a"]) == []
+
+
+def test_hashes_depend_on_everything_before() -> None:
+    one, two = list(page_hashes([1, 2, 3, 4, 5], 2)), list(page_hashes([9, 2, 3, 4], 2))
+    assert len(one) == 2 and one[1] != two[1]
+    assert one == [*page_hashes([1, 2], 2), *page_hashes([1, 2, 3, 4], 2, 1, one[0])]
+
+
+def test_priority_goes_first_and_takes_the_place_of_a_lower_one() -> None:
+    scheduler = make(max_num_seqs=1)
+    device = Device(scheduler, 5)
+    for name, priority in (("low", 5), ("mid", 3), ("high", -1)):
+        scheduler.add(request(name, 4, 3, priority))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.requests[0].request_id == "high"
+    scheduler.collect(device.run(plan))
+    scheduler.add(request("urgent", 4, 3, -2))
+    assert run_to_end(scheduler, device) == ["urgent", "high", "mid", "low"]
+    assert scheduler.stats.num_preemptions == 1
+
+
+def test_under_pressure_the_oldest_always_moves() -> None:
+    """Fairness: requests finish in the order they came when all are alike and pages are scarce."""
+    scheduler = make(pages=9, max_len=36)
+    device = Device(scheduler, 0)
+    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  nobody stops early
+    for i in range(6):
+        scheduler.add(request(f"{chr(97 + i)}", 12, 16))
+    assert run_to_end(scheduler, device) == ["a", "b", "c", "d", "e", "f"]
+    assert scheduler.stats.num_preemptions > 0

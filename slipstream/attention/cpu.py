@@ -1,0 +1,114 @@
+"""The backend for CPUs: requests with equally many query tokens go through one batched product per layer.
+
+The batch is cut into slices of neighbouring requests. A slice is padded to its longest request, so slices end where
+padding would waste too much, or where the gathered keys would no longer fit the memory set aside for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import AttentionLayer, Caps
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.kernels.batched_attention import batched_attention, hidden_keys, page_rows
+
+_MAX_SLICE_KEYS = 1 << 17  # gathered keys of one slice, requests times padded length
+_MAX_WASTE = 2.0  # padded work over real work within a slice
+
+
+@dataclass(slots=True)
+class Slice:
+    """Neighbouring requests of a step that are computed together. Sizes are the host's bounds, values the device's."""
+
+    tokens: slice
+    num_reqs: int
+    max_query: int
+    num_pages: int
+    seq_lens: Tensor
+    query_lens: Tensor
+    block_table: Tensor
+    # Where the tokens stand in the padded [num_reqs, max_query] grid; None when the grid is full.
+    grid: Tensor | None
+    # Shared by all layers with the same heads or the same window, made when the first of them asks.
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+
+class CpuBackend:
+    caps: ClassVar[Caps] = Caps(
+        dtypes=("float64", "float32", "bfloat16", "float16"), host_lengths="bound", graph_support="never"
+    )
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+
+    def build(self, common: CommonAttentionMetadata) -> list[Slice]:
+        starts, bounds = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
+        query_lens = np.diff(starts)
+        return [self._slice(common, query_lens, a, b) for a, b in _cut(query_lens.tolist(), bounds.tolist())]
+
+    def _slice(self, common: CommonAttentionMetadata, query_lens: np.ndarray, first: int, end: int) -> Slice:
+        own = query_lens[first:end]
+        max_query = int(own.max())
+        grid = None
+        if (own != max_query).any():
+            place = np.concatenate([i * max_query + np.arange(n) for i, n in enumerate(own)])
+            grid = torch.from_numpy(place)
+        starts, keys = common.query_start_loc_cpu, int(common.seq_lens_cpu_upper_bound[first:end].max())
+        return Slice(
+            tokens=slice(int(starts[first]), int(starts[end])),
+            num_reqs=end - first,
+            max_query=max_query,
+            num_pages=-(-keys // self._page_size),
+            seq_lens=common.seq_lens[first:end],
+            query_lens=common.query_start_loc[first : end + 1].diff(),
+            block_table=common.block_table[first:end],
+            grid=grid,
+        )
+
+    def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice]) -> Tensor:
+        parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run_slice(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, part: Slice) -> Tensor:
+        page_size, kv_heads = self._page_size, layer.num_kv_heads
+        if kv_heads not in part.rows:
+            part.rows[kv_heads] = page_rows(part.block_table, part.seq_lens, part.num_pages, kv_heads, page_size)
+        if layer.window not in part.hidden:
+            part.hidden[layer.window] = hidden_keys(
+                part.seq_lens, part.query_lens, part.max_query, part.num_pages * page_size, layer.window
+            )
+        shape = (part.num_reqs, part.max_query, layer.num_heads, layer.head_dim)
+        if part.grid is None:
+            padded = q.reshape(shape)
+        else:
+            padded = q.new_zeros(shape)
+            padded.view(-1, *shape[2:]).index_copy_(0, part.grid, q)
+        out = batched_attention(
+            padded, kv_cache, part.seq_lens, part.rows[kv_heads], part.hidden[layer.window], layer.scale
+        ).reshape(-1, *shape[2:])
+        return out if part.grid is None else out.index_select(0, part.grid)
+
+
+def _cut(query_lens: list[int], bounds: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbouring requests whose padding wastes little and whose keys fit."""
+    first = 0
+    while first < len(query_lens):
+        end, real = first, 0
+        max_query = max_keys = 0
+        while end < len(query_lens):
+            wider, longer = max(max_query, query_lens[end]), max(max_keys, bounds[end])
+            count, more = end + 1 - first, real + query_lens[end] * bounds[end]
+            too_long = count * longer > _MAX_SLICE_KEYS
+            wasteful = count * wider * longer > _MAX_WASTE * more + 4096
+            if end > first and (too_long or wasteful):
+                break
+            max_query, max_keys, real, end = wider, longer, more, end + 1
+        yield first, end
+        first = end

@@ -1,0 +1,95 @@
+"""Paged attention of several requests at once in plain torch: gather pages, one batched product for all of them.
+
+The same result as ``paged_attention``, without a loop over requests. Requests are padded to the longest of their slice;
+padded pages are the null page, whose content must be finite (it is cleared once and never written).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation
+
+
+def _rows_shape(block_table: Tensor, seq_lens: Tensor, num_pages: int, num_kv_heads: int, page_size: int) -> TensorSpec:
+    return TensorSpec((2 * block_table.shape[0] * num_kv_heads * num_pages,), torch.int64)
+
+
+@operation(_rows_shape)
+def page_rows(
+    block_table: Tensor,  # [num_reqs, max_pages] int32
+    seq_lens: Tensor,  # [num_reqs] int32
+    num_pages: int,  # enough for the longest request
+    num_kv_heads: int,
+    page_size: int,
+) -> Tensor:
+    """Where each head's page lies in a cache seen as [pages * 2 * heads] rows; ordered (K/V, request, head, page)."""
+    pages = block_table[:, :num_pages].long()
+    used = torch.arange(num_pages) * page_size < seq_lens.unsqueeze(1)
+    pages = torch.where(used, pages, 0)
+    kind = torch.arange(2).view(2, 1, 1, 1)
+    head = torch.arange(num_kv_heads).view(1, 1, num_kv_heads, 1)
+    return ((pages.view(1, -1, 1, num_pages) * 2 + kind) * num_kv_heads + head).flatten()
+
+
+def _hidden_shape(seq_lens: Tensor, query_lens: Tensor, max_query: int, max_keys: int, window: int) -> TensorSpec:
+    return TensorSpec((seq_lens.shape[0], 1, 1, max_query, max_keys), torch.bool)
+
+
+@operation(_hidden_shape)
+def hidden_keys(
+    seq_lens: Tensor,  # [num_reqs] int32
+    query_lens: Tensor,  # [num_reqs] int32
+    max_query: int,
+    max_keys: int,
+    window: int,
+) -> Tensor:
+    """Which keys each query token must not see. Query j of n stands at seq_len - n + j."""
+    position = (seq_lens - query_lens).view(-1, 1, 1) + torch.arange(max_query).view(1, -1, 1)
+    key = torch.arange(max_keys)
+    hidden = key > position
+    if window:
+        hidden |= key <= position - window
+    # A padding query beyond the last token sees what the last one sees, so that nothing is divided by zero.
+    hidden &= (position < seq_lens.view(-1, 1, 1)) | (key > 0)
+    return hidden.view(-1, 1, 1, max_query, max_keys)
+
+
+def _shape(q: Tensor, kv_cache: Tensor, seq_lens: Tensor, rows: Tensor, hidden: Tensor, scale: float) -> TensorSpec:
+    return TensorSpec(tuple(q.shape), q.dtype)
+
+
+@operation(_shape)
+def batched_attention(
+    q: Tensor,  # [num_reqs, max_query, num_heads, head_dim]
+    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
+    seq_lens: Tensor,  # [num_reqs] int32
+    rows: Tensor,  # from page_rows
+    hidden: Tensor,  # [num_reqs, 1, 1, max_query, max_keys] bool, from hidden_keys
+    scale: float,
+) -> Tensor:  # [num_reqs, max_query, num_heads, head_dim]
+    num_reqs, max_query, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, page_size, _ = kv_cache.shape
+    max_keys = hidden.shape[-1]
+    gathered = kv_cache.view(-1, page_size * head_dim).index_select(0, rows)
+    k, v = gathered.view(2, num_reqs * num_kv_heads, max_keys, head_dim).to(q.dtype)
+    _clear_tails(v.view(num_reqs, num_kv_heads, -1, page_size, head_dim), seq_lens)
+    # Heads of a group are folded into the query axis: [requests * kv heads, group * query, head_dim].
+    folded = q.view(num_reqs, max_query, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    folded = folded.reshape(num_reqs * num_kv_heads, -1, head_dim)
+    scores = torch.bmm(folded * scale, k.transpose(1, 2))
+    scores.view(num_reqs, num_kv_heads, -1, max_query, max_keys).masked_fill_(hidden, float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    out = torch.bmm(weights, v).view(num_reqs, num_kv_heads, -1, max_query, head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
+
+
+def _clear_tails(v: Tensor, seq_lens: Tensor) -> None:
+    """Zero the values behind each request's last token: weight 0 times a stale NaN would be NaN."""
+    page_size = v.shape[3]
+    request = torch.arange(v.shape[0])
+    last_page = (seq_lens.long() - 1).clamp_(min=0) // page_size
+    tail = last_page.unsqueeze(1) * page_size + torch.arange(page_size) >= seq_lens.unsqueeze(1)
+    ends = v[request, :, last_page]
+    v[request, :, last_page] = ends.masked_fill_(tail.view(-1, 1, page_size, 1), 0.0)

@@ -1,0 +1,20 @@
+"""The gated activation of Gemma's feed-forward layers: gelu(gate) * up, with the tanh form of gelu."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation
+
+
+def _shape(gate_up: Tensor) -> TensorSpec:
+    return TensorSpec((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
+
+
+@operation(_shape)
+def geglu(
+    gate_up: Tensor,  # [num_tokens, 2 * intermediate], gate first
+) -> Tensor:  # [num_tokens, intermediate]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up

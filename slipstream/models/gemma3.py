@@ -1,0 +1,91 @@
+"""Gemma 3, the text models: norms around every part, a gelu gate, most layers with a window and a rope of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import AttentionContext
+from slipstream.config import ModelConfig
+from slipstream.errors import ModelError
+from slipstream.models.decoder import Decoder, DecoderLayer
+from slipstream.models.hf_config import layer_windows, read_decoder_config, read_rope, require
+from slipstream.models.layers import RMSNorm
+
+# What Gemma's configs leave out, for it never differs.
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+
+
+class Gemma3Layer(DecoderLayer):
+    """Attention and feed-forward are normed on their way in and on their way out."""
+
+    def __init__(self, config: ModelConfig, idx: int) -> None:
+        super().__init__(config, idx)
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, context: AttentionContext, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.post_attention_layernorm(self.self_attn(hidden, context, cos_sin))
+        hidden, residual = self.pre_feedforward_layernorm.add(hidden, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden)), residual
+
+
+class Gemma3(Decoder):
+    layer_class = Gemma3Layer
+
+    @staticmethod
+    def read_config(hf: dict[str, Any]) -> ModelConfig:
+        hf = {**_DEFAULTS, **hf}
+        for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if hf.get(key):
+                raise ModelError(f"config.json turns on {key}, which is not supported")
+        full, local = _ropes(hf)
+        bias = bool(hf.get("attention_bias", False))
+        hf = {**hf, **full, "hidden_act": hf["hidden_activation"]}
+        pattern = hf["sliding_window_pattern"]
+        return read_decoder_config(
+            hf,
+            qk_norm=True,
+            qkv_bias=bias,
+            output_bias=bias,
+            embedding_scale=float(require(hf, "hidden_size")) ** 0.5,
+            attention_scale=float(hf["query_pre_attn_scalar"]) ** -0.5,
+            windows=layer_windows(hf, lambda idx: (idx + 1) % pattern != 0),
+            window_rope=read_rope({**hf, **local}, hf["head_dim"], require(hf, "max_position_embeddings")),
+        )
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        if "norm" not in name:
+            return [(name, tensor)]
+        # Checkpoints store how far a norm's weight is from one. In 16 bits the sum would be rounded once too often.
+        return [(name, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + 1)]
+
+
+def _ropes(hf: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What to change in the config for layers that see everything, and for those with a window."""
+    nested = hf.get("rope_parameters") or {}
+    if "full_attention" in nested:
+        full, local = nested["full_attention"], nested.get("sliding_attention")
+    else:
+        full, local = nested, None
+    # The scaling of older configs is meant for layers that see everything.
+    windowed = {"rope_parameters": local, "rope_scaling": None, "rope_theta": hf["rope_local_base_freq"]}
+    return {"rope_parameters": full}, windowed

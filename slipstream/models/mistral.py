@@ -1,0 +1,16 @@
+"""Mistral: Llama in which a token sees a window of the positions before it. Later versions set no window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.config import ModelConfig
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_config import read_decoder_config, same_window
+
+
+class Mistral(Decoder):
+    @staticmethod
+    def read_config(hf: dict[str, Any]) -> ModelConfig:
+        # A config that is silent about the window means the first version's; later ones say null.
+        return read_decoder_config(hf, windows=same_window({"sliding_window": 4096, **hf}))

@@ -1,0 +1,34 @@
+"""Mixtral: Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.config import ModelConfig
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_config import read_decoder_config, read_experts, require, same_window
+
+_NAMES = {
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.weight": ".gate_proj.weight",
+    ".w3.weight": ".up_proj.weight",
+    ".w2.weight": ".down_proj.weight",
+}
+
+
+class Mixtral(Decoder):
+    @staticmethod
+    def read_config(hf: dict[str, Any]) -> ModelConfig:
+        hf = {"rope_theta": 1e6, **hf}
+        size, num_layers = require(hf, "intermediate_size"), require(hf, "num_hidden_layers")
+        # The weights of the chosen experts always sum to one here: published as a softmax over the chosen ones.
+        experts = read_experts(hf, size, renormalise=True, layer_ids=range(num_layers))
+        return read_decoder_config(hf, windows=same_window(hf), experts=experts)
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        for theirs, ours in _NAMES.items():
+            name = name.replace(theirs, ours)
+        return super().translate(name, tensor)

@@ -1,0 +1,48 @@
+"""Log probabilities of the model itself, before any sampling parameter: of a given token, and of the likeliest.
+
+Packed into a fixed width of int32, so that they travel in a buffer made once: rank, then 1 + 20 token ids, then the
+bits of their 1 + 20 values. The given token comes first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation
+from slipstream.types import MAX_LOGPROBS, LogprobRow
+
+LOGPROB_WIDTH = 1 + 2 * (1 + MAX_LOGPROBS)
+
+
+def _shape(logits: Tensor, token_ids: Tensor) -> TensorSpec:
+    return TensorSpec((logits.shape[0], LOGPROB_WIDTH), torch.int32)
+
+
+@operation(_shape)
+def pack_logprobs(
+    logits: Tensor,  # [n, vocab]
+    token_ids: Tensor,  # [n] int64
+) -> Tensor:  # [n, LOGPROB_WIDTH] int32
+    logprobs = logits.log_softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
+    given = token_ids.long().unsqueeze(1)
+    given_value = logprobs.gather(1, given)
+    rank = (logprobs > given_value).sum(1, keepdim=True) + 1
+    num_top = min(MAX_LOGPROBS, logits.shape[1])
+    top = logprobs.topk(num_top, dim=1)
+    missing = MAX_LOGPROBS - num_top
+    ids = torch.nn.functional.pad(torch.cat([given, top.indices], 1), (0, missing), value=-1)
+    values = torch.nn.functional.pad(torch.cat([given_value, top.values], 1), (0, missing), value=-torch.inf)
+    return torch.cat([rank.int(), ids.int(), values.view(torch.int32)], 1)
+
+
+def unpack_logprobs(packed: npt.NDArray[np.int32]) -> list[LogprobRow]:
+    """The host's side: rows as they came out of the ring."""
+    middle = 2 + MAX_LOGPROBS
+    values = np.ascontiguousarray(packed[:, middle:]).view(np.float32)
+    return [
+        LogprobRow(rank, ids, own)
+        for rank, ids, own in zip(packed[:, 0].tolist(), packed[:, 1:middle].tolist(), values.tolist(), strict=True)
+    ]

@@ -1,0 +1,22 @@
+"""The per-position mask: which tokens may stand at a position at all. Grammars speak through it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation, spec_of
+
+
+def _shape(logits: Tensor, mask: Tensor) -> TensorSpec:
+    return spec_of(logits)
+
+
+@operation(_shape)
+def apply_mask(
+    logits: Tensor,  # [n, vocab]
+    mask: Tensor,  # [n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 allows token t
+) -> Tensor:
+    bits = (mask.unsqueeze(2) >> torch.arange(32, dtype=torch.int32)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    return logits.masked_fill(~allowed, float("-inf"))

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.attention.backend import AttentionLayer
+from slipstream.attention.cpu import CpuBackend
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.kernels.paged_attention import paged_attention
+
+PAGE = 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 21), st.integers(0, 5)), min_size=1, max_size=8),
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
+    window=st.sampled_from([0, 1, 5, 64]),
+    dead=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_equals_the_definition(
+    lens: list[tuple[int, int, int]], heads: tuple[int, int], window: int, dead: bool, seed: int
+) -> None:
+    """Any mix of query lengths, bounds above the truth, rows that do not run, NaN in every unwritten slot."""
+    torch.manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    head_dim, max_pages, n = 8, 9, len(lens)
+    page_ids = (torch.randperm(n * max_pages) + 1).view(n, max_pages).int()
+    cache = torch.full((n * max_pages + 1, 2, num_kv_heads, PAGE, head_dim), torch.nan, dtype=torch.float64)
+    cache[0] = 0.0  # the null page is cleared
+    seq_lens = [query + before for query, before, _ in lens]
+    for i, seq_len in enumerate(seq_lens):
+        for pos in range(seq_len):
+            cache[page_ids[i, pos // PAGE], :, :, pos % PAGE] = torch.randn(2, num_kv_heads, head_dim).double()
+    bounds = torch.tensor([s + slack for s, (_, _, slack) in zip(seq_lens, lens, strict=True)], dtype=torch.int32)
+    exact = torch.tensor(seq_lens, dtype=torch.int32)
+    if dead:
+        exact[n // 2] = 0
+    starts = torch.tensor([0, *(query for query, _, _ in lens)]).cumsum(0).int()
+    q = torch.randn(int(starts[-1]), num_heads, head_dim, dtype=torch.float64)
+    common = CommonAttentionMetadata(
+        num_reqs=n,
+        num_actual_tokens=len(q),
+        max_query_len=max(query for query, _, _ in lens),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.numpy(),
+        seq_lens=exact,
+        seq_lens_cpu_upper_bound=bounds.numpy(),
+        block_table=page_ids,
+        slot_mapping=torch.empty(0),
+    )
+    backend = CpuBackend(PAGE)
+    layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
+    out = backend.run(layer, q, cache, backend.build(common))
+    expected = paged_attention(q, cache, starts, exact, page_ids, 0.3, window)
+    alive = torch.repeat_interleave(exact > 0, starts.diff())
+    torch.testing.assert_close(out[alive], expected[alive], rtol=1e-10, atol=1e-10)

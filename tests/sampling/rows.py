@@ -1,0 +1,30 @@
+"""Request rows as a step finds them, from a few Python values."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.config import EngineOptions, Hardware, resolve
+from slipstream.device.cpu import CpuDevice
+from slipstream.runner.request_state import RequestRows
+from slipstream.sampling.sampler import SamplingNeeds, SamplingRows
+from slipstream.types import Request, RowInit, SamplingParams
+from tests.test_config import MODEL
+
+
+def make_rows(requests: list[Request], histories: list[list[int]]) -> tuple[SamplingRows, torch.Tensor, SamplingNeeds]:
+    """Rows that hold the requests in reverse order, the batch that selects them, and what the batch needs."""
+    options = EngineOptions(max_num_seqs=len(requests), max_model_len=128, max_num_batched_tokens=512)
+    rows = RequestRows(resolve(options, Hardware("cpu", 2**30, True), MODEL), CpuDevice())
+    needs = SamplingNeeds()
+    for i, (request, history) in enumerate(zip(requests, histories, strict=True)):
+        rows.stage_init(RowInit(len(requests) - 1 - i, request, history, 0))
+        rows.flush()
+        needs |= SamplingNeeds.of(request)
+    return rows.sampling, torch.arange(len(requests) - 1, -1, -1, dtype=torch.int32), needs
+
+
+def make_request(prompt: list[int], bad_word_ids: tuple[tuple[int, ...], ...] = (), **params: object) -> Request:
+    sampling = SamplingParams.from_dict({"temperature": 0.0, "seed": 1, **params}).with_defaults(SamplingParams())
+    stops = tuple(params.get("stop_token_ids", ()))  # type: ignore[arg-type]
+    return Request("r", tuple(prompt), sampling, stops, 128, bad_word_ids=bad_word_ids)
