@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.kernels.rope_cache import rope_and_cache
+from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,26 @@ class AttentionBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionContext:
     """A step's attention, handed to the model's forward pass explicitly: no layer reads a global."""
 
     backend: AttentionBackend
     metadata: Any
-    kv_caches: list[Tensor]  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
+    kv_caches: list[Tensor]  # one a layer: [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
     positions: Tensor  # [padded_tokens] int64
     slot_mapping: Tensor  # [padded_tokens] int64
+    # Made by the first layer that needs them, shared by the rest.
+    _slots: tuple[Tensor, Tensor] | None = None
+    _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
         """Rotate, store keys and values, attend. Heads are their own axis: [num_tokens, heads, head_dim]."""
         kv_cache = self.kv_caches[layer.idx]
-        q = rope_and_cache(q, k, v, self.positions, cos_sin, kv_cache, self.slot_mapping)
+        if self._slots is None:
+            self._slots = cache_slots(self.slot_mapping, kv_cache.shape[0], kv_cache.shape[3])
+        turn = self._rotations.get(id(cos_sin))
+        if turn is None:
+            turn = self._rotations[id(cos_sin)] = rotation(cos_sin, self.positions, q.dtype)
+        q = rope_and_cache(q, k, v, *turn, kv_cache, *self._slots)
         return self.backend.run(layer, q, kv_cache, self.metadata)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.kernels.batched_attention import batched_attention, hidden_keys, page_rows
+from slipstream.kernels.batched_attention import batched_attention, hidden_keys, key_rows
 
 _MAX_SLICE_KEYS = 1 << 17  # gathered keys of one slice, requests times padded length
 _MAX_WASTE = 2.0  # padded work over real work within a slice
@@ -29,7 +29,7 @@ class Slice:
     tokens: slice
     num_reqs: int
     max_query: int
-    num_pages: int
+    max_keys: int
     seq_lens: Tensor
     query_lens: Tensor
     block_table: Tensor
@@ -60,12 +60,12 @@ class CpuBackend:
         if (own != max_query).any():
             place = np.concatenate([i * max_query + np.arange(n) for i, n in enumerate(own)])
             grid = torch.from_numpy(place)
-        starts, keys = common.query_start_loc_cpu, int(common.seq_lens_cpu_upper_bound[first:end].max())
+        starts = common.query_start_loc_cpu
         return Slice(
             tokens=slice(int(starts[first]), int(starts[end])),
             num_reqs=end - first,
             max_query=max_query,
-            num_pages=-(-keys // self._page_size),
+            max_keys=int(common.seq_lens_cpu_upper_bound[first:end].max()),
             seq_lens=common.seq_lens[first:end],
             query_lens=common.query_start_loc[first : end + 1].diff(),
             block_table=common.block_table[first:end],
@@ -79,10 +79,10 @@ class CpuBackend:
     def _run_slice(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, part: Slice) -> Tensor:
         page_size, kv_heads = self._page_size, layer.num_kv_heads
         if kv_heads not in part.rows:
-            part.rows[kv_heads] = page_rows(part.block_table, part.seq_lens, part.num_pages, kv_heads, page_size)
+            part.rows[kv_heads] = key_rows(part.block_table, part.seq_lens, part.max_keys, kv_heads, page_size)
         if layer.window not in part.hidden:
             part.hidden[layer.window] = hidden_keys(
-                part.seq_lens, part.query_lens, part.max_query, part.num_pages * page_size, layer.window
+                part.seq_lens, part.query_lens, part.max_query, part.max_keys, layer.window
             )
         shape = (part.num_reqs, part.max_query, layer.num_heads, layer.head_dim)
         if part.grid is None:
@@ -90,9 +90,9 @@ class CpuBackend:
         else:
             padded = q.new_zeros(shape)
             padded.view(-1, *shape[2:]).index_copy_(0, part.grid, q)
-        out = batched_attention(
-            padded, kv_cache, part.seq_lens, part.rows[kv_heads], part.hidden[layer.window], layer.scale
-        ).reshape(-1, *shape[2:])
+        out = batched_attention(padded, kv_cache, part.rows[kv_heads], part.hidden[layer.window], layer.scale).reshape(
+            -1, *shape[2:]
+        )
         return out if part.grid is None else out.index_select(0, part.grid)
 
 

