@@ -48,7 +48,11 @@ class Workload:
         return self.prompt_len + self.output_len
 
     def fit(self, options: EngineOptions) -> EngineOptions:
-        """Give the engine room for this workload and no more, where the user did not say otherwise."""
+        """Give the engine room for this workload and no more, where the user did not say otherwise.
+
+        Every run has the same prompts, and each is to be computed: the prefix cache is off.
+        """
+        options = replace(options, enable_prefix_caching=False)
         if options.max_model_len is None:
             options = replace(options, max_model_len=self.num_tokens)
         if options.max_num_seqs is None:

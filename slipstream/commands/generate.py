@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.table import Table
 from slipstream.commands.session import check, open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.types import Logprobs, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -31,6 +32,11 @@ def run(
         if as_json:
             output = check(llm.generate([token_ids], sampling)[0])
             sys.stdout.write(json.dumps(_as_dict(output, engine.model), ensure_ascii=False) + "\n")
+        elif sampling.n > 1:  # side by side they cannot stream, so one after the other
+            output = check(llm.generate([token_ids], sampling)[0])
+            for completion in output.outputs:
+                sys.stdout.write(f"[{completion.index + 1}] {completion.text}\n")
+            Console(stderr=True).print(_figures(output))
         else:
             output = show_stream(llm.stream(token_ids, sampling))
             Console(stderr=True).print(_figures(output))
@@ -51,6 +57,14 @@ def encode_prompt(tokenizer: Tokenizer, text: str, system: str | None, raw: bool
 
 def _as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
     completion, timings = output.outputs[0], output.timings
+    extras: dict[str, Any] = {}
+    if completion.logprobs is not None:
+        extras["logprobs"] = [_logprobs(entry) for entry in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        extras["prompt_logprobs"] = [entry and _logprobs(entry) for entry in output.prompt_logprobs]
+    if len(output.outputs) > 1:
+        names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
+        extras["choices"] = [{name: getattr(choice, name) for name in names} for choice in output.outputs]
     return {
         "model": model,
         "text": completion.text,
@@ -59,12 +73,19 @@ def _as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
         "stop_reason": completion.stop_reason,
         "seed": output.seed,
         "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
         "timings": {
             "first_token_s": timings.first_token_s,
             "total_s": timings.total_s,
             "tok_s": timings.tokens_per_s(len(completion.token_ids)),
         },
+        **extras,
     }
+
+
+def _logprobs(entry: Logprobs) -> list[dict[str, Any]]:
+    """The token that stands there first, then the likeliest."""
+    return [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in entry.items()]
 
 
 def _figures(output: RequestOutput) -> Table:

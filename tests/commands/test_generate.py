@@ -123,3 +123,36 @@ def test_as_a_process(tiny_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected_text(tiny_model, "Hello", 4)[0] + "\n"
     assert "tokens per second" in done.stderr
+
+
+def test_several_continuations_and_logprobs(cli: RunCli, tiny_model: Path) -> None:
+    asked = [
+        "--model",
+        tiny_model,
+        "--max-tokens",
+        4,
+        "--ignore-eos",
+        "--raw",
+        "--temperature",
+        1,
+        "--seed",
+        3,
+        "--n",
+        3,
+    ]
+    answer = json.loads(cli("generate", "Hello", *asked, "--logprobs", 2, "--prompt-logprobs", 0, "--json").out)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["choices"][0]["text"] == answer["text"]
+    assert [entry[0]["token_id"] for entry in answer["logprobs"]] == answer["token_ids"]
+    assert all(entry[1]["rank"] == 1 or entry[0]["rank"] == 1 for entry in answer["logprobs"])
+    assert answer["prompt_logprobs"][0] is None and len(answer["prompt_logprobs"]) == 5
+    shown = cli("generate", "Hello", *asked)
+    assert shown.code == 0
+    for choice in answer["choices"]:
+        assert f"[{choice['index'] + 1}] {choice['text']}" in shown.out
+
+
+def test_logit_bias_is_given_as_json(cli: RunCli, tiny_model: Path) -> None:
+    bias = json.dumps({"65": 100})
+    outcome = cli("generate", "x", "--model", tiny_model, "--max-tokens", 3, "--raw", "--logit-bias", bias, "--json")
+    assert json.loads(outcome.out)["token_ids"] == [65] * 3
