@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +173,7 @@ def test_smollm2_tensors_by_hand(smollm2: GGUFCheckpoint, smollm2_reader: gguf.G
         assert np.array_equal(loaded[f"model.layers.7.self_attn.{kind}_proj.weight"].numpy(), expected)
 
 
-@pytest.fixture
-def gguf_in_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers asks for accelerate before it reads a GGUF file, but does not use it for this."""
-    if importlib.util.find_spec("accelerate") is None:
-        monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: True)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("gguf_in_transformers")
 def test_smollm2_equals_transformers_bit_for_bit(smollm2: GGUFCheckpoint, smollm2_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -195,13 +186,13 @@ def test_smollm2_equals_transformers_bit_for_bit(smollm2: GGUFCheckpoint, smollm
         assert torch.equal(tensor, state[name]), name
     assert set(state) - set(names) == {"lm_head.weight"}  # tied
     theirs = model.config.to_dict()
-    derived = {"architectures", "torch_dtype", "rope_theta", "rope_scaling"}
+    derived = {"architectures", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
     for key in set(smollm2.config) - derived:
         assert smollm2.config[key] == theirs[key], key
     assert smollm2.config["rope_theta"] == theirs["rope_parameters"]["rope_theta"]
+    assert smollm2.config["partial_rotary_factor"] == 1.0
 
 
-@pytest.mark.usefixtures("gguf_in_transformers")
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_tiny_models_equal_transformers(tmp_path: Path, arch: str) -> None:
     from transformers import AutoModelForCausalLM
