@@ -8,7 +8,7 @@ PIP_ARGS ?=
 PROMPT ?= What is the capital of France, and what is it known for?
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo test test-slow check format docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ check: $(VENV)/.installed-dev ## format, lint, types, tidiness
 format: $(VENV)/.installed-dev ## apply format and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.installed ## bring the tables in docs/ up to date
+	$(BIN)/python -m slipstream.commands.reference
 
 bench: $(VENV)/.installed ## decode throughput of the default model
 	$(BIN)/slipstream bench --batch 1,8
