@@ -1,0 +1,107 @@
+"""The reference tables of the documentation, made from the dataclasses that define options and parameters.
+
+``python -m slipstream.commands.reference`` writes them into the pages of a checkout; a test compares them, so that a
+page cannot fall behind the code. Knows Markdown and nothing of what the options do.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from slipstream.commands.options import SAMPLING_HELP
+from slipstream.config import EngineOptions
+from slipstream.errors import ConfigError
+from slipstream.types import SamplingParams
+
+_GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def engine_options_table() -> str:
+    rows = [
+        (_code(_flag(option)), _code(option.name), _engine_default(option.default), option.metadata["help"])
+        for option in fields(EngineOptions)
+    ]
+    return _table(("option", "in Python", "default", "what it does"), rows)
+
+
+def sampling_parameters_table() -> str:
+    nothing_said = SamplingParams()
+    resolved = nothing_said.with_defaults(nothing_said)
+    rows = [
+        (
+            _code(parameter.name),
+            _type(parameter),
+            _sampling_default(getattr(nothing_said, parameter.name), getattr(resolved, parameter.name)),
+            SAMPLING_HELP[parameter.name],
+        )
+        for parameter in fields(SamplingParams)
+    ]
+    return _table(("parameter", "type", "default", "what it does"), rows)
+
+
+def update(page: str, table: str) -> str:
+    """The page with the table between its markers, in place of what stood there."""
+    updated, count = _GENERATED.subn(lambda markers: markers[1] + table + markers[2], page)
+    if count != 1:
+        raise ConfigError(
+            f"the page has {count} generated tables; put one pair of '<!-- generated: ... -->' and '<!-- end -->' in it"
+        )
+    return updated
+
+
+def tables() -> dict[str, str]:
+    """The generated table of each page, by the page's name in ``docs``."""
+    return {"configuration.md": engine_options_table(), "sampling.md": sampling_parameters_table()}
+
+
+def main() -> int:
+    checkout = Path(__file__).parents[2]
+    if not (checkout / "pyproject.toml").is_file():
+        sys.stderr.write(
+            "error: the pages are in a checkout of Slipstream only; run this from there with `make docs`\n"
+        )
+        return 2
+    for name, table in tables().items():
+        path = checkout / "docs" / name
+        path.write_text(update(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+        sys.stdout.write(f"docs/{name}\n")
+    return 0
+
+
+def _flag(option: Field[Any]) -> str:
+    """As typed. What is on already is there to be switched off."""
+    name = option.name.replace("_", "-")
+    return f"--no-{name}" if option.default is True else f"--{name}"
+
+
+def _type(parameter: Field[Any]) -> str:
+    """The annotation without ``None``, which the default column tells."""
+    return _code(str(parameter.type).removesuffix(" | None"))
+
+
+def _engine_default(value: Any) -> str:
+    return "chosen" if value is None else _code(str(value))
+
+
+def _sampling_default(value: Any, resolved: Any) -> str:
+    if value is None and resolved is not None:
+        return f"the model's, else {_code(str(resolved))}"
+    return "none" if value in (None, ()) else _code(str(value))
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *(tuple(cell.replace("|", r"\|") for cell in row) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
