@@ -58,9 +58,13 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = _option(None, "Memory for the KV cache, in bytes.")
     num_gpu_blocks_override: int | None = _option(None, "Number of KV cache pages, instead of a size in bytes.")
     attention_backend: str = _option("auto", "Attention backend: auto, cpu (batched) or reference (the definition).")
-    steps_in_flight: int | None = _option(None, "Steps launched ahead of the oldest one not yet read; 1, 2 or more.")
+    steps_in_flight: int | None = _option(
+        None, "Most steps launched and not yet read; 1 waits for each, 2 or more run ahead."
+    )
     enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
-    seed: int = _option(0, "Seed of the generator that draws request seeds where a request names none.")
+    seed: int | None = _option(
+        None, "Makes the seeds of requests that name none repeatable; different in every run if unset."
+    )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineOptions:
@@ -189,7 +193,7 @@ class EngineConfig:
     dtype: DTypeName
     attention_backend: str
     steps_in_flight: int
-    seed: int
+    seed: int | None
     # Overwrite every per-step buffer before each step, so that a stale read shows at once.
     poison: bool
 

@@ -95,12 +95,13 @@ class LLM(_FrontDoor):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.encode_chat(list(conversation)) for conversation in conversations]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, priority=priority, progress=progress)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -170,6 +171,14 @@ class AsyncLLM(_FrontDoor):
         prompt = self.tokenizer.encode_chat(list(messages))
         async for output in self.generate(prompt, sampling_params, request_id=request_id):
             yield output
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream yields a last output with finish reason ``abort``."""

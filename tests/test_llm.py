@@ -155,6 +155,28 @@ def test_logprobs_are_the_models_own(folder: Path, reference: PreTrainedModel, c
             assert entry.text == llm.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
+def test_prompt_logprobs_survive_preemption(folder: Path) -> None:
+    """A preempted request computes its prompt again; nothing is reported twice."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, prompt_logprobs=0)
+    prompts = [[i, *range(1, 50)] for i in range(4)]
+    with LLM(str(folder), dtype="float64") as llm:
+        expected = llm.generate(prompts, params)
+    with LLM(str(folder), dtype="float64", num_gpu_blocks_override=14) as llm:
+        found = llm.generate(prompts, params)
+        assert llm.stats.num_preemptions > 0
+    assert [o.prompt_logprobs for o in found] == [o.prompt_logprobs for o in expected]
+    assert all(o.prompt_logprobs is not None and len(o.prompt_logprobs) == 50 for o in found)
+
+
+def test_seeds_differ_between_runs_unless_the_engine_is_seeded(folder: Path) -> None:
+    def drawn(**options: Any) -> int:
+        with LLM(str(folder), **options) as llm:
+            return llm.generate("x", replace(GREEDY, max_tokens=1))[0].seed
+
+    assert drawn() != drawn()
+    assert drawn(seed=7) == drawn(seed=7)
+
+
 def test_bad_words_and_min_tokens(llm: LLM) -> None:
     free = llm.generate("abc", GREEDY)[0]
     word = llm.tokenizer.decode(free.token_ids[2:4])
@@ -256,9 +278,8 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
 def test_async_streams_run_side_by_side(folder: Path, llm: LLM) -> None:
     prompts = [f"prompt number {i}" for i in range(20)]
     expected = [o.text for o in llm.generate(prompts, GREEDY)]
-    engine = AsyncLLM(str(folder), dtype="float64", max_num_seqs=4)
 
-    async def one(prompt: str) -> str:
+    async def one(engine: AsyncLLM, prompt: str) -> str:
         text = ""
         async for output in engine.generate(prompt, GREEDY):
             text += output.delta_text
@@ -266,10 +287,10 @@ def test_async_streams_run_side_by_side(folder: Path, llm: LLM) -> None:
         return text
 
     async def everything() -> list[str]:
-        return await asyncio.gather(*(one(p) for p in prompts))
+        async with AsyncLLM(str(folder), dtype="float64", max_num_seqs=4) as engine:
+            return await asyncio.gather(*(one(engine, p) for p in prompts))
 
     assert asyncio.run(everything()) == expected
-    engine.close()
 
 
 def test_500_requests_through_a_cache_of_a_tenth_of_their_pages(folder: Path) -> None:

@@ -130,7 +130,7 @@ def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, 
     rows: list[Row] = []
     try:
         for batch in workload.batches:
-            runs = _measure_batch(client, workload, batch, seed=options.seed)
+            runs = _measure_batch(client, workload, batch, seed=options.seed or 0)
             rows.append(_row(case, batch, workload, client.config, runs, weights="random" if shape else "model"))
             _notes().print(f"{case}, batch {batch}: {rows[-1]['tok_s']:,.1f} tokens per second", highlight=False)
     finally:

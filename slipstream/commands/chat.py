@@ -24,6 +24,8 @@ _COMMANDS = {
 
 
 def run(sampling: SamplingParams, engine: EngineOptions, *, system: str | None) -> int:
+    if sampling.n > 1 or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        raise RequestError("chat shows one answer as text; --n, --logprobs and --prompt-logprobs belong to generate")
     with open_model(engine) as llm:
         if not llm.tokenizer.has_chat_template:
             raise RequestError(f"{engine.model} has no chat template; use `slipstream generate` to continue a text")

@@ -172,15 +172,16 @@ def _torch_findings() -> Iterator[Finding]:
             yield Finding(dtype, "ok", "matrix products work on this CPU")
         else:
             yield Finding(dtype, "note", "matrix products crash on this CPU", "use --dtype float32, the default")
-    yield _attention()
+    yield from _attention()
 
 
-def _attention() -> Finding:
-    """Run the reference backend once: with a single token in the cache, attention must return that token's value."""
+def _attention() -> Iterator[Finding]:
+    """Run each backend once: with a single token in the cache, attention must return that token's value."""
     import numpy as np
     import torch
 
-    from slipstream.attention.backend import AttentionLayer
+    from slipstream.attention.backend import AttentionBackend, AttentionLayer
+    from slipstream.attention.cpu import CpuBackend
     from slipstream.attention.metadata import CommonAttentionMetadata
     from slipstream.attention.reference import ReferenceBackend
 
@@ -196,12 +197,15 @@ def _attention() -> Finding:
         block_table=torch.tensor([[1]], dtype=torch.int32),
         slot_mapping=torch.tensor([4]),
     )
-    backend = ReferenceBackend()
     layer = AttentionLayer(idx=0, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
-    out = backend.run(layer, torch.ones(1, 1, 8), kv_cache, backend.build(common))
-    if torch.allclose(out[0, 0], kv_cache[1, 1, 0, 0]):
-        return Finding("attention: reference", "ok", "works")
-    return Finding("attention: reference", "missing", "wrong results", "reinstall torch")
+    backends: dict[str, AttentionBackend] = {"cpu": CpuBackend(page_size=4), "reference": ReferenceBackend()}
+    for name, backend in backends.items():
+        out = backend.run(layer, torch.ones(1, 1, 8), kv_cache, backend.build(common))
+        if torch.allclose(out[0, 0], kv_cache[1, 1, 0, 0]):
+            note = "works, and is what auto picks" if name == "cpu" else "works"
+            yield Finding(f"attention: {name}", "ok", note)
+        else:
+            yield Finding(f"attention: {name}", "missing", "wrong results", "reinstall torch")
 
 
 def _gpu() -> Finding:

@@ -31,7 +31,7 @@ SAMPLING_HELP: dict[str, str] = {
     "min_p": "Drop tokens less likely than this share of the likeliest one; 0 is off.",
     "presence_penalty": "Subtracted from the logits of tokens already in the output.",
     "frequency_penalty": "Subtracted for each time a token is already in the output.",
-    "repetition_penalty": "Divides the logits of tokens in prompt and output; 1 is off.",
+    "repetition_penalty": "Divides the logits of tokens in prompt and output, multiplies negative ones; 1 is off.",
     "logit_bias": 'Added to logits, as JSON: {"token id": number}.',
     "bad_words": "Never generate this text; may be given several times.",
     "min_tokens": "No end of sequence and no stop token before this many tokens.",

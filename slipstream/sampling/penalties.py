@@ -43,8 +43,7 @@ def apply_penalties(
     position = torch.arange(longest)
     exists = position < length
     is_output = exists & (position >= prompt_len[rows].unsqueeze(1))
-    # Slots beyond a row's tokens hold leftovers of its last tenant; send them to token 0 with weight 0.
-    history = torch.where(exists, history, 0)
+    # Slots beyond a row's tokens hold leftovers of its last tenant; they are counted zero times.
     counts = torch.zeros(logits.shape, dtype=torch.int32)
     seen = counts.scatter_add(1, history, exists.int()) > 0
     counts.scatter_add_(1, history, is_output.int())

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.llm import LLM
 from slipstream.types import RequestOutput, SamplingParams
-from tests.commands.run_cli import RunCli
+from tests.commands.run_cli import RunCli, assert_one_line_error
 
 SHORT = ("--max-tokens", 6, "--ignore-eos")
 
@@ -105,3 +105,8 @@ def test_model_without_a_template_is_refused(cli: RunCli, tiny_model: Path, tmp_
     assert outcome.code == 2
     assert outcome.err.count("\n") == 1
     assert "no chat template; use `slipstream generate`" in outcome.err
+
+
+@pytest.mark.parametrize("option", ["--n", "--logprobs", "--prompt-logprobs"])
+def test_what_only_generate_can_show_is_refused(cli: RunCli, tiny_model: Path, option: str) -> None:
+    assert_one_line_error(cli("chat", "--model", tiny_model, option, 2), "belong to generate")

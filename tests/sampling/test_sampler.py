@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from slipstream.sampling.gumbel import gumbel_noise
+from slipstream.sampling.min_p import apply_min_p
 from slipstream.sampling.sampler import SamplingNeeds, process, sample
 from slipstream.types import Request
 from tests.sampling.rows import make_request, make_rows
@@ -126,3 +127,19 @@ def test_the_mask_decides_what_may_stand_at_a_position() -> None:
 
 def test_a_greedy_batch_needs_nothing() -> None:
     assert SamplingNeeds.of(make_request([1], top_k=5, top_p=0.5, min_p=0.1)) == SamplingNeeds()
+
+
+def test_a_history_shorter_than_a_bad_word_does_not_complete_it() -> None:
+    request = make_request([1], bad_word_ids=((1, 1, 5),))
+    rows, batch_rows, needs = make_rows([request], [[1]])
+    logits = torch.zeros(1, VOCAB, dtype=torch.float64)
+    logits[0, 5] = 1.0
+    assert sample(logits, rows, batch_rows, needs).token_ids.tolist() == [5]
+    rows, batch_rows, needs = make_rows([request], [[1, 1]])
+    assert sample(logits, rows, batch_rows, needs).token_ids.tolist() != [5]
+
+
+def test_min_p_of_one_keeps_exactly_the_likeliest() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
+    kept = torch.isfinite(apply_min_p(logits, torch.ones(1)))
+    assert kept.tolist() == [[False, True, True, False]]
