@@ -1,22 +1,24 @@
 """SmolLM2 on a CPU, greedy, float32: Slipstream against transformers, in one run on one machine.
 
-Each engine runs in a process of its own, by turns, several rounds; the best round of each counts, because on shared
-machines noise only ever slows down. Prints and writes ratios, which are what carries over to other machines:
+Each engine lives in a process of its own. They take turns of a few seconds, and each turn of one is compared with the
+turn of the other beside it: the speed of a shared machine drifts over minutes, a ratio of neighbours does not. Prints
+and writes the median ratios, which are what carries over to other machines:
 
 - output tokens per second at batch 1 and batch 8, the whole request counted (same prompts, same length);
 - the time of a forward pass over four tokens of one request against one token: verification lives on this.
 
-    python benchmarks/cpu_vs_transformers.py [--rounds 3] [--output-len 64]
+    python benchmarks/cpu_vs_transformers.py [--rounds 7] [--output-len 64]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 MODEL = "smollm2-135m"
@@ -30,29 +32,27 @@ PROMPTS = [
     "Who wrote Romeo and Juliet, and when?",
     "How do I reverse a string in Python?",
 ]
-TARGETS = {"batch 1": 1.3, "batch 8": 1.5}
+TARGETS = {1: 1.3, 8: 1.5}  # by batch size
 
 
-def run_slipstream(output_len: int) -> dict[str, float]:
+def make_slipstream() -> Callable[[int, int], float]:
+    """A function of batch and output length that generates and returns output tokens per second."""
     from slipstream import LLM, SamplingParams
 
     llm = LLM(MODEL, dtype="float32", enable_prefix_caching=False)
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
 
-    def rate(batch: list[list[int]]) -> float:
+    def generate(batch: int, output_len: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
         start = time.perf_counter()
-        outputs = llm.generate(batch, params)
+        outputs = llm.generate(prompts[:batch], params)
         assert all(len(output.token_ids) == output_len for output in outputs)
-        return len(batch) * output_len / (time.perf_counter() - start)
+        return batch * output_len / (time.perf_counter() - start)
 
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))  # warm-up
-    figures = {"batch 1": rate(prompts[:1]), "batch 8": rate(prompts)}
-    llm.close()
-    return figures
+    return generate
 
 
-def run_transformers(output_len: int) -> dict[str, float]:
+def make_transformers() -> Callable[[int, int], float]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -66,21 +66,21 @@ def run_transformers(output_len: int) -> dict[str, float]:
     tokenizer = open_checkpoint(path).tokenizer()
     prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
 
-    def generate(batch: list[list[int]], num_tokens: int) -> float:
-        longest = max(len(prompt) for prompt in batch)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
+    def generate(batch: int, output_len: int) -> float:
+        chosen = prompts[:batch]
+        longest = max(len(prompt) for prompt in chosen)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in chosen])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in chosen])
         start = time.perf_counter()
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens)
-        assert out.shape[1] == longest + num_tokens
-        return len(batch) * num_tokens / (time.perf_counter() - start)
+            out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=output_len)
+        assert out.shape[1] == longest + output_len
+        return batch * output_len / (time.perf_counter() - start)
 
-    generate(prompts, 4)  # warm-up
-    return {"batch 1": generate(prompts[:1], output_len), "batch 8": generate(prompts, output_len)}
+    return generate
 
 
-def run_forward(output_len: int) -> dict[str, float]:
+def make_forward() -> Callable[[int, int], float]:
     """Seconds of one forward pass over one and over four tokens of a request with 128 tokens before them."""
     import torch
 
@@ -114,62 +114,80 @@ def run_forward(output_len: int) -> dict[str, float]:
         model.compute_logits(hidden)
         return time.perf_counter() - start
 
-    times: dict[int, list[float]] = {1: [], 4: []}
-    for _ in range(40):
-        for num_query, own in times.items():
-            own.append(forward(num_query))
-    # The lower quartile: what a pass takes when nobody else is on the cores.
-    return {str(num_query): sorted(own)[len(own) // 4] for num_query, own in times.items()}
+    return lambda num_query, _: forward(num_query)
 
 
-WORKERS = {"slipstream": run_slipstream, "transformers": run_transformers, "forward": run_forward}
+WORKERS = {"slipstream": make_slipstream, "transformers": make_transformers, "forward": make_forward}
 
 
-def call_worker(name: str, output_len: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--worker", name, "--output-len", str(output_len)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+def serve(name: str) -> None:
+    """The child's side: make the engine, then answer lines ``batch output_len`` with a number each."""
+    run = WORKERS[name]()
+    for line in sys.stdin:
+        batch, output_len = map(int, line.split())
+        print(run(batch, output_len), flush=True)
+
+
+class Worker:
+    """The parent's side."""
+
+    def __init__(self, name: str) -> None:
+        command = [sys.executable, __file__, "--worker", name]
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+    def __call__(self, batch: int, output_len: int) -> float:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(f"{batch} {output_len}\n")
+        self._child.stdin.flush()
+        return float(self._child.stdout.readline())
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps(WORKERS[options.worker](options.output_len)))
+        serve(options.worker)
         return 0
 
     from slipstream.commands.results import collect_results, prepare_folder, write_results
 
     prepare_folder(options.output_dir)
-    best: dict[str, dict[str, float]] = {name: {} for name in WORKERS}
-    for round_idx in range(options.rounds):
-        for name, figures in best.items():
-            print(f"round {round_idx + 1} of {options.rounds}: {name}", file=sys.stderr)
-            better = min if name == "forward" else max
-            for key, value in call_worker(name, options.output_len).items():
-                figures[key] = better(figures.get(key, value), value)
-    ours, theirs, forward = (best[name] for name in WORKERS)
-    ratios = {key: ours[key] / theirs[key] for key in ours} | {"four tokens": forward["4"] / forward["1"]}
     rows: list[dict[str, Any]] = []
-    for key in ours:
-        batch = int(key.split()[1])
-        rows.append({"case": MODEL, "batch": batch, "tok_s": round(ours[key], 2), "engine": "slipstream"})
-        rows.append({"case": MODEL, "batch": batch, "tok_s": round(theirs[key], 2), "engine": "transformers"})
-    for row in rows:
-        row["ratio"] = round(ratios[f"batch {row['batch']}"], 3)
-    rows.append({"case": f"{MODEL} forward 4 / 1 tokens", "batch": 1, "tok_s": round(4 / forward["4"], 2)})
-    rows[-1] |= {"ratio": round(ratios["four tokens"], 3), "ms": {k: round(1e3 * v, 2) for k, v in forward.items()}}
+    ours, theirs = Worker("slipstream"), Worker("transformers")
+    for batch, target in TARGETS.items():
+        pairs = []
+        for round_idx in range(-1, options.rounds):  # the first is a warm-up
+            pair = ours(batch, options.output_len), theirs(batch, options.output_len)
+            print(f"batch {batch}, round {round_idx + 1}: {pair[0]:.1f}, {pair[1]:.1f} tokens/s", file=sys.stderr)
+            if round_idx >= 0:
+                pairs.append(pair)
+        ratio = median(own / other for own, other in pairs)
+        for engine, figures in zip(("slipstream", "transformers"), zip(*pairs, strict=True), strict=True):
+            rows.append({"case": MODEL, "batch": batch, "engine": engine, "tok_s": round(median(figures), 2)})
+            rows[-1] |= {"ratio": round(ratio, 3), "tok_s_runs": [round(figure, 2) for figure in figures]}
+        own, other = rows[-2]["tok_s"], rows[-1]["tok_s"]
+        print(f"batch {batch}: {own} against {other} tokens/s, {ratio:.2f} x (at least {target})", flush=True)
+    ours.close()
+    theirs.close()
+
+    forward = Worker("forward")
+    times = [(forward(1, 0), forward(4, 0)) for _ in range(60)][10:]
+    forward.close()
+    ratio, one, four = median(b / a for a, b in times), *(1e3 * median(column) for column in zip(*times, strict=True))
+    rows.append({"case": f"{MODEL} forward of 4 tokens", "batch": 1, "tok_s": round(4e3 / four, 2)})
+    rows[-1] |= {"ratio": round(ratio, 3), "ms_of_1": round(one, 2), "ms_of_4": round(four, 2)}
+    print(f"four tokens: {four:.1f} ms against {one:.1f} ms for one, {ratio:.2f} x (at most 1.5)")
     path = write_results(collect_results(rows, device="cpu"), options.output_dir, f"{MODEL}-vs-transformers")
-    for key in ours:
-        rates = f"{ours[key]:6.1f} against {theirs[key]:6.1f} tokens/s"
-        print(f"{key}: {rates}, {ratios[key]:.2f} x (at least {TARGETS[key]})")
-    four, one = 1e3 * forward["4"], 1e3 * forward["1"]
-    print(f"four tokens: {four:.1f} ms against {one:.1f} ms, {ratios['four tokens']:.2f} x (at most 1.5)")
     print(f"written to {path}")
     return 0
 

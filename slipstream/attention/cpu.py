@@ -16,9 +16,10 @@ from torch import Tensor
 
 from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.kernels.batched_attention import batched_attention, hidden_keys, key_rows
+from slipstream.kernels.batched_attention import batched_attention, few_query_attention, hidden_keys, key_rows
 
 _MAX_SLICE_KEYS = 1 << 17  # gathered keys of one slice, requests times padded length
+_MAX_FEW_QUERIES = 8  # up to this many query tokens a request the C kernel is faster than matrix products
 _MAX_WASTE = 2.0  # padded work over real work within a slice
 
 
@@ -41,14 +42,19 @@ class Slice:
 
 
 class CpuBackend:
+    """With ``in_place`` requests that have few query tokens go through the C kernel, which takes float32 only."""
+
     caps: ClassVar[Caps] = Caps(
         dtypes=("float64", "float32", "bfloat16", "float16"), host_lengths="bound", graph_support="never"
     )
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, in_place: bool = False) -> None:
         self._page_size = page_size
+        self._in_place = in_place
 
-    def build(self, common: CommonAttentionMetadata) -> list[Slice]:
+    def build(self, common: CommonAttentionMetadata) -> list[Slice] | CommonAttentionMetadata:
+        if self._in_place and common.max_query_len <= _MAX_FEW_QUERIES:
+            return common
         starts, bounds = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
         query_lens = np.diff(starts)
         return [self._slice(common, query_lens, a, b) for a, b in _cut(query_lens.tolist(), bounds.tolist())]
@@ -72,7 +78,12 @@ class CpuBackend:
             grid=grid,
         )
 
-    def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice]) -> Tensor:
+    def run(
+        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice] | CommonAttentionMetadata
+    ) -> Tensor:
+        if isinstance(metadata, CommonAttentionMetadata):
+            starts, seq_lens, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
+            return few_query_attention(q, kv_cache, starts, seq_lens, table, layer.scale, layer.window)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

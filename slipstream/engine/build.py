@@ -13,6 +13,7 @@ from slipstream.device import open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
 from slipstream.errors import ConfigError
+from slipstream.kernels import native
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import build_model, count_parameters, load_weights, randomize_weights
 from slipstream.models.registry import Architecture, architecture_of
@@ -88,7 +89,9 @@ def _assemble(
 
 
 def _backend(config: EngineConfig) -> AttentionBackend:
-    return CpuBackend(config.cache.page_size) if config.attention_backend == "cpu" else ReferenceBackend()
+    if config.attention_backend == "reference":
+        return ReferenceBackend()
+    return CpuBackend(config.cache.page_size, in_place=config.dtype == "float32" and native.library() is not None)
 
 
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:

@@ -7,10 +7,13 @@ weight 0 times a stale NaN would be NaN.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels import native
 
 
 def _rows_shape(block_table: Tensor, seq_lens: Tensor, max_keys: int, num_kv_heads: int, page_size: int) -> TensorSpec:
@@ -83,3 +86,43 @@ def batched_attention(
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     out = torch.bmm(weights, v).view(num_reqs, num_kv_heads, -1, max_query, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
+
+
+def _few_shape(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+) -> TensorSpec:
+    return TensorSpec(tuple(q.shape), q.dtype)
+
+
+@operation(_few_shape)
+def few_query_attention(
+    q: Tensor,  # [num_tokens, num_heads, head_dim] float32
+    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32
+    query_start_loc: Tensor,  # [num_reqs + 1] int32
+    seq_lens: Tensor,  # [num_reqs] int32
+    block_table: Tensor,  # [num_reqs, max_pages] int32
+    scale: float,
+    window: int,
+) -> Tensor:
+    """``paged_attention`` by the C kernel, which reads pages in place: decodes, and verification of a few drafts."""
+    lib = native.library()
+    assert lib is not None
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    arrays = [native.pointer(x) for x in (q, kv_cache, query_start_loc, seq_lens, block_table, out)]
+    sizes = (seq_lens.shape[0], q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], block_table.stride(0))
+    if lib.slip_paged_attention(
+        *arrays,
+        *(native.i64(size) for size in sizes),
+        ctypes.c_float(scale),
+        native.i64(window),
+        ctypes.c_int(torch.get_num_threads()),
+    ):
+        raise MemoryError("no memory for attention scores")
+    return out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels import native
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,6 +30,18 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
 ) -> Tensor:
+    if (lib := native.usable(x, weight)) is not None and x.is_contiguous():
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        lib.slip_rms_norm(
+            native.pointer(x),
+            native.pointer(weight),
+            ctypes.c_float(eps),
+            native.pointer(out),
+            native.i64(x.numel() // size),
+            native.i64(size),
+        )
+        return out
     return _normalise(x, weight, eps)
 
 
@@ -41,5 +56,18 @@ def add_rms_norm(
     weight: Tensor,  # [hidden]
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # normalised sum, sum
+    if (lib := native.usable(x, weight)) is not None and x.is_contiguous() and residual.is_contiguous():
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        lib.slip_add_rms_norm(
+            native.pointer(x),
+            native.pointer(residual),
+            native.pointer(weight),
+            ctypes.c_float(eps),
+            native.pointer(out),
+            native.pointer(total),
+            native.i64(x.shape[0]),
+            native.i64(x.shape[1]),
+        )
+        return out, total
     total = x + residual
     return _normalise(total, weight, eps), total

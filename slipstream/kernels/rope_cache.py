@@ -5,10 +5,13 @@ What depends on the step alone, and not on the layer, is made once: ``rotation``
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels import native
 
 
 def _rotation_shape(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[TensorSpec, TensorSpec]:
@@ -69,8 +72,35 @@ def rope_and_cache(
     page_ids: Tensor,  # [num_tokens] int64, from cache_slots
     offsets: Tensor,  # [num_tokens] int64, from cache_slots
 ) -> Tensor:  # rotated queries
+    if (lib := native.usable(q, k, v, kv_cache)) is not None and all(_rows_are_dense(t) for t in (q, k, v)):
+        return _rope_and_cache_native(lib, q, k, v, cos, sin, kv_cache, page_ids, offsets)
     num_heads = q.shape[1]
     turned = rotate(torch.cat([q, k], dim=1), cos, sin)
     kv = torch.stack([turned[:, num_heads:], v], dim=1).to(kv_cache.dtype)
     kv_cache[page_ids, :, :, offsets] = kv
     return turned[:, :num_heads]
+
+
+def _rows_are_dense(x: Tensor) -> bool:
+    """Heads of a token lie side by side; tokens may be further apart, as in slices of a joint projection."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _rope_and_cache_native(
+    lib: ctypes.CDLL,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    page_ids: Tensor,
+    offsets: Tensor,
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype)
+    tokens = [argument for x in (q, k, v) for argument in (native.pointer(x), native.i64(x.stride(0)))]
+    step = [native.pointer(x) for x in (cos, sin, kv_cache, page_ids, offsets, out)]
+    sizes = (num_tokens, num_heads, k.shape[1], head_dim, cos.shape[-1], kv_cache.shape[3])
+    lib.slip_rope_and_cache(*tokens, *step, *(native.i64(size) for size in sizes))
+    return out

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels import native
 
 
 def _shape(gate_up: Tensor) -> TensorSpec:
@@ -16,5 +17,10 @@ def _shape(gate_up: Tensor) -> TensorSpec:
 def swiglu(
     gate_up: Tensor,  # [num_tokens, 2 * intermediate], gate first
 ) -> Tensor:  # [num_tokens, intermediate]
+    if (lib := native.usable(gate_up)) is not None and gate_up.is_contiguous():
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        lib.slip_swiglu(native.pointer(gate_up), native.pointer(out), native.i64(rows), native.i64(width // 2))
+        return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

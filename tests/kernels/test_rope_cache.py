@@ -20,17 +20,19 @@ def rotated(x: np.ndarray, positions: list[int], theta: float, rotary_dim: int) 
     return np.concatenate([pairs.real, pairs.imag, x[..., rotary_dim:]], axis=-1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, 8])
 @pytest.mark.parametrize("slots", [[5, 6, 7, 8, 18], [-1, 9, -1, 4, -1], [-1] * 5])
-def test_rotates_and_stores(rotary_dim: int, slots: list[int]) -> None:
+def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int]) -> None:
     positions = [3, 4, 5, 6, 0]
-    q, k, v = (torch.randn(5, heads, HEAD_DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    # Slices of a joint projection, as a model has them.
+    q, k, v = torch.randn(5, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     table = cos_sin_table(RopeConfig(theta=100.0, rotary_dim=rotary_dim), 16, torch.device("cpu"))
-    cache = torch.full((PAGES, 2, KV_HEADS, PAGE, HEAD_DIM), 7.0, dtype=torch.float64)
+    cache = torch.full((PAGES, 2, KV_HEADS, PAGE, HEAD_DIM), 7.0, dtype=dtype)
     turn = rotation(table, torch.tensor(positions), q.dtype)
     out = rope_and_cache(q, k, v, *turn, cache, *cache_slots(torch.tensor(slots), PAGES, PAGE))
 
-    np.testing.assert_allclose(out.numpy(), rotated(q.numpy(), positions, 100.0, rotary_dim), atol=1e-6)
+    np.testing.assert_allclose(out.numpy(), rotated(q.numpy(), positions, 100.0, rotary_dim), atol=2e-6)
     expected = np.full(cache.shape, 7.0)
     turned_k = rotated(k.numpy(), positions, 100.0, rotary_dim)
     for token, slot in enumerate(slots):
@@ -38,4 +40,4 @@ def test_rotates_and_stores(rotary_dim: int, slots: list[int]) -> None:
             expected[slot // PAGE, 0, :, slot % PAGE] = turned_k[token]
             expected[slot // PAGE, 1, :, slot % PAGE] = v[token].numpy()
     # Tokens that are not to be stored end on the last page of the memory, which nobody reads.
-    np.testing.assert_allclose(cache[:-1].numpy(), expected[:-1], atol=1e-6)
+    np.testing.assert_allclose(cache[:-1].numpy(), expected[:-1], atol=2e-6)

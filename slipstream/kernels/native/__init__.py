@@ -1,0 +1,87 @@
+"""C kernels for CPUs: built once with the machine's own compiler, kept in the cache folder, spared where there is none.
+
+torch's operations define every kernel and stand in wherever this library is missing, so only speed depends on a
+compiler. A fresh build is tried in a child process first: an instruction that the CPU advertises but does not have
+would kill the process that runs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.config import cache_dir
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+_PROBE = """
+import ctypes, sys
+f = ctypes.c_float
+lib = ctypes.CDLL(sys.argv[1])
+x, w, out = (f * 96)(*range(96)), (f * 48)(*[1.0] * 48), (f * 48)()
+lib.slip_rms_norm(x, w, f(1e-5), out, ctypes.c_int64(1), ctypes.c_int64(48))
+assert abs(sum(v * v for v in out) - 48) < 1e-2
+lib.slip_swiglu(x, out, ctypes.c_int64(1), ctypes.c_int64(48))
+assert out[0] == 0.0
+"""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be had."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        path = _built()
+        return None if path is None else ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _built() -> Path | None:
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    if compiler is None:
+        return None
+    # A home folder may be shared by different machines: what is built for one CPU is not for another.
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    flags = "".join(line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features")))
+    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, platform.machine(), flags]).encode()).hexdigest()[:16]
+    target = cache_dir() / "native" / f"kernels-{key}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
+        made = Path(folder) / "kernels.so"
+        for command in (
+            [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"],
+            [sys.executable, "-c", _PROBE, str(made)],
+        ):
+            subprocess.run(command, capture_output=True, check=True, timeout=120)
+        os.replace(made, target)  # noqa: PTH105  both in one folder, so that the rename is atomic
+    return target
+
+
+def usable(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The kernels, if they take these tensors."""
+    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
+        return None
+    return library()
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def i64(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)
