@@ -7,8 +7,6 @@ weight 0 times a stale NaN would be NaN.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -115,14 +113,8 @@ def few_query_attention(
     assert lib is not None
     q = q.contiguous()
     out = torch.empty_like(q)
-    arrays = [native.pointer(x) for x in (q, kv_cache, query_start_loc, seq_lens, block_table, out)]
+    arrays = [x.data_ptr() for x in (q, kv_cache, query_start_loc, seq_lens, block_table, out)]
     sizes = (seq_lens.shape[0], q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], block_table.stride(0))
-    if lib.slip_paged_attention(
-        *arrays,
-        *(native.i64(size) for size in sizes),
-        ctypes.c_float(scale),
-        native.i64(window),
-        ctypes.c_int(torch.get_num_threads()),
-    ):
+    if lib.slip_paged_attention(*arrays, *sizes, scale, window, torch.get_num_threads()):
         raise MemoryError("no memory for attention scores")
     return out

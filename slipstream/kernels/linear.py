@@ -35,8 +35,8 @@ def linear(
     bias: Tensor | None,  # [out]
 ) -> Tensor:  # [num_tokens, out]
     if weight.layout == torch._mkldnn:  # type: ignore[attr-defined]
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
     return F.linear(x, weight, bias)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -33,14 +31,7 @@ def rms_norm(
     if (lib := native.usable(x, weight)) is not None and x.is_contiguous():
         out = torch.empty_like(x)
         size = x.shape[-1]
-        lib.slip_rms_norm(
-            native.pointer(x),
-            native.pointer(weight),
-            ctypes.c_float(eps),
-            native.pointer(out),
-            native.i64(x.numel() // size),
-            native.i64(size),
-        )
+        lib.slip_rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), x.numel() // size, size)
         return out
     return _normalise(x, weight, eps)
 
@@ -58,16 +49,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:  # normalised sum, sum
     if (lib := native.usable(x, weight)) is not None and x.is_contiguous() and residual.is_contiguous():
         out, total = torch.empty_like(x), torch.empty_like(x)
-        lib.slip_add_rms_norm(
-            native.pointer(x),
-            native.pointer(residual),
-            native.pointer(weight),
-            ctypes.c_float(eps),
-            native.pointer(out),
-            native.pointer(total),
-            native.i64(x.shape[0]),
-            native.i64(x.shape[1]),
-        )
+        arrays = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), total.data_ptr())
+        lib.slip_add_rms_norm(*arrays, *x.shape)
         return out, total
     total = x + residual
     return _normalise(total, weight, eps), total

@@ -99,8 +99,8 @@ def _rope_and_cache_native(
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype)
-    tokens = [argument for x in (q, k, v) for argument in (native.pointer(x), native.i64(x.stride(0)))]
-    step = [native.pointer(x) for x in (cos, sin, kv_cache, page_ids, offsets, out)]
+    tokens = (q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
+    step = [x.data_ptr() for x in (cos, sin, kv_cache, page_ids, offsets, out)]
     sizes = (num_tokens, num_heads, k.shape[1], head_dim, cos.shape[-1], kv_cache.shape[3])
-    lib.slip_rope_and_cache(*tokens, *step, *(native.i64(size) for size in sizes))
+    lib.slip_rope_and_cache(*tokens, *step, *sizes)
     return out

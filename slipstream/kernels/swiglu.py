@@ -20,7 +20,7 @@ def swiglu(
     if (lib := native.usable(gate_up)) is not None and gate_up.is_contiguous():
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        lib.slip_swiglu(native.pointer(gate_up), native.pointer(out), native.i64(rows), native.i64(width // 2))
+        lib.slip_swiglu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -44,9 +44,20 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = _built()
-        return None if path is None else ctypes.CDLL(str(path))
+        return None if path is None else _declared(ctypes.CDLL(str(path)))
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell ctypes the arguments, so that plain integers pass as addresses and sizes at little cost."""
+    p, n, f, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    lib.slip_rms_norm.argtypes = [p, p, f, p, n, n]
+    lib.slip_add_rms_norm.argtypes = [p, p, p, f, p, p, n, n]
+    lib.slip_swiglu.argtypes = [p, p, n, n]
+    lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6]
+    lib.slip_paged_attention.argtypes = [*[p] * 6, *[n] * 6, f, n, i]
+    return lib
 
 
 def _built() -> Path | None:
@@ -77,11 +88,3 @@ def usable(*tensors: Tensor) -> ctypes.CDLL | None:
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
     return library()
-
-
-def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def i64(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
