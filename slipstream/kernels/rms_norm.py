@@ -28,7 +28,7 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
 ) -> Tensor:
-    if (lib := native.usable(x, weight)) is not None and x.is_contiguous():
+    if (lib := native.usable(x)) is not None and x.is_contiguous():
         out = torch.empty_like(x)
         size = x.shape[-1]
         lib.slip_rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), x.numel() // size, size)
@@ -47,7 +47,7 @@ def add_rms_norm(
     weight: Tensor,  # [hidden]
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # normalised sum, sum
-    if (lib := native.usable(x, weight)) is not None and x.is_contiguous() and residual.is_contiguous():
+    if (lib := native.usable(x)) is not None and x.is_contiguous() and residual.is_contiguous():
         out, total = torch.empty_like(x), torch.empty_like(x)
         arrays = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), total.data_ptr())
         lib.slip_add_rms_norm(*arrays, *x.shape)

@@ -72,7 +72,7 @@ def rope_and_cache(
     page_ids: Tensor,  # [num_tokens] int64, from cache_slots
     offsets: Tensor,  # [num_tokens] int64, from cache_slots
 ) -> Tensor:  # rotated queries
-    if (lib := native.usable(q, k, v, kv_cache)) is not None and all(_rows_are_dense(t) for t in (q, k, v)):
+    if (lib := native.usable(kv_cache)) is not None and all(_rows_are_dense(t) for t in (q, k, v)):
         return _rope_and_cache_native(lib, q, k, v, cos, sin, kv_cache, page_ids, offsets)
     num_heads = q.shape[1]
     turned = rotate(torch.cat([q, k], dim=1), cos, sin)

@@ -11,11 +11,11 @@ from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.kernels.linear import linear, pack
 from slipstream.models.experts import Experts, ExpertWeights, split_experts
-from slipstream.models.layers import Attention, Embedding, FeedForward, Linear, RMSNorm
+from slipstream.models.layers import Attention, Embedding, FeedForward, Layer, Linear, RMSNorm
 from slipstream.models.rope import cos_sin_table
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

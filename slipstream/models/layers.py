@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,14 @@ def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-class Linear(nn.Module):
+class Layer(nn.Module):
+    """A module without hooks: a call is its forward pass. torch's own call costs more than a small kernel."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+
+class Linear(Layer):
     """A matrix product with one stored weight, which may stack several of the checkpoint's: ``{"q_proj": 64, ...}``.
 
     Stacked weights turn three small products into one.
@@ -49,7 +57,7 @@ class Linear(nn.Module):
             start += size
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = _weight(size)
@@ -63,7 +71,7 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     def __init__(self, vocab_size: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = _weight(vocab_size, size)
@@ -75,7 +83,7 @@ class Embedding(nn.Module):
         return scaled_embedding(self.weight, token_ids, self.scale)
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Grouped-query attention with rotary positions, and norms on queries and keys where the model has them."""
 
     def __init__(self, config: ModelConfig, idx: int) -> None:
@@ -103,7 +111,7 @@ class Attention(nn.Module):
         return mixed
 
 
-class FeedForward(nn.Module):
+class FeedForward(Layer):
     """The gated feed-forward layer of Llama and its relatives."""
 
     def __init__(self, config: ModelConfig) -> None:

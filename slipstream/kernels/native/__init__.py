@@ -83,8 +83,6 @@ def _built() -> Path | None:
     return target
 
 
-def usable(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The kernels, if they take these tensors."""
-    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
-        return None
-    return library()
+def usable(x: Tensor) -> ctypes.CDLL | None:
+    """The kernels, if they take this tensor and its likes."""
+    return library() if x.dtype is torch.float32 and x.is_cpu else None
