@@ -173,6 +173,7 @@ def _torch_findings() -> Iterator[Finding]:
         else:
             yield Finding(dtype, "note", "matrix products crash on this CPU", "use --dtype float32, the default")
     yield from _attention()
+    yield _native_kernels()
 
 
 def _attention() -> Iterator[Finding]:
@@ -206,6 +207,14 @@ def _attention() -> Iterator[Finding]:
             yield Finding(f"attention: {name}", "ok", note)
         else:
             yield Finding(f"attention: {name}", "missing", "wrong results", "reinstall torch")
+
+
+def _native_kernels() -> Finding:
+    from slipstream.kernels import native
+
+    if native.library() is not None:
+        return Finding("C kernels", "ok", "built for this CPU")
+    return Finding("C kernels", "note", "not built; torch does their work, more slowly", "install a C compiler")
 
 
 def _gpu() -> Finding:
