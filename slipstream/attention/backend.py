@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
@@ -62,10 +63,20 @@ class AttentionContext:
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
         """Rotate, store keys and values, attend. Heads are their own axis: [num_tokens, heads, head_dim]."""
         kv_cache = self.kv_caches[layer.idx]
+        q = rope_and_cache(q, k, v, *self.rotation(cos_sin, q.dtype), kv_cache, *self.slots)
+        return self.backend.run(layer, q, kv_cache, self.metadata)
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Page and offset of every token."""
         if self._slots is None:
-            self._slots = cache_slots(self.slot_mapping, kv_cache.shape[0], kv_cache.shape[3])
+            num_pages, _, _, page_size, _ = self.kv_caches[0].shape
+            self._slots = cache_slots(self.slot_mapping, num_pages, page_size)
+        return self._slots
+
+    def rotation(self, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at the tokens' positions."""
         turn = self._rotations.get(id(cos_sin))
         if turn is None:
-            turn = self._rotations[id(cos_sin)] = rotation(cos_sin, self.positions, q.dtype)
-        q = rope_and_cache(q, k, v, *turn, kv_cache, *self._slots)
-        return self.backend.run(layer, q, kv_cache, self.metadata)
+            turn = self._rotations[id(cos_sin)] = rotation(cos_sin, self.positions, dtype)
+        return turn

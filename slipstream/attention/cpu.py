@@ -41,6 +41,13 @@ class Slice:
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """A step whose requests have few query tokens each: the C kernel reads their pages where they are."""
+
+    common: CommonAttentionMetadata
+
+
 class CpuBackend:
     """With ``in_place`` requests that have few query tokens go through the C kernel, which takes float32 only."""
 
@@ -52,9 +59,9 @@ class CpuBackend:
         self._page_size = page_size
         self._in_place = in_place
 
-    def build(self, common: CommonAttentionMetadata) -> list[Slice] | CommonAttentionMetadata:
+    def build(self, common: CommonAttentionMetadata) -> list[Slice] | InPlace:
         if self._in_place and common.max_query_len <= _MAX_FEW_QUERIES:
-            return common
+            return InPlace(common)
         starts, bounds = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
         query_lens = np.diff(starts)
         return [self._slice(common, query_lens, a, b) for a, b in _cut(query_lens.tolist(), bounds.tolist())]
@@ -78,11 +85,10 @@ class CpuBackend:
             grid=grid,
         )
 
-    def run(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice] | CommonAttentionMetadata
-    ) -> Tensor:
-        if isinstance(metadata, CommonAttentionMetadata):
-            starts, seq_lens, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
+    def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice] | InPlace) -> Tensor:
+        if isinstance(metadata, InPlace):
+            common = metadata.common
+            starts, seq_lens, table = common.query_start_loc, common.seq_lens, common.block_table
             return few_query_attention(q, kv_cache, starts, seq_lens, table, layer.scale, layer.window)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

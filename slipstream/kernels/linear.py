@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
-
-# Above this size a weight streams from memory whatever its layout, and oneDNN's blocked one scales best with the number
-# of tokens; below it, oneDNN's overhead per call shows, and a transposed weight is best (docs/log.md). A rule, not a
-# measurement at start-up: the same model must round the same way after every restart.
-_BLOCKED_BYTES = 16 * 2**20
+from slipstream.kernels import native
 
 
-def pack(weight: Tensor) -> Tensor:
-    """The same matrix [out, in] in a layout for this CPU. ``linear`` takes it in place of the original."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+class PackedWeight(NamedTuple):
+    """A matrix [out, in] cut into panels of neighbouring outputs, the last one padded with zeros."""
+
+    panels: Tensor  # [num_panels, in, panel width]
+    out_size: int
+    # Half of a panel gates the other half: the product is silu(gate) * up, of half the size.
+    gated: bool = False
+
+
+Weight = Tensor | PackedWeight
+
+
+def pack(weight: Tensor) -> Weight:
+    """The same matrix in a layout for this device, for ``project``."""
+    if (lib := native.usable(weight)) is None:
         return weight
-    if weight.nbytes >= _BLOCKED_BYTES and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 4)
-        return packed
-    return weight.t().contiguous().t()
+    return PackedWeight(_cut(weight, lib.slip_panel_width()).transpose(1, 2).contiguous(), weight.shape[0])
+
+
+def pack_gated(weight: Tensor) -> PackedWeight | None:
+    """Gates and then values, [2 * out, in], for one product with ``swiglu`` in it; None where that cannot be had."""
+    if (lib := native.usable(weight)) is None:
+        return None
+    half = lib.slip_panel_width() // 2
+    gate, up = (_cut(part, half) for part in weight.chunk(2))
+    return PackedWeight(torch.cat([gate, up], dim=1).transpose(1, 2).contiguous(), weight.shape[0] // 2, gated=True)
+
+
+def _cut(weight: Tensor, width: int) -> Tensor:
+    """[out, in] -> [num_panels, width, in], padded with zeros."""
+    out_size, in_size = weight.shape
+    num_panels = -(-out_size // width)
+    return F.pad(weight, (0, 0, 0, num_panels * width - out_size)).view(num_panels, width, in_size)
+
+
+def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x [num_tokens, in] times the weight, in whatever layout that is."""
+    if isinstance(weight, PackedWeight):
+        return panel_linear(x, weight.panels, bias, weight.out_size, weight.gated)
+    return linear(x, weight, bias)
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> TensorSpec:
@@ -31,13 +61,37 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> TensorSpec:
 @operation(_shape)
 def linear(
     x: Tensor,  # [num_tokens, in]
-    weight: Tensor,  # [out, in], as stored or as `pack` made it
+    weight: Tensor,  # [out, in]
     bias: Tensor | None,  # [out]
 ) -> Tensor:  # [num_tokens, out]
-    if weight.layout == torch._mkldnn:  # type: ignore[attr-defined]
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
     return F.linear(x, weight, bias)
+
+
+def _panel_shape(x: Tensor, panels: Tensor, bias: Tensor | None, out_size: int, gated: bool) -> TensorSpec:
+    return TensorSpec((x.shape[0], out_size), x.dtype)
+
+
+@operation(_panel_shape)
+def panel_linear(
+    x: Tensor,  # [num_tokens, in] float32
+    panels: Tensor,  # [num_panels, in, panel width] float32, from pack or pack_gated
+    bias: Tensor | None,  # [out], without gates only
+    out_size: int,
+    gated: bool,
+) -> Tensor:  # [num_tokens, out]
+    """``linear``, and ``swiglu`` after it where gated, by the C kernel.
+
+    A token's result does not depend on how many are computed with it.
+    """
+    lib = native.library()
+    assert lib is not None
+    x = x.contiguous()
+    num_tokens, in_size = x.shape
+    out = torch.empty(num_tokens, out_size)
+    shift = None if bias is None else bias.data_ptr()
+    arrays = (x.data_ptr(), panels.data_ptr(), shift, out.data_ptr())
+    lib.slip_panel_linear(*arrays, num_tokens, in_size, out_size, gated, torch.get_num_threads())
+    return out
 
 
 def _embedding_shape(weight: Tensor, token_ids: Tensor) -> TensorSpec:

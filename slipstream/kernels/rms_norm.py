@@ -28,7 +28,8 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
 ) -> Tensor:
-    if (lib := native.usable(x)) is not None and x.is_contiguous():
+    if (lib := native.usable(x)) is not None:
+        x = x.contiguous()
         out = torch.empty_like(x)
         size = x.shape[-1]
         lib.slip_rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), x.numel() // size, size)

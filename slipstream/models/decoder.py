@@ -8,8 +8,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from slipstream.attention.backend import AttentionContext
+from slipstream.attention.cpu import InPlace
+from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
-from slipstream.kernels.linear import linear, pack
+from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
+from slipstream.kernels.linear import Weight, pack, project
+from slipstream.models.cpu_stack import stack_of
 from slipstream.models.experts import Experts, ExpertWeights, split_experts
 from slipstream.models.layers import Attention, Embedding, FeedForward, Layer, Linear, RMSNorm
 from slipstream.models.rope import cos_sin_table
@@ -56,7 +60,8 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config, self.layer_class)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, {"lm_head": config.vocab_size})
-        self._packed_head: Tensor | None = None  # a copy of a tied embedding, in a layout for products
+        self._packed_head: Weight | None = None  # a copy of a tied embedding, in a layout for products
+        self._stack: DecoderStack | None = None  # all layers as one operation, where that can be had
         device = self.model.norm.weight.device
         full = cos_sin_table(config.rope, max_position, device)
         windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full
@@ -64,26 +69,33 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         hidden: Tensor = self.model.embed_tokens(input_ids)
+        if self._stack is not None and isinstance(context.metadata, InPlace):
+            return self._forward_at_once(self._stack, hidden, context, context.metadata.common)
         residual: Tensor | None = None
         for layer, cos_sin in zip(self.model.layers, self.cos_sin, strict=True):
             hidden, residual = layer(hidden, residual, context, cos_sin)
         assert residual is not None
         return self.model.norm.add(hidden, residual)[0]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._head, None)
+    def _forward_at_once(
+        self, stack: DecoderStack, hidden: Tensor, context: AttentionContext, common: CommonAttentionMetadata
+    ) -> Tensor:
+        turn = context.rotation(self.cos_sin[0], hidden.dtype)
+        tables = (common.query_start_loc, common.seq_lens, common.block_table)
+        hidden, residual = decoder_stack(hidden, stack, context.kv_caches, *turn, *context.slots, *tables)
+        return self.model.norm.add(hidden, residual)[0]
 
-    @property
-    def _head(self) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:
-            return self.lm_head.weight
-        return self.model.embed_tokens.weight if self._packed_head is None else self._packed_head
+            logits: Tensor = self.lm_head(hidden)
+            return logits
+        head = self.model.embed_tokens.weight if self._packed_head is None else self._packed_head
+        return project(hidden, head, None)
 
     def pack(self) -> None:
         """After loading: bring every weight into the layout that multiplies fastest on this device."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        _pack(self)
+        self._stack = stack_of(self.config, self.model.layers) if self.layer_class is DecoderLayer else None
         if self.lm_head is None:
             self._packed_head = pack(self.model.embed_tokens.weight.data)
 
@@ -105,3 +117,11 @@ class Decoder(nn.Module):
         if self.config.experts is not None and ".experts." in name:
             return split_experts(name, tensor, self.config.experts)
         return [(name, tensor)]
+
+
+def _pack(module: nn.Module) -> None:
+    if isinstance(module, Linear | FeedForward):
+        module.pack()
+    else:
+        for child in module.children():
+            _pack(child)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.attention.backend import AttentionContext, AttentionLayer
 from slipstream.config import ModelConfig
 from slipstream.kernels.geglu import geglu
-from slipstream.kernels.linear import embedding, linear, pack
+from slipstream.kernels.linear import PackedWeight, Weight, embedding, pack, pack_gated, project
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
 from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.kernels.swiglu import swiglu
@@ -39,13 +39,16 @@ class Linear(Layer):
         self.parts = parts
         self.weight = _weight(sum(parts.values()), in_size)
         self.bias = _weight(sum(parts.values())) if bias else None
+        self.packed: Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return project(x, self.weight if self.packed is None else self.packed, self.bias)
 
     def pack(self) -> None:
-        """After loading: bring the weight into the layout that multiplies fastest here."""
-        self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
+        """After loading: bring the weight into the layout that multiplies fastest here. The original is dropped."""
+        self.packed = pack(self.weight.data)
+        if self.packed is not self.weight.data:
+            del self.weight
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names beside the memory their values go to."""
@@ -120,7 +123,18 @@ class FeedForward(Layer):
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
         self.activate = {"silu": swiglu, "gelu_tanh": geglu}[config.activation]
+        self.gated: PackedWeight | None = None  # the product and its activation in one, where that can be had
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.activate(self.gate_up_proj(x)))
+        gated = self.activate(self.gate_up_proj(x)) if self.gated is None else project(x, self.gated, None)
+        out: Tensor = self.down_proj(gated)
         return out
+
+    def pack(self) -> None:
+        self.down_proj.pack()
+        if self.activate is swiglu and self.gate_up_proj.bias is None:
+            self.gated = pack_gated(self.gate_up_proj.weight.data)
+        if self.gated is None:
+            self.gate_up_proj.pack()
+        else:
+            del self.gate_up_proj

@@ -34,6 +34,9 @@ lib.slip_rms_norm(x, w, f(1e-5), out, ctypes.c_int64(1), ctypes.c_int64(48))
 assert abs(sum(v * v for v in out) - 48) < 1e-2
 lib.slip_swiglu(x, out, ctypes.c_int64(1), ctypes.c_int64(48))
 assert out[0] == 0.0
+w = (f * 4096)(*[1.0] * 4096)
+lib.slip_panel_linear(x, w, None, out, *map(ctypes.c_int64, (1, 32, 8)), ctypes.c_int(0), ctypes.c_int(1))
+assert out[7] == sum(range(32))
 """
 
 
@@ -57,6 +60,9 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_swiglu.argtypes = [p, p, n, n]
     lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6]
     lib.slip_paged_attention.argtypes = [*[p] * 6, *[n] * 6, f, n, i]
+    lib.slip_panel_linear.argtypes = [*[p] * 4, n, n, n, i, i]
+    lib.slip_panel_width.restype = n
+    lib.slip_decoder_stack.argtypes = [p, n, p, p, p, p]
     return lib
 
 

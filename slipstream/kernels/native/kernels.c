@@ -1,8 +1,8 @@
-/* The small operations between matrix products, in plain C for CPUs.
+/* Matrix products and the small operations between them, in plain C for CPUs.
  *
- * In torch each of them is five to ten calls, and at one token a call costs more than the work. All arrays are float32
- * and contiguous unless a stride says otherwise. The definitions are the torch bodies in the files of slipstream/kernels
- * that call these; tests compare the two.
+ * In torch each of the small ones is five to ten calls, and at one token a call costs more than the work. All arrays are
+ * float32 and contiguous unless a stride says otherwise. The definitions are the torch bodies in the files of
+ * slipstream/kernels that call these; tests compare the two.
  */
 #include <math.h>
 #include <stdint.h>
@@ -163,4 +163,157 @@ int slip_paged_attention(const float *q, const float *cache, const int32_t *star
         free(scores);
     }
     return (int)failed;
+}
+
+/* Matrix product with a weight in panels: [panels][in][PANEL], a panel being PANEL neighbouring outputs, zero-padded.
+ *
+ * A tile is one panel times a few tokens, all its sums in registers. The panel streams through once, in the order in
+ * which it lies in memory, so a few tokens cost hardly more than one. Every output is one chain of fused additions over
+ * `in`, whatever the tile: a token's result does not depend on the tokens beside it.
+ */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define PANEL (2 * LANES)
+#if defined(__AVX512F__) || defined(__aarch64__) /* 32 vector registers: sums, two of the weight, one of the token */
+#define MAX_TILE 12
+#else
+#define MAX_TILE 6
+#endif
+#define PREFETCH_FLOATS 1024 /* ahead, about the latency of memory */
+
+typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+
+typedef struct {
+    const float *x, *weight, *bias; /* bias may be NULL */
+    float *out;
+    int64_t in, out_size;
+    int gated; /* a panel is LANES gates and the LANES values they gate */
+} Product;
+
+/* Writes what a tile has for one token: the sums of a panel, or silu(gate) * value of its two halves. */
+static void finish(const Product *p, int64_t panel, int64_t token, const float *sums) {
+    int64_t step = p->gated ? LANES : PANEL, first = panel * step, width = p->out_size - first;
+    float *out = p->out + token * p->out_size + first;
+    if (width > step) width = step;
+    if (p->gated)
+        for (int64_t i = 0; i < width; i++) out[i] = sums[i] / (1.0f + fast_exp(-sums[i])) * sums[i + LANES];
+    else
+        for (int64_t i = 0; i < width; i++) out[i] = p->bias ? sums[i] + p->bias[first + i] : sums[i];
+}
+
+#define DEFINE_TILE(T)                                                                                                 \
+    static void tile_##T(const Product *p, int64_t panel, int64_t token) {                                             \
+        const float *x = p->x + token * p->in, *w = p->weight + panel * PANEL * p->in;                                 \
+        int64_t in = p->in;                                                                                            \
+        vec low[T], high[T];                                                                                           \
+        _Pragma("GCC unroll 16") for (int t = 0; t < T; t++) low[t] = high[t] = (vec){0};                              \
+        for (int64_t i = 0; i < in; i++, w += PANEL) {                                                                 \
+            vec a = *(const vec *)w, b = *(const vec *)(w + LANES);                                                    \
+            __builtin_prefetch(w + PREFETCH_FLOATS);                                                                   \
+            __builtin_prefetch(w + PREFETCH_FLOATS + LANES);                                                           \
+            _Pragma("GCC unroll 16") for (int t = 0; t < T; t++) {                                                     \
+                float value = x[t * in + i];                                                                           \
+                low[t] += a * value;                                                                                   \
+                high[t] += b * value;                                                                                  \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int t = 0; t < T; t++) {                                                                                  \
+            float sums[PANEL];                                                                                         \
+            *(vec *)sums = low[t];                                                                                     \
+            *(vec *)(sums + LANES) = high[t];                                                                          \
+            finish(p, panel, token + t, sums);                                                                         \
+        }                                                                                                              \
+    }
+DEFINE_TILE(1)
+DEFINE_TILE(2)
+DEFINE_TILE(3)
+DEFINE_TILE(4)
+DEFINE_TILE(5)
+DEFINE_TILE(6)
+#if MAX_TILE > 6
+DEFINE_TILE(7)
+DEFINE_TILE(8)
+DEFINE_TILE(9)
+DEFINE_TILE(10)
+DEFINE_TILE(11)
+DEFINE_TILE(12)
+#endif
+
+typedef void (*Tile)(const Product *, int64_t, int64_t);
+static const Tile tiles[MAX_TILE + 1] = {
+    NULL, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6,
+#if MAX_TILE > 6
+    tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
+#endif
+};
+
+int64_t slip_panel_width(void) { return PANEL; }
+
+void slip_panel_linear(const float *x, const float *panels, const float *bias, float *out, int64_t tokens, int64_t in,
+                       int64_t out_size, int gated, int num_threads) {
+    Product p = {x, panels, bias, out, in, out_size, gated};
+    int64_t step = gated ? LANES : PANEL, num_panels = (out_size + step - 1) / step;
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_panels * in * tokens > 4096)
+    for (int64_t panel = 0; panel < num_panels; panel++)
+        for (int64_t token = 0; token < tokens; token += MAX_TILE)
+            tiles[tokens - token < MAX_TILE ? tokens - token : MAX_TILE](&p, panel, token);
+}
+
+/* All layers of a dense decoder for a few tokens a request, in one call: between two products there is too little work
+ * to return to Python for. Field order is that of the structures in decoder_stack.py.
+ */
+typedef struct {
+    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *down; /* biases, q_norm and k_norm may be NULL */
+    float *cache;
+    int64_t window;
+} Layer;
+
+typedef struct {
+    int64_t hidden, heads, kv_heads, dim, intermediate, page_size, rotary_dim;
+    float eps, scale;
+} Sizes;
+
+typedef struct {
+    int64_t tokens, requests, table_stride;
+    const float *cosine, *sine;
+    const int64_t *page_ids, *offsets;
+    const int32_t *starts, *seq_lens, *block_table;
+    int num_threads;
+} Step;
+
+static void normalise_heads(float *x, const float *weight, float eps, int64_t tokens, int64_t stride, int64_t heads, int64_t dim) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) normalise(x + t * stride + h * dim, weight, eps, x + t * stride + h * dim, dim);
+}
+
+/* `hidden` is what is still to be added to `residual`; both are read and written. Returns 1 when memory ran out. */
+int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, const Step *s, float *hidden, float *residual) {
+    int64_t n = s->tokens, q_size = z->heads * z->dim, kv_size = z->kv_heads * z->dim, qkv_size = q_size + 2 * kv_size;
+    float *normed = malloc((size_t)(n * (z->hidden + qkv_size + 2 * q_size + z->intermediate)) * sizeof(float));
+    if (!normed) return 1;
+    float *qkv = normed + n * z->hidden, *q = qkv + n * qkv_size, *mixed = q + n * q_size, *gated = mixed + n * q_size;
+    int failed = 0;
+    for (const Layer *l = layers; l < layers + num_layers && !failed; l++) {
+        slip_add_rms_norm(hidden, residual, l->input_norm, z->eps, normed, residual, n, z->hidden);
+        slip_panel_linear(normed, l->qkv, l->qkv_bias, qkv, n, z->hidden, qkv_size, 0, s->num_threads);
+        if (l->q_norm) normalise_heads(qkv, l->q_norm, z->eps, n, qkv_size, z->heads, z->dim);
+        if (l->k_norm) normalise_heads(qkv + q_size, l->k_norm, z->eps, n, qkv_size, z->kv_heads, z->dim);
+        slip_rope_and_cache(qkv, qkv_size, qkv + q_size, qkv_size, qkv + q_size + kv_size, qkv_size, s->cosine, s->sine,
+                            l->cache, s->page_ids, s->offsets, q, n, z->heads, z->kv_heads, z->dim, z->rotary_dim,
+                            z->page_size);
+        failed = slip_paged_attention(q, l->cache, s->starts, s->seq_lens, s->block_table, mixed, s->requests, z->heads,
+                                      z->kv_heads, z->dim, z->page_size, s->table_stride, z->scale, l->window,
+                                      s->num_threads);
+        slip_panel_linear(mixed, l->o, l->o_bias, hidden, n, q_size, z->hidden, 0, s->num_threads);
+        slip_add_rms_norm(hidden, residual, l->post_norm, z->eps, normed, residual, n, z->hidden);
+        slip_panel_linear(normed, l->gate_up, NULL, gated, n, z->hidden, z->intermediate, 1, s->num_threads);
+        slip_panel_linear(gated, l->down, NULL, hidden, n, z->intermediate, z->hidden, 0, s->num_threads);
+    }
+    free(normed);
+    return failed;
 }

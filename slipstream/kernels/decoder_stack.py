@@ -1,0 +1,146 @@
+"""All layers of a dense decoder in one operation, for CPUs.
+
+At a few tokens the work between two products is microseconds, less than what a call from Python costs once the weights
+have washed the interpreter out of the caches. The same C kernels as layer by layer, in the same order: equal to the
+bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels import native
+from slipstream.kernels.linear import PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayer:
+    """One layer's weights."""
+
+    input_norm: Tensor
+    qkv: PackedWeight
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: PackedWeight
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: PackedWeight  # gated
+    down: PackedWeight
+    window: int
+
+
+_POINTERS = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "down")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in (*_POINTERS, "cache")), ("window", ctypes.c_int64))
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "intermediate", "page_size")),
+        ("rotary_dim", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "requests", "table_stride")),
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "page_ids", "offsets")),
+        *((name, ctypes.c_void_p) for name in ("starts", "seq_lens", "block_table")),
+        ("num_threads", ctypes.c_int),
+    )
+
+
+def _address(weight: Tensor | PackedWeight | None) -> int | None:
+    if isinstance(weight, PackedWeight):
+        weight = weight.panels
+    return None if weight is None else weight.data_ptr()
+
+
+@dataclass(slots=True)
+class DecoderStack:
+    """What is fixed about all layers together, and their addresses as C wants them."""
+
+    layers: Sequence[StackLayer]
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    _records: ctypes.Array[_Layer] | None = field(default=None, repr=False)
+    _caches: Sequence[Tensor] | None = field(default=None, repr=False)
+
+    def records(self, kv_caches: Sequence[Tensor]) -> ctypes.Array[_Layer]:
+        """One structure a layer; made once, for an engine's caches stay where they are."""
+        if self._records is None or self._caches is not kv_caches:
+            pairs = zip(self.layers, kv_caches, strict=True)
+            self._caches = kv_caches
+            self._records = (_Layer * len(self.layers))(
+                *(
+                    _Layer(*(_address(getattr(layer, name)) for name in _POINTERS), cache.data_ptr(), layer.window)
+                    for layer, cache in pairs
+                )
+            )
+        return self._records
+
+
+def _shape(
+    hidden: Tensor,
+    stack: DecoderStack,
+    kv_caches: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    page_ids: Tensor,
+    offsets: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+) -> tuple[TensorSpec, TensorSpec]:
+    return spec_of(hidden), spec_of(hidden)
+
+
+@operation(_shape, writes=("kv_caches",))
+def decoder_stack(
+    hidden: Tensor,  # [num_tokens, hidden] float32: the embeddings
+    stack: DecoderStack,
+    kv_caches: Sequence[Tensor],  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
+    cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
+    sin: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
+    page_ids: Tensor,  # [num_tokens] int64, from cache_slots
+    offsets: Tensor,  # [num_tokens] int64, from cache_slots
+    query_start_loc: Tensor,  # [num_reqs + 1] int32
+    seq_lens: Tensor,  # [num_reqs] int32
+    block_table: Tensor,  # [num_reqs, max_pages] int32
+) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
+    lib = native.library()
+    assert lib is not None
+    layers = stack.records(kv_caches)
+    sizes = _Sizes(
+        stack.hidden_size,
+        stack.num_heads,
+        stack.num_kv_heads,
+        stack.head_dim,
+        stack.layers[0].gate_up.out_size,
+        kv_caches[0].shape[3],
+        cos.shape[-1],
+        stack.eps,
+        stack.scale,
+    )
+    arrays = [x.data_ptr() for x in (cos, sin, page_ids, offsets, query_start_loc, seq_lens, block_table)]
+    step = _Step(hidden.shape[0], seq_lens.shape[0], block_table.stride(0), *arrays, torch.get_num_threads())
+    out, residual = hidden.clone(), torch.zeros_like(hidden)
+    pointers = (ctypes.addressof(layers), len(layers), ctypes.addressof(sizes), ctypes.addressof(step))
+    if lib.slip_decoder_stack(*pointers, out.data_ptr(), residual.data_ptr()):
+        raise MemoryError("no memory for the activations of a step")
+    return out, residual
