@@ -21,7 +21,9 @@ def stack_of(config: ModelConfig, layers: Iterable[nn.Module]) -> DecoderStack |
         if (one := _stack_layer(layer)) is None:
             return None
         found.append(one)
-        shape = layer.self_attn.layer
+        attention = layer.self_attn
+    assert isinstance(attention, Attention)
+    shape = attention.layer
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     return DecoderStack(found, config.hidden_size, *heads, config.rms_norm_eps, shape.scale)
 
