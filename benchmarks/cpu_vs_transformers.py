@@ -90,7 +90,7 @@ def make_forward() -> Callable[[int, int], float]:
     from slipstream.engine.build import build_engine
 
     runner = build_engine(EngineOptions(model=MODEL, dtype="float32", max_num_seqs=1)).core.runner
-    backend, model = runner._backend, runner._model
+    backend, model = runner.program.backend, runner.program.model
 
     @torch.inference_mode()
     def forward(num_query: int) -> float:

@@ -6,12 +6,14 @@ The only reader of the environment. After ``resolve`` nothing is guessed or patc
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import ConfigError, nearest
 
+GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -35,6 +37,11 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 
 
+def sync_check_enabled() -> bool:
+    """$SLIPSTREAM_SYNC_CHECK: on a GPU, raise where the host would wait for it outside of the places for that."""
+    return _flag("SLIPSTREAM_SYNC_CHECK")
+
+
 # --- what the user says ---------------------------------------------------------------------------
 
 
@@ -48,7 +55,7 @@ class EngineOptions:
     """What a user may set, under the names vLLM's users know. ``None`` means: choose for this model and machine."""
 
     model: str = _option("smollm2-135m", "Model: a folder, a .gguf file, a hub id or an alias (`slipstream models`).")
-    device: str = _option("auto", "Device to run on: auto or cpu.")
+    device: str = _option("auto", "Device to run on: auto, cpu, or sim (a simulated GPU that checks the engine; slow).")
     dtype: str = _option("auto", "Data type of weights and cache: auto, float32, bfloat16, float16 or float64.")
     max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; the model's own limit if unset.")
     max_num_seqs: int | None = _option(None, "Most requests that run at the same time.")
@@ -61,6 +68,11 @@ class EngineOptions:
     steps_in_flight: int | None = _option(
         None, "Most steps launched and not yet read; 1 waits for each, 2 or more run ahead."
     )
+    cudagraph_mode: str = _option(
+        "auto",
+        "What runs as a recorded graph: auto, none, piecewise, full, full_decode_only or full_and_piecewise.",
+    )
+    cudagraph_capture_sizes: tuple[int, ...] | None = _option(None, "Padded numbers of tokens to record graphs for.")
     enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
     seed: int | None = _option(
         None, "Makes the seeds of requests that name none repeatable; different in every run if unset."
@@ -82,7 +94,7 @@ class EngineOptions:
 class Hardware:
     """What ``resolve`` needs to know of the machine; measured by ``slipstream.device``."""
 
-    device: Literal["cpu"]
+    device: Literal["cpu", "sim"]
     free_memory_bytes: int
     dtype_works: bool  # false where the wished type's instructions are advertised but fault
 
@@ -194,14 +206,17 @@ class EngineConfig:
     attention_backend: str
     steps_in_flight: int
     seed: int | None
+    cudagraph_mode: str
+    cudagraph_sizes: tuple[int, ...]
     # Overwrite every per-step buffer before each step, so that a stale read shows at once.
     poison: bool
 
 
 def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> EngineConfig:
     """Turn wishes, machine and model into the one configuration the engine runs with."""
-    _check_choice("device", options.device, ("auto", "cpu"))
+    _check_choice("device", options.device, ("auto", "cpu", "sim"))
     _check_choice("attention_backend", options.attention_backend, ("auto", "cpu", "reference"))
+    _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
     _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
     dtype = _resolve_dtype(options.dtype, hardware)
     max_model_len = _positive("max_model_len", options.max_model_len, model.max_position)
@@ -231,9 +246,11 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> E
         scheduler=scheduler,
         device=hardware.device,
         dtype=dtype,
-        attention_backend="cpu" if options.attention_backend == "auto" else options.attention_backend,
-        steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1),
+        attention_backend=_resolve_backend(options.attention_backend, hardware),
+        steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
         seed=options.seed,
+        cudagraph_mode=_resolve_graph_mode(options.cudagraph_mode, hardware),
+        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget),
         poison=_flag("SLIPSTREAM_POISON"),
     )
 
@@ -244,6 +261,29 @@ def _resolve_dtype(wish: str, hardware: Hardware) -> DTypeName:
     if not hardware.dtype_works:
         raise ConfigError(f"{wish} matrix products crash on this CPU; use dtype float32")
     return wish  # type: ignore[return-value]
+
+
+def _resolve_backend(wish: str, hardware: Hardware) -> str:
+    if wish == "cpu" and hardware.device != "cpu":
+        raise ConfigError(f"attention_backend cpu runs on a CPU only, not on {hardware.device}; use reference")
+    default = "cpu" if hardware.device == "cpu" else "reference"
+    return default if wish == "auto" else wish
+
+
+def _resolve_graph_mode(wish: str, hardware: Hardware) -> str:
+    if hardware.device != "cpu":
+        return "full" if wish == "auto" else wish
+    if wish not in ("auto", "none"):
+        raise ConfigError(f"cudagraph_mode {wish} needs a GPU; a CPU has no graphs, use auto or none")
+    return "none"
+
+
+def _resolve_graph_sizes(wish: tuple[int, ...] | None, max_num_tokens: int) -> tuple[int, ...]:
+    """Close together where batches are small, because padding is a share of the batch."""
+    sizes: Iterable[int] = wish or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+    for size in sizes:
+        _positive("cudagraph_capture_sizes", size, 1)
+    return tuple(sorted({size for size in sizes if size <= max_num_tokens}))
 
 
 def _resolve_cache(

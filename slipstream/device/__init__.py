@@ -10,4 +10,8 @@ from slipstream.errors import ConfigError
 def open_device(name: str) -> Device:
     if name in ("auto", "cpu"):
         return CpuDevice()
-    raise ConfigError(f"device must be one of auto, cpu, not '{name}'")
+    if name == "sim":
+        from slipstream.device.sim import SimDevice  # registers a device with torch, which only a simulation wants
+
+        return SimDevice()
+    raise ConfigError(f"device must be one of auto, cpu, sim, not '{name}'")

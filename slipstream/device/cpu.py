@@ -1,4 +1,4 @@
-"""The CPU as a device: every stream is in step with the host, so events are always done and graphs just run again."""
+"""The CPU as a device: every stream is in step with the host, so events are always done and there are no graphs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from slipstream.config import Hardware
-from slipstream.device.interface import Event, Graph, Stream
+from slipstream.device.interface import Capture, Event, GraphPool, Stream
+from slipstream.device.sync_guard import NoGuard, SyncGuard
+
+POISON = 0x7FF1
 
 
 class CpuEvent:
@@ -32,18 +35,12 @@ class CpuStream:
         pass
 
 
-class CpuGraph:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-
-    def replay(self) -> None:
-        self._work()
-
-
 class CpuDevice:
     name = "cpu"
+    has_graphs = False
 
     def __init__(self) -> None:
+        self.sync_guard: SyncGuard = NoGuard()
         self.torch_device = torch.device("cpu")
         self.compute_stream: Stream = CpuStream()
         self.copy_stream: Stream = CpuStream()
@@ -64,8 +61,21 @@ class CpuDevice:
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def capture(self, work: Callable[[], None]) -> Graph:
-        return CpuGraph(work)
+    def poison(self, tensor: torch.Tensor) -> None:
+        # As 16-bit units: not a number in any float type, and far outside any index.
+        tensor.view(torch.int16).fill_(POISON)
+
+    def graph_pool(self) -> GraphPool:
+        raise RuntimeError("a CPU has no graphs")
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def record(self, pool: GraphPool) -> Iterator[Capture]:
+        raise RuntimeError("a CPU has no graphs")
+        yield
 
 
 def free_memory_bytes() -> int:

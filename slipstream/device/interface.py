@@ -6,13 +6,14 @@ done from an event, never by looking at memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from slipstream.config import Hardware
+from slipstream.device.sync_guard import SyncGuard
 
 
 class Event(Protocol):
@@ -43,13 +44,26 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+@dataclass(slots=True)
+class Capture:
+    """A recording; its graph is there when the context around it has ended."""
+
+    graph: Graph | None = None
+
+
+class GraphPool(Protocol):
+    """Memory that several graphs share, because they never run at the same time. Opaque to everybody but its device."""
+
+
 class Device(Protocol):
     """One accelerator, or a CPU that plays one."""
 
     name: str
+    has_graphs: bool
     torch_device: torch.device
     compute_stream: Stream
     copy_stream: Stream
+    sync_guard: SyncGuard
 
     def hardware(self, dtype: str) -> Hardware:
         """What this machine has. ``dtype`` is the user's wish: only a risky one is probed, which takes seconds."""
@@ -69,6 +83,16 @@ class Device(Protocol):
         """Queue a copy on the current stream. Pinned memory on either side must stay untouched until it has run."""
         ...
 
-    def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what ``work`` launches, without running it."""
+    def poison(self, tensor: torch.Tensor) -> None:
+        """Queue an overwrite with values no computation yields, so that a read of what a step did not write shows."""
+        ...
+
+    def graph_pool(self) -> GraphPool: ...
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Around the run before a recording. Ends when the device has finished it."""
+        ...
+
+    def record(self, pool: GraphPool) -> AbstractContextManager[Capture]:
+        """Record what is launched inside the context on the current stream, without running it."""
         ...

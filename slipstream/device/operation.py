@@ -40,6 +40,7 @@ class Operation(Generic[P, R]):
         self.shape = shape
         self.writes = tuple(writes)
         self.signature = inspect.signature(body)
+        self.parameters = tuple(self.signature.parameters)
         self.__doc__ = body.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -76,13 +76,14 @@ def _assemble(
     options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
 ) -> Engine:
     architecture, device, config = plan_engine(options, hf_config)
-    model = build_model(architecture, config, device.torch_device)
-    if checkpoint is None:
-        randomize_weights(model)
-    else:
-        load_weights(model, checkpoint.tensors())
-    model.pack()
-    runner = Runner(config, device, model, _backend(config))
+    with device.sync_guard.allow("build"):
+        model = build_model(architecture, config, device.torch_device)
+        if checkpoint is None:
+            randomize_weights(model)
+        else:
+            load_weights(model, checkpoint.tensors())
+        model.pack()
+        runner = Runner(config, device, model, _backend(config))
     core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
     generation = checkpoint.generation_config if checkpoint is not None else {}
     return Engine(config, core, tokenizer, sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.interface import Device, Event
+from slipstream.device.sync_guard import SyncGuard
 from slipstream.runner.rings import Ring
 from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
 from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
@@ -62,10 +63,12 @@ class InFlightStep:
     slot: _OutputSlot
     has_logprobs: bool
     prompt_spans: tuple[PromptSpan, ...]
+    sync_guard: SyncGuard
 
     def collect(self) -> StepResult:
         """Wait for the step, and read it. The one place where the host waits for the device."""
-        self.slot.event.synchronize()
+        with self.sync_guard.allow("collect"):
+            self.slot.event.synchronize()
         count = len(self.plan.requests)
         values = self.slot.tokens.pinned[:count].tolist()
         token_ids = [[token] if token >= 0 else [] for token, _ in values]
@@ -126,4 +129,4 @@ class OutputRing:
             for channel, values in used:
                 channel.send(device, values.shape[0])
             slot.event.record(device.copy_stream)
-        return InFlightStep(plan, slot, output.logprobs is not None, output.prompt_spans)
+        return InFlightStep(plan, slot, output.logprobs is not None, output.prompt_spans, device.sync_guard)

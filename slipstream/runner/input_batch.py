@@ -10,12 +10,11 @@ from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
+from slipstream.device.interface import Device
 from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.runner.request_state import RequestRows
+from slipstream.runner.staging import Int32s
 from slipstream.types import StepPlan
-
-# Not a number in any float type, and far outside any index.
-_POISON_INT32 = 0x7FF17FF1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,66 +29,97 @@ class InputBatch:
 
 
 class InputBuffers:
-    def __init__(self, config: EngineConfig, rows: RequestRows) -> None:
+    def __init__(self, config: EngineConfig, rows: RequestRows, device: Device) -> None:
         max_tokens, max_reqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-        device = rows.store.device
+        place = rows.store.device
+        self._device = device
         self._page_size = config.cache.page_size
         self._max_model_len = config.scheduler.max_model_len
-        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
-        self.last_token_indices = torch.zeros(max_reqs, dtype=torch.int64, device=device)
-        self.block_table = torch.zeros(max_reqs, rows.max_pages, dtype=torch.int32, device=device)
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=place)
+        self.slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=place)
+        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
+        self.last_token_indices = torch.zeros(max_reqs, dtype=torch.int64, device=place)
+        self.block_table = torch.zeros(max_reqs, rows.max_pages, dtype=torch.int32, device=place)
         self.rows = rows
 
     def poison(self) -> None:
         """Make a read of anything this step did not write show at once."""
-        for buffer in (self.input_ids, self.seq_lens, self.block_table):
-            buffer.fill_(_POISON_INT32)
-        for buffer in (self.positions, self.slot_mapping, self.last_token_indices):
-            buffer.fill_(_POISON_INT32 << 32 | _POISON_INT32)
+        for buffer in (
+            self.input_ids,
+            self.positions,
+            self.slot_mapping,
+            self.seq_lens,
+            self.last_token_indices,
+            self.block_table,
+        ):
+            self._device.poison(buffer)
 
-    def build(self, plan: StepPlan, padded_reqs: int, padded_tokens: int) -> InputBatch:
-        """Stage the batch's composition and queue the preparation of its inputs."""
-        rows = self.rows
+    def stage(self, plan: StepPlan) -> InputBatch:
+        """Send the batch's composition to the device. The batch that comes back has the plan's own size."""
         num_reqs = len(plan.requests)
         query_start_loc_cpu = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum([r.num_tokens for r in plan.requests], out=query_start_loc_cpu[1:])
-        rows.stage_batch(np.array([r.row for r in plan.requests], dtype=np.int32), query_start_loc_cpu)
-        rows.flush()
+        self.rows.stage_batch(np.array([r.row for r in plan.requests], dtype=np.int32), query_start_loc_cpu)
+        self.rows.flush()
+        bounds = np.array([r.num_computed_bound + r.num_tokens for r in plan.requests], dtype=np.int32)
+        return self._batch(num_reqs, plan.num_tokens, query_start_loc_cpu, np.minimum(bounds, self._max_model_len))
 
-        batch_rows = rows.batch_rows[:padded_reqs]
-        query_start_loc = rows.query_start_loc[: padded_reqs + 1]
-        input_ids, positions = self.input_ids[:padded_tokens], self.positions[:padded_tokens]
-        slot_mapping, seq_lens = self.slot_mapping[:padded_tokens], self.seq_lens[:padded_reqs]
-        last_token_indices, block_table = self.last_token_indices[:padded_reqs], self.block_table[:padded_reqs]
+    def pad(self, batch: InputBatch, num_reqs: int, num_tokens: int) -> InputBatch:
+        """The same step over more memory; what lies behind the batch is padding. The host's numbers stay the step's."""
+        common = batch.attention
+        bounds = common.seq_lens_cpu_upper_bound
+        return self._batch(num_reqs, num_tokens, common.query_start_loc_cpu, bounds, common)
+
+    def static(self, num_reqs: int, num_tokens: int) -> InputBatch:
+        """A batch for a recording, which serves every step of its size: the host's numbers are the largest possible."""
+        starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32), num_tokens)
+        starts[-1] = num_tokens
+        return self._batch(num_reqs, num_tokens, starts, np.full(num_reqs, self._max_model_len, dtype=np.int32))
+
+    def prepare(self, batch: InputBatch) -> None:
+        """Queue the filling of the batch from the rows."""
+        rows, common = self.rows, batch.attention
         prepare_inputs(
-            batch_rows,
-            query_start_loc,
+            batch.batch_rows,
+            common.query_start_loc,
             rows.token_ids,
             rows.page_table,
             rows.num_computed,
             rows.num_tokens,
             rows.status,
             self._page_size,
-            input_ids,
-            positions,
-            slot_mapping,
-            seq_lens,
-            last_token_indices,
-            block_table,
+            batch.input_ids,
+            batch.positions,
+            common.slot_mapping,
+            common.seq_lens,
+            batch.last_token_indices,
+            common.block_table,
         )
-        bounds = np.array([r.num_computed_bound + r.num_tokens for r in plan.requests], dtype=np.int32)
+
+    def _batch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        query_start_loc_cpu: Int32s,
+        bounds: Int32s,
+        real: CommonAttentionMetadata | None = None,  # the counts, where the batch is padded
+    ) -> InputBatch:
         attention = CommonAttentionMetadata(
-            num_reqs=num_reqs,
-            num_actual_tokens=int(query_start_loc_cpu[-1]),
-            max_query_len=max(r.num_tokens for r in plan.requests),
-            query_start_loc=query_start_loc,
+            num_reqs=num_reqs if real is None else real.num_reqs,
+            num_actual_tokens=num_tokens if real is None else real.num_actual_tokens,
+            max_query_len=int(np.diff(query_start_loc_cpu).max()),
+            query_start_loc=self.rows.query_start_loc[: num_reqs + 1],
             query_start_loc_cpu=query_start_loc_cpu,
-            seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=np.minimum(bounds, self._max_model_len),
-            block_table=block_table,
-            slot_mapping=slot_mapping,
+            seq_lens=self.seq_lens[:num_reqs],
+            seq_lens_cpu_upper_bound=bounds,
+            block_table=self.block_table[:num_reqs],
+            slot_mapping=self.slot_mapping[:num_tokens],
         )
-        return InputBatch(input_ids, positions, last_token_indices, batch_rows, attention)
+        return InputBatch(
+            self.input_ids[:num_tokens],
+            self.positions[:num_tokens],
+            self.last_token_indices[:num_reqs],
+            self.rows.batch_rows[:num_reqs],
+            attention,
+        )

@@ -22,12 +22,13 @@ def test_the_interface_on_a_cpu() -> None:
     with device.use_stream(device.copy_stream):
         device.copy_async(pinned, torch.tensor([1, 2], dtype=torch.int32))
     assert pinned.tolist() == [1, 2]
-    runs: list[int] = []
-    graph = device.capture(lambda: runs.append(1))
-    assert runs == [], "capture does not run"
-    graph.replay()
-    graph.replay()
-    assert runs == [1, 1]
+    device.poison(pinned)
+    assert pinned.tolist() == [0x7FF17FF1] * 2
+    with device.warm_up(), device.sync_guard.forbid():
+        assert pinned[0] != 0, "nothing waits on a CPU"
+    for graphs in (device.graph_pool, lambda: device.record(object()).__enter__()):
+        with pytest.raises(RuntimeError, match="no graphs"):
+            graphs()
 
 
 def test_open_device() -> None:

@@ -53,7 +53,7 @@ def step(backend: CpuBackend, kv_caches: list[torch.Tensor]) -> AttentionContext
 def test_equal_to_the_bit(variant: str, tmp_path: Path) -> None:
     tiny_models.save(tiny_models.build(variant), tmp_path)
     engine = build_engine(EngineOptions(model=str(tmp_path), dtype="float32"))
-    model = engine.core.runner._model
+    model = engine.core.runner.program.model
     assert isinstance(model, Decoder)
     assert (model._stack is None) == any(kind in variant for kind in LAYER_BY_LAYER)
     torch.manual_seed(0)

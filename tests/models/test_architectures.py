@@ -166,7 +166,7 @@ def test_16_bit_models_keep_their_tables_wide(tmp_path: Path, variant: str) -> N
 
 def test_layers_without_a_window_share_one_rope_table(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.build("gemma3"), tmp_path)
-    model: Any = build_engine(EngineOptions(model=str(tmp_path), dtype="float32")).core.runner._model
+    model: Any = build_engine(EngineOptions(model=str(tmp_path), dtype="float32")).core.runner.program.model
     first, second, third = model.cos_sin
     assert first is third
     assert not torch.equal(first, second)

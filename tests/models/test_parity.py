@@ -36,8 +36,8 @@ def all_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
     )
     context = AttentionContext(ReferenceBackend(), metadata, runner.kv_caches, positions, metadata.slot_mapping)
     with torch.inference_mode():
-        hidden = runner._model.forward(torch.tensor(token_ids, dtype=torch.int32), context)
-        return runner._model.compute_logits(hidden)
+        hidden = runner.program.model.forward(torch.tensor(token_ids, dtype=torch.int32), context)
+        return runner.program.model.compute_logits(hidden)
 
 
 @pytest.mark.parametrize("variant", tiny_models.VARIANTS)

@@ -1,0 +1,149 @@
+"""What can go wrong between a host and an asynchronous device, found by order and not by luck.
+
+Every access to memory is a range of bytes with a place in time: who (the host, or a stream) and its how-manieth action.
+Two accesses of different actors that overlap, one of them a write, must be ordered: by an event, or by the host
+having waited. Clocks say what each actor knows of the others, so a race is reported whatever the pace happened to be.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from slipstream.device.sim.memory import Block
+
+HOST = 0  # the host's place in every clock; streams follow
+
+
+class SimError(RuntimeError):
+    """A fault that the simulated device found."""
+
+
+class RaceError(SimError):
+    """Two accesses to the same bytes that nothing orders."""
+
+
+class StaleReadError(SimError):
+    """A read of memory that nothing has written since it was made, or since the step began."""
+
+
+class CaptureError(SimError):
+    """Something that a graph cannot record, or a replay that cannot be right."""
+
+
+class DeviceFaultError(SimError):
+    """A device operation failed when it ran, which is later than when it was launched."""
+
+
+class Site(NamedTuple):
+    """The source line behind an access: the nearest one that belongs neither to the device nor to torch."""
+
+    file: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {Path(self.file).name}:{self.line}"
+
+
+_DEVICE_FOLDER = str(Path(__file__).parent.parent)
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_is_inside: dict[str, bool] = {}
+
+
+def call_site(what: str) -> Site:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        inside = _is_inside.get(file)
+        if inside is None:
+            inside = _is_inside[file] = file.startswith((_DEVICE_FOLDER, _TORCH_FOLDER)) or "contextlib" in file
+        if not inside:
+            break
+        frame = frame.f_back
+    return Site(frame.f_code.co_filename, frame.f_lineno, what)
+
+
+class Region(NamedTuple):
+    block: Block
+    low: int  # bytes
+    high: int
+    writes: bool
+    reads: bool
+
+
+class Access(NamedTuple):
+    low: int
+    high: int
+    writes: bool
+    actor: int
+    time: int  # the actor's own count
+    site: Site
+
+
+class Gap(NamedTuple):
+    """Bytes that hold nothing meaningful."""
+
+    low: int
+    high: int
+    why: str
+    site: Site
+
+
+def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -> None:
+    """Record an access; raise if something unordered overlaps it, or if it reads what nobody wrote."""
+    block, low, high, writes, reads = region
+    accesses = block.accesses
+    for old in accesses:
+        if old.actor != actor and old.low < high and low < old.high and clock[old.actor] < old.time:  # noqa: SIM102
+            if writes or old.writes:
+                verb, old_verb = "write" if writes else "read", "write" if old.writes else "read"
+                raise RaceError(
+                    f"{_name(actor)} {verb} by {site} is not ordered after {_name(old.actor)} {old_verb} by {old.site} "
+                    f"(bytes {max(low, old.low)} to {min(high, old.high)} of {block})"
+                )
+    if reads:
+        for gap in block.gaps:
+            if gap.low < high and low < gap.high:
+                raise stale_read(region, gap, site)
+    new = Access(low, high, writes, actor, time, site)
+    if writes:
+        # Whatever the write covers is ordered before it, so the write stands for all of it.
+        block.accesses = [old for old in accesses if old.low < low or old.high > high]
+        if block.gaps:
+            block.gaps = [rest for gap in block.gaps for rest in _without(gap, low, high)]
+    else:
+        block.accesses = [
+            old for old in accesses if old.writes or old.actor != actor or old.low != low or old.high != high
+        ]
+    block.accesses.append(new)
+
+
+def stale_read(region: Region, gap: Gap, reader: Site) -> StaleReadError:
+    low, high = max(region.low, gap.low), min(region.high, gap.high)
+    return StaleReadError(f"{reader} reads bytes {low} to {high} of {region.block}, {gap.why} by {gap.site}")
+
+
+def _without(gap: Gap, low: int, high: int) -> list[Gap]:
+    if high <= gap.low or gap.high <= low:
+        return [gap]
+    rest = []
+    if gap.low < low:
+        rest.append(gap._replace(high=low))
+    if high < gap.high:
+        rest.append(gap._replace(low=high))
+    return rest
+
+
+def _name(actor: int) -> str:
+    return "the host's" if actor == HOST else f"stream {actor}'s"
+
+
+def join(clock: list[int], other: list[int]) -> None:
+    for i, time in enumerate(other):
+        if time > clock[i]:
+            clock[i] = time

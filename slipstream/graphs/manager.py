@@ -1,0 +1,126 @@
+"""Making graphs before the first step, and finding the one a batch fits into."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from slipstream.device.interface import Device, Graph, GraphPool
+from slipstream.graphs.descriptor import AttentionState, AttentionStatePair, BatchExecutionDescriptor, Tier
+from slipstream.graphs.mode import CUDAGraphMode
+
+
+class Forward(NamedTuple):
+    """A forward pass over one descriptor's static inputs, and the attention state it uses."""
+
+    run: Callable[[], None]
+    state: AttentionState
+
+
+class CreateForwardFn(Protocol):
+    def __call__(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
+        """A pass with an attention state of its own: called once for the warm-up and once more for the recording."""
+        ...
+
+
+class CudaGraphManager:
+    """All graphs of one forward pass, largest first, in one pool of memory: they never run at the same time."""
+
+    def __init__(
+        self,
+        device: Device,
+        mode: CUDAGraphMode,
+        sizes: Sequence[int],  # padded token counts to record
+        max_num_reqs: int,
+        tiers: Sequence[Tier] = ("full",),
+        query_len: int = 1,  # tokens of a request in a batch of decodes
+        pool: GraphPool | None = None,
+    ) -> None:
+        self.mode = mode
+        self._device = device
+        self._pool = pool
+        self._graphs: dict[BatchExecutionDescriptor, Graph] = {}
+        self.descriptors = list(_descriptors(mode, sorted(set(sizes)), max_num_reqs, tiers, query_len))
+        # By what must match exactly; values are sorted by size.
+        self._by_kind: dict[tuple[int | None, Tier], list[BatchExecutionDescriptor]] = {}
+        for desc in self.descriptors:
+            self._by_kind.setdefault((desc.query_len, desc.tier), []).append(desc)
+
+    @property
+    def pool(self) -> GraphPool:
+        if self._pool is None:
+            self._pool = self._device.graph_pool()
+        return self._pool
+
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, query_len: int | None, tier: Tier = "full"
+    ) -> BatchExecutionDescriptor:
+        """The smallest graph the batch fits into; mode NONE, at the batch's own size, if there is none."""
+        kinds = [(query_len, tier)] if query_len is not None else []
+        for kind in (*kinds, (None, tier)):
+            found = self._by_kind.get(kind, [])
+            start = bisect.bisect_left(found, num_tokens, key=_num_tokens)
+            for desc in found[start:]:
+                if desc.num_reqs >= num_reqs:
+                    return desc
+        return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs, tier=tier)
+
+    def capture(
+        self, create_forward_fn: CreateForwardFn, progress_bar_desc: str
+    ) -> dict[BatchExecutionDescriptor, AttentionStatePair]:
+        """Warm up and record every descriptor. The states come back for passes that share them.
+
+        A pass in pieces records itself: it alone knows where its attention layers are.
+        """
+        return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
+
+    def replay(self, desc: BatchExecutionDescriptor) -> None:
+        self._graphs[desc].replay()
+
+    def _capture_one(self, desc: BatchExecutionDescriptor, create_forward_fn: CreateForwardFn) -> AttentionStatePair:
+        device = self._device
+        with device.use_stream(device.compute_stream), device.sync_guard.allow("capture"):
+            with device.warm_up():
+                warmup = create_forward_fn(desc, warmup=True)
+                warmup.run()
+            recorded = create_forward_fn(desc, warmup=False)
+            if desc.mode is CUDAGraphMode.PIECEWISE:
+                recorded.run()
+            else:
+                with device.record(self.pool) as capture:
+                    recorded.run()
+                assert capture.graph is not None
+                self._graphs[desc] = capture.graph
+        return AttentionStatePair(warmup.state, recorded.state)
+
+    def _with_progress(self, text: str) -> Iterator[BatchExecutionDescriptor]:
+        """Largest first: later graphs then fit into the memory of earlier ones."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with ExitStack() as stack:
+            progress = Progress(*columns, transient=True)
+            if progress.console.is_terminal:
+                stack.enter_context(progress)
+            yield from progress.track(self.descriptors[::-1], description=text)
+
+
+def _num_tokens(desc: BatchExecutionDescriptor) -> int:
+    return desc.num_tokens
+
+
+def _descriptors(
+    mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int, tiers: Sequence[Tier], query_len: int
+) -> Iterator[BatchExecutionDescriptor]:
+    """Smallest first. Batches of decodes pad requests and tokens together; mixed ones may have a token a request."""
+    decode, mixed = mode.decode_mode(), mode.mixed_mode()
+    for size in sizes:
+        num_reqs = size // query_len
+        if decode is CUDAGraphMode.FULL and size % query_len == 0 and num_reqs <= max_num_reqs:
+            for tier in tiers:
+                yield BatchExecutionDescriptor(decode, size, num_reqs, query_len, tier)
+        if mixed is not CUDAGraphMode.NONE:
+            for tier in tiers:
+                yield BatchExecutionDescriptor(mixed, size, min(size, max_num_reqs), tier=tier)

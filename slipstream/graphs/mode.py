@@ -1,0 +1,36 @@
+"""How much of a step runs as a graph."""
+
+from __future__ import annotations
+
+import enum
+
+
+class CUDAGraphMode(enum.Enum):
+    """A mode for all batches, or one for batches of decodes and another for mixed ones."""
+
+    NONE = "none"
+    PIECEWISE = "piecewise"  # graphs between attention layers, attention itself launched
+    FULL = "full"  # one graph, attention included
+    FULL_DECODE_ONLY = "full_decode_only"
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+
+    def decode_mode(self) -> CUDAGraphMode:
+        """The mode of a batch in which every request has equally many query tokens."""
+        if self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE):
+            return CUDAGraphMode.FULL
+        return self
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        """The mode of any other batch."""
+        if self is CUDAGraphMode.FULL_DECODE_ONLY:
+            return CUDAGraphMode.NONE
+        if self is CUDAGraphMode.FULL_AND_PIECEWISE:
+            return CUDAGraphMode.PIECEWISE
+        return self
+
+    def for_draft_decodes(self) -> CUDAGraphMode:
+        """Drafts are decoded in full graphs or in none.
+
+        A piecewise graph pads tokens, not requests, and a decode's attention wants one token a request.
+        """
+        return CUDAGraphMode.FULL_DECODE_ONLY if self.decode_mode() is CUDAGraphMode.FULL else CUDAGraphMode.NONE

@@ -1,0 +1,96 @@
+"""Graphs of whole steps: which parts of a step a descriptor records, and how a batch runs through one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import Caps
+from slipstream.device.interface import Device
+from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, Tier
+from slipstream.graphs.manager import CudaGraphManager, Forward
+from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.graphs.piecewise import PiecewiseForward
+from slipstream.runner.input_batch import InputBatch
+from slipstream.runner.program import StepProgram, TargetOutput
+from slipstream.sampling.sampler import Sampled, SamplingNeeds
+
+# What a graph with sampling inside can do: greedy and noise at any temperature, row by row.
+_FAST_NEEDS = SamplingNeeds(noise=True)
+
+
+def usable_mode(mode: CUDAGraphMode, caps: Caps) -> CUDAGraphMode:
+    """The part of the mode that the backend's attention can be recorded for."""
+    if caps.graph_support == "always" or mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+        return mode
+    if caps.graph_support == "decode":
+        return CUDAGraphMode.FULL_AND_PIECEWISE if mode is CUDAGraphMode.FULL else mode
+    return CUDAGraphMode.NONE if mode is CUDAGraphMode.FULL_DECODE_ONLY else CUDAGraphMode.PIECEWISE
+
+
+class StepGraphs:
+    """Recorded steps of one runner. Without graphs every batch runs at its own size, launch by launch."""
+
+    def __init__(
+        self, device: Device, program: StepProgram, mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int
+    ) -> None:
+        self._device = device
+        self._program = program
+        self.mode = usable_mode(mode, program.backend.caps)
+        self._manager = CudaGraphManager(device, self.mode, sizes, max_num_reqs, tiers=("fast", "full"))
+        # Where each recording leaves its results.
+        self._outputs: dict[BatchExecutionDescriptor, TargetOutput] = {}
+        self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        self._manager.capture(self._create_forward, "recording graphs")
+
+    def run(self, batch: InputBatch, needs: SamplingNeeds) -> tuple[Tensor, Sampled | None]:
+        """A step over staged rows: hidden states, and the draw unless it happened inside a graph."""
+        program, common = self._program, batch.attention
+        num_tokens = common.num_actual_tokens
+        tier: Tier = "fast" if (needs | _FAST_NEEDS) == _FAST_NEEDS else "full"
+        query_len = common.max_query_len if common.max_query_len * common.num_reqs == num_tokens else None
+        desc = self._manager.dispatch(common.num_reqs, num_tokens, query_len, tier)
+        batch = program.buffers.pad(batch, desc.num_reqs, desc.num_tokens)
+        if desc.mode is CUDAGraphMode.FULL:
+            self._manager.replay(desc)
+            target = self._outputs[desc]
+            if desc.tier == "fast":
+                return target.hidden, None
+        elif desc.mode is CUDAGraphMode.PIECEWISE:
+            program.buffers.prepare(batch)
+            target = program.with_logits(batch, self._pieces[desc].replay(program.context(batch)))
+        else:
+            target = program.target(batch)
+        return target.hidden, program.finish(batch, target.logits, needs)
+
+    def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
+        program = self._program
+        batch = program.buffers.static(desc.num_reqs, desc.num_tokens)
+        state = AttentionState(batch)
+
+        def run_pieces() -> None:
+            program.buffers.prepare(batch)
+            context = program.context(batch)
+            state.metadata = context.metadata
+            if warmup:
+                program.model.forward(batch.input_ids, context)
+            else:
+                pieces = self._pieces[desc] = PiecewiseForward(self._device, self._manager.pool)
+                pieces.record(lambda own: program.model.forward(batch.input_ids, own), context)
+
+        def run_whole() -> None:
+            program.buffers.prepare(batch)
+            context = program.context(batch)
+            state.metadata = context.metadata
+            target = program.with_logits(batch, program.model.forward(batch.input_ids, context))
+            if desc.tier == "fast":
+                program.finish(batch, target.logits, _FAST_NEEDS)
+            if not warmup:
+                self._outputs[desc] = target
+
+        return Forward(run_pieces if desc.mode is CUDAGraphMode.PIECEWISE else run_whole, state)
