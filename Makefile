@@ -5,10 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Extra arguments for pip, e.g. the index of torch's CPU builds on a machine without a GPU.
 PIP_ARGS ?=
+SEEDS ?= 200
+SEED ?=
 PROMPT ?= What is the capital of France, and what is it known for?
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format docs bench clean
+.PHONY: help demo test test-slow test-gpu sim check format docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +23,12 @@ test: $(VENV)/.installed-dev ## the whole CPU suite
 
 test-slow: $(VENV)/.installed-dev ## the long matrices too
 	$(BIN)/python -m pytest -m "not gpu" --timeout 3600
+
+test-gpu: $(VENV)/.installed-dev ## what needs an NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu
+
+sim: $(VENV)/.installed-dev ## the whole engine on a simulated GPU: SEEDS=200 worlds, or SEED=123 with a trace
+	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 check: $(VENV)/.installed-dev ## format, lint, types, tidiness
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -37,6 +38,10 @@ class AttentionLayer:
 
 class AttentionBackend(Protocol):
     caps: ClassVar[Caps]
+
+    def step_buffers(self) -> Sequence[Tensor]:
+        """Memory of the backend's own that `build` fills anew in every step. Debug runs poison it before."""
+        ...
 
     def build(self, common: CommonAttentionMetadata) -> Any:
         """Once a step: what `run` needs. Must not wait for the device."""

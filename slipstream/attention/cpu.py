@@ -59,6 +59,9 @@ class CpuBackend:
         self._page_size = page_size
         self._in_place = in_place
 
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        return ()
+
     def build(self, common: CommonAttentionMetadata) -> list[Slice] | InPlace:
         if self._in_place and common.max_query_len <= _MAX_FEW_QUERIES:
             return InPlace(common)

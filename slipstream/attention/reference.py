@@ -16,6 +16,9 @@ class ReferenceBackend:
         dtypes=("float64", "float32", "bfloat16", "float16"), host_lengths="none", graph_support="always"
     )
 
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        return ()
+
     def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         return common
 

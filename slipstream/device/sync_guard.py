@@ -33,6 +33,7 @@ class SyncGuard:
 
     def __init__(self, forbidden: bool = False) -> None:
         self.forbidden = forbidden
+        self.num_violations = 0
 
     @contextmanager
     def forbid(self) -> Iterator[None]:
@@ -61,6 +62,7 @@ class SyncGuard:
 
     def check(self, what: str) -> None:
         if self.forbidden:
+            self.num_violations += 1
             raise HostSyncError(f"{what} would make the host wait for the device here")
 
 

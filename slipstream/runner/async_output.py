@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,12 +68,14 @@ class InFlightStep:
 
     def collect(self) -> StepResult:
         """Wait for the step, and read it. The one place where the host waits for the device."""
+        start = time.monotonic()
         with self.sync_guard.allow("collect"):
             self.slot.event.synchronize()
+        wait_s = time.monotonic() - start
         count = len(self.plan.requests)
         values = self.slot.tokens.pinned[:count].tolist()
         token_ids = [[token] if token >= 0 else [] for token, _ in values]
-        result = StepResult(self.plan, token_ids, [RowStatus(status) for _, status in values])
+        result = StepResult(self.plan, token_ids, [RowStatus(status) for _, status in values], wait_s=wait_s)
         if self.has_logprobs:
             rows = unpack_logprobs(self.slot.logprobs.pinned[:count].numpy())
             result.logprobs = [[row] * len(tokens) for row, tokens in zip(rows, token_ids, strict=True)]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
-from slipstream.device.interface import Device
 from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
@@ -29,10 +28,9 @@ class InputBatch:
 
 
 class InputBuffers:
-    def __init__(self, config: EngineConfig, rows: RequestRows, device: Device) -> None:
+    def __init__(self, config: EngineConfig, rows: RequestRows) -> None:
         max_tokens, max_reqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
         place = rows.store.device
-        self._device = device
         self._page_size = config.cache.page_size
         self._max_model_len = config.scheduler.max_model_len
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
@@ -43,17 +41,10 @@ class InputBuffers:
         self.block_table = torch.zeros(max_reqs, rows.max_pages, dtype=torch.int32, device=place)
         self.rows = rows
 
-    def poison(self) -> None:
-        """Make a read of anything this step did not write show at once."""
-        for buffer in (
-            self.input_ids,
-            self.positions,
-            self.slot_mapping,
-            self.seq_lens,
-            self.last_token_indices,
-            self.block_table,
-        ):
-            self._device.poison(buffer)
+    def of_a_step(self) -> tuple[Tensor, ...]:
+        """What every step fills anew, up to its padded size. Debug runs poison it before."""
+        small = (self.seq_lens, self.last_token_indices, self.block_table)
+        return (self.input_ids, self.positions, self.slot_mapping, *small)
 
     def stage(self, plan: StepPlan) -> InputBatch:
         """Send the batch's composition to the device. The batch that comes back has the plan's own size."""

@@ -29,7 +29,7 @@ class Runner:
         self.device = device
         max_reqs, depth = config.scheduler.max_num_seqs, config.steps_in_flight + 1
         self.rows = RequestRows(config, device)
-        self.buffers = InputBuffers(config, self.rows, device)
+        self.buffers = InputBuffers(config, self.rows)
         self.kv_caches = allocate_kv_caches(
             config.model, config.cache, getattr(torch, config.dtype), device.torch_device
         )
@@ -56,8 +56,8 @@ class Runner:
             for diff in plan.page_diffs:
                 self.rows.stage_pages(diff)
             if self._config.poison:
-                self.buffers.poison()
-                device.poison(self._out)
+                for buffer in (*self.buffers.of_a_step(), self._out, *self.program.backend.step_buffers()):
+                    device.poison(buffer)
             return self._outputs.send(plan, self._run(plan))
 
     def _run(self, plan: StepPlan) -> StepOutput:

@@ -14,15 +14,20 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-# Operators that make the host wait on CUDA though torch's tags do not say so. Checked on an NVIDIA H200 by
-# tests/gpu/test_sync_guard.py.
-UNTAGGED_SYNCS = frozenset(
-    {"bincount", "linalg_inv_ex", "linalg_solve_ex", "masked_scatter", "unique_consecutive", "unique_dim"}
-)
+# Operators that make the host wait on CUDA though torch's tags do not say so. The table behind this one,
+# tests/sync_calls.py, was checked on an NVIDIA H200.
+UNTAGGED_SYNCS = frozenset({"bincount"})
 # Composite operators that run as one: what they decompose into would only be slower.
 _LEAVES = frozenset({"linear", "matmul", "scaled_dot_product_attention", "rms_norm", "layer_norm", "repeat_interleave"})
 # In-place operators that overwrite their target without looking at it.
-_OVERWRITERS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_"})
+_OVERWRITERS = frozenset(
+    {"copy_", "fill_", "zero_"}
+    | {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+)
+# Operators that take a shape from their tensor and look at no value; the first three write none either.
+EMPTIES = frozenset({"empty_like", "new_empty", "new_empty_strided"})
+_LIKES = EMPTIES | {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+_LIKES |= {"rand_like", "randint_like", "randn_like"}
 
 
 class Kind(enum.Enum):
@@ -30,6 +35,7 @@ class Kind(enum.Enum):
     HOST_READ = enum.auto()  # its result, or its result's shape, depends on values
     VIEW = enum.auto()  # new shape, same memory
     RESHAPED = enum.auto()  # a view that replaces its own tensor
+    METADATA = enum.auto()  # a question about shapes or types
     COPY = enum.auto()
     TO_COPY = enum.auto()
     COMPUTE = enum.auto()
@@ -42,17 +48,19 @@ def kind_of(func: OpOverload) -> Kind:
         return Kind.COPY
     if name == "_to_copy":
         return Kind.TO_COPY
+    # First of all: `to` and `reshape` say that they may be views, and decide when they are taken apart.
+    decomposes = torch._C._dispatch_has_kernel_for_dispatch_key(func._name, DispatchKey.CompositeImplicitAutograd)
+    if decomposes and name not in _LEAVES:
+        return Kind.COMPOSITE
     if func.is_view or name in ("_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh"):
         return Kind.VIEW
     if torch.Tag.inplace_view in func.tags:
         return Kind.RESHAPED
-    decomposes = torch._C._dispatch_has_kernel_for_dispatch_key(func._name, DispatchKey.CompositeImplicitAutograd)
-    if decomposes and name not in _LEAVES:
-        return Kind.COMPOSITE
     tags = func.tags
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in UNTAGGED_SYNCS:
         return Kind.HOST_READ
-    return Kind.COMPUTE
+    gives_tensors = any("Tensor" in str(result.type) for result in func._schema.returns)
+    return Kind.COMPUTE if gives_tensors or written_by(func).any else Kind.METADATA
 
 
 def waits(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -61,10 +69,13 @@ def waits(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     if name == "aten::index":
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name in ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
-        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        return masked and args[2].numel() != 1  # one value into a mask is a masked fill
+        accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        indices = [index for index in args[1] if index is not None]
+        masked = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+        is_fill = len(indices) == 1 and args[2].ndim == 0 and not accumulates
+        return masked and not is_fill  # one number into one mask is a masked fill
     if name == "aten::repeat_interleave":
-        return kwargs.get("output_size") is None
+        return kwargs.get("output_size") is None and func._overloadname != "self_int"
     return kind_of(func) is Kind.HOST_READ
 
 
@@ -74,6 +85,10 @@ class Written(NamedTuple):
     positions: tuple[int, ...]
     names: tuple[str, ...]
     overwrites: bool  # without reading them first
+
+    @property
+    def any(self) -> bool:
+        return bool(self.positions or self.names)
 
 
 @functools.cache
@@ -88,6 +103,21 @@ def written_by(func: OpOverload) -> Written:
                 positions.append(i)
     name = func._schema.name.removeprefix("aten::")
     return Written(tuple(positions), tuple(names), bool(names) or name in _OVERWRITERS)
+
+
+@functools.cache
+def looks_at_no_value(func: OpOverload) -> bool:
+    return func._schema.name.removeprefix("aten::") in _LIKES
+
+
+@functools.cache
+def returns_only_what_it_writes(func: OpOverload) -> bool:
+    return all(result.alias_info is not None for result in func._schema.returns)
+
+
+@functools.cache
+def _is_pointwise(func: OpOverload) -> bool:
+    return torch.Tag.pointwise in func.tags
 
 
 class Spec(NamedTuple):
@@ -105,7 +135,9 @@ _inferred: dict[Any, Any] = {}
 
 def infer(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Shapes of the results, from shapes alone: one ``Spec``, a tuple of them, or None. Shape errors are raised now."""
-    key = (func, _signature(args), _signature(tuple(sorted(kwargs.items()))))
+    # No shape depends on a float of a pointwise operator; some do on those of `arange`.
+    exact = not _is_pointwise(func)
+    key = (func, _signature(args, exact), _signature(tuple(sorted(kwargs.items())), exact))
     found = _inferred.get(key)
     if found is None and key not in _inferred:
         with torch.inference_mode(False), torch.no_grad():
@@ -114,12 +146,14 @@ def infer(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return found
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: Any, exact: bool) -> Any:
     if isinstance(value, Tensor):
         return spec_of(value)
     if isinstance(value, (list, tuple)):
-        return tuple(_signature(v) for v in value)
-    return float if isinstance(value, float) else value
+        return tuple(_signature(v, exact) for v in value)
+    if isinstance(value, float) and not exact:
+        return float
+    return type(value), value  # True is 1 to a dictionary, but not to torch
 
 
 def _on_meta(value: Any) -> Any:

@@ -74,6 +74,7 @@ class Region(NamedTuple):
     high: int
     writes: bool
     reads: bool
+    generation: int  # the block's, when the region was made
 
 
 class Access(NamedTuple):
@@ -96,7 +97,7 @@ class Gap(NamedTuple):
 
 def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -> None:
     """Record an access; raise if something unordered overlaps it, or if it reads what nobody wrote."""
-    block, low, high, writes, reads = region
+    block, low, high, writes = region.block, region.low, region.high, region.writes
     accesses = block.accesses
     for old in accesses:
         if old.actor != actor and old.low < high and low < old.high and clock[old.actor] < old.time:  # noqa: SIM102
@@ -106,16 +107,13 @@ def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -
                     f"{_name(actor)} {verb} by {site} is not ordered after {_name(old.actor)} {old_verb} by {old.site} "
                     f"(bytes {max(low, old.low)} to {min(high, old.high)} of {block})"
                 )
-    if reads:
-        for gap in block.gaps:
-            if gap.low < high and low < gap.high:
-                raise stale_read(region, gap, site)
+    if region.reads:
+        check_written(region, site)
     new = Access(low, high, writes, actor, time, site)
     if writes:
         # Whatever the write covers is ordered before it, so the write stands for all of it.
         block.accesses = [old for old in accesses if old.low < low or old.high > high]
-        if block.gaps:
-            block.gaps = [rest for gap in block.gaps for rest in _without(gap, low, high)]
+        note_write(region)
     else:
         block.accesses = [
             old for old in accesses if old.writes or old.actor != actor or old.low != low or old.high != high
@@ -123,20 +121,30 @@ def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -
     block.accesses.append(new)
 
 
-def stale_read(region: Region, gap: Gap, reader: Site) -> StaleReadError:
-    low, high = max(region.low, gap.low), min(region.high, gap.high)
-    return StaleReadError(f"{reader} reads bytes {low} to {high} of {region.block}, {gap.why} by {gap.site}")
+def check_written(region: Region, reader: Site) -> None:
+    """Raise if the region holds anything but what its owner wrote."""
+    block = region.block
+    for gap in block.gaps:
+        if gap.low < region.high and region.low < gap.high:
+            low, high = max(region.low, gap.low), min(region.high, gap.high)
+            raise StaleReadError(f"{reader} reads bytes {low} to {high} of {block}, {gap.why} by {gap.site}")
+    if block.tenant != region.generation:
+        raise StaleReadError(f"{reader} reads {block}, which another graph of the same pool has overwritten since")
 
 
-def _without(gap: Gap, low: int, high: int) -> list[Gap]:
-    if high <= gap.low or gap.high <= low:
-        return [gap]
-    rest = []
-    if gap.low < low:
-        rest.append(gap._replace(high=low))
-    if high < gap.high:
-        rest.append(gap._replace(low=high))
-    return rest
+def note_write(region: Region) -> None:
+    block = region.block
+    block.tenant = region.generation
+    if block.gaps:
+        block.gaps = [
+            gap._replace(low=low, high=high) for gap in block.gaps for low, high in without(gap.low, gap.high, region)
+        ]
+
+
+def without(low: int, high: int, region: Region) -> list[tuple[int, int]]:
+    """What of a range lies outside of a region."""
+    parts = ((low, min(high, region.low)), (max(low, region.high), high))
+    return [part for part in parts if part[0] < part[1]]
 
 
 def _name(actor: int) -> str:

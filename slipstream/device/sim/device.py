@@ -14,13 +14,12 @@ from slipstream.config import Hardware
 from slipstream.device.interface import Capture, GraphPool
 from slipstream.device.interface import Event as EventProtocol
 from slipstream.device.interface import Stream as StreamProtocol
-from slipstream.device.operation import Operation, TensorSpec, set_launcher
+from slipstream.device.operation import Operation, TensorSpec
 from slipstream.device.sim.aten import Spec
 from slipstream.device.sim.check import (
     HOST,
     CaptureError,
     Gap,
-    RaceError,
     Region,
     SimError,
     Site,
@@ -28,16 +27,16 @@ from slipstream.device.sim.check import (
     join,
     touch,
 )
+from slipstream.device.sim.copies import copy_announced, late_copy
 from slipstream.device.sim.graph import Recording, SimGraph, WarmUp
 from slipstream.device.sim.memory import Block, Handle, Pool, poison, region_of
 from slipstream.device.sim.pinned import SimPinned, plain
 from slipstream.device.sim.queue import Event, Op, Pace, Stream
-from slipstream.device.sim.tensor import SimTensor, copy
+from slipstream.device.sim.registration import register
+from slipstream.device.sim.tensor import SimTensor
 from slipstream.device.sync_guard import SyncGuard
 
 _current: weakref.ref[SimDevice] | None = None
-_is_registered = False
-_libraries: list[torch.library.Library] = []
 
 
 class SimDevice:
@@ -48,7 +47,7 @@ class SimDevice:
 
     def __init__(self, seed: int = 0, num_streams: int = 2) -> None:
         global _current
-        _register()
+        register(SimDevice.current)
         _current = weakref.ref(self)
         self.torch_device = torch.device("sim:0")
         self.sync_guard = SyncGuard(forbidden=True)
@@ -103,38 +102,15 @@ class SimDevice:
         return made
 
     def copy_async(self, target: Tensor, source: Tensor) -> None:
-        regions, inners = [], []
-        for tensor, writes in ((source, False), (target, True)):
-            block = tensor.handle.block if isinstance(tensor, SimTensor) else self._pinned_block(tensor)
-            inner = tensor.memory if isinstance(tensor, SimTensor) else plain(tensor)
-            region = region_of(inner, block, writes=writes, reads=not writes)
-            inners.append(inner)
-            if region is not None:
-                regions.append(region)
-        values, into = inners
-        if values.shape != into.shape or values.dtype != into.dtype:
-            raise ValueError(f"copy of {tuple(values.shape)} {values.dtype} into {tuple(into.shape)} {into.dtype}")
-        site = call_site("copy_async")
-        if isinstance(target, SimPinned):
-            poison(into)  # what the host reads before the copy has run is not what was there before
-            self.push_or_record(Op(lambda: _copy_into(into, values), site, regions))
-            return
-        # A numpy view that somebody kept writes without being seen; the late copy finds the memory changed.
-        expected = values.clone() if isinstance(source, SimPinned) and self.recording is None else None
-
-        def run() -> None:
-            if expected is not None and not torch.equal(expected.view(torch.uint8), values.view(torch.uint8)):
-                raise RaceError(f"the host changed {regions[0].block} before the copy queued by {site} had read it")
-            into.copy_(values)
-
-        self.push_or_record(Op(run, site, regions))
+        self.push_or_record(late_copy(self, target, source))
 
     def poison(self, tensor: Tensor) -> None:
         assert isinstance(tensor, SimTensor)
-        region = region_of(tensor.memory, tensor.handle.block, writes=True, reads=False)
+        self.refuse_in_recording("poison")  # a replay could not say that what it leaves is poison
+        region = self.region(tensor, writes=True)
         if region is not None:
             inner, site = tensor.memory, call_site("poison")
-            self.push_or_record(Op(lambda: poison(inner), site, [region]))
+            self.push(Op(lambda: poison(inner), site, [region]))
             region.block.gaps.append(Gap(region.low, region.high, "poisoned for this step", site))
 
     def graph_pool(self) -> GraphPool:
@@ -142,18 +118,17 @@ class SimDevice:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
+        self.refuse_in_recording("warm_up")
         self.phase = WarmUp()
         try:
             yield
-            self.sync_guard.check(str(call_site("warm_up")))
-            self.drain()
+            self.wait_for_all("warm_up")
         finally:
             self.phase = None
 
     @contextmanager
     def record(self, pool: GraphPool) -> Iterator[Capture]:
-        if self.recording is not None:
-            raise CaptureError("a graph is already being recorded")
+        self.refuse_in_recording("record")
         assert isinstance(pool, Pool)
         recording = self.recording = Recording(self, pool)
         phase, self.phase = self.phase, recording
@@ -173,6 +148,7 @@ class SimDevice:
             self.push(op)
 
     def push(self, op: Op) -> None:
+        self.raise_late_error()
         self.num_launched += 1
         self.current_stream.push(op)
         self.tick()
@@ -191,7 +167,7 @@ class SimDevice:
 
         def run() -> None:
             for inner, value in zip(inners, _flat(compute()), strict=True):
-                _copy_into(inner, value)
+                copy_announced(inner, value)
 
         self.launch(run, name, regions)
 
@@ -238,42 +214,62 @@ class SimDevice:
 
     def on_free(self, block: Block) -> None:
         """In stream order, so that work queued before still finds its values, and work of other streams does not."""
-        if self.recording is not None or isinstance(block.origin, Recording) or not block.nbytes:
+        if isinstance(block.origin, Recording) or not block.nbytes:
             return
         stream = self.streams[block.stream_idx - 1]
         raw, site = block.raw, Site(block.site.file, block.site.line, f"the end of {block.site.what}")
         try:
-            stream.push(Op(lambda: poison(raw), site, [Region(block, 0, block.nbytes, writes=True, reads=False)]))
+            region = Region(block, 0, block.nbytes, writes=True, reads=False, generation=block.generation)
+            stream.push(Op(lambda: poison(raw), site, [region]))
         except SimError as error:
-            self._late_error = error  # raised by the next call: an error in a destructor would vanish
+            # Raised by the next call: an error in a destructor would vanish. Its stack would keep other memory alive.
+            self._late_error = self._late_error or error.with_traceback(None)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, SimPinned)
+        return plain(tensor).untyped_storage().data_ptr() in self._pinned
 
-    def _pinned_block(self, tensor: Tensor) -> Block:
-        block = self._pinned.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, SimPinned) else None
+    def region(self, tensor: Tensor, writes: bool) -> Region | None:
+        if isinstance(tensor, SimTensor):
+            return region_of(tensor.memory, tensor.handle.block, writes=writes, reads=not writes)
+        inner = plain(tensor)
+        block = self._pinned.get(inner.untyped_storage().data_ptr())
         if block is None:
             raise SimError(f"{call_site('copy_async')}: memory on the host must be pinned")
-        return block
+        return region_of(inner, block, writes=writes, reads=not writes)
 
     # --- the host's side --------------------------------------------------------------------------
 
-    def host_access(self, tensor: Tensor, name: str, writes: bool) -> None:
+    def host_access(self, region: Region | None, name: str) -> None:
+        """The host looks at pinned memory, or at memory of the device that it has waited for, or changes it."""
         self.tick()
-        region = region_of(plain(tensor), self._pinned_block(tensor), writes=writes, reads=not writes)
         if region is not None:
             self.clock[HOST] += 1
             touch(region, HOST, self.clock[HOST], self.clock, call_site(name))
 
+    def host_values(self, tensor: Tensor, name: str) -> Tensor:
+        """What a tensor of the host holds now."""
+        if self.is_pinned(tensor):
+            self.host_access(self.region(tensor, writes=False), name)
+        return plain(tensor).clone()
+
     def tick(self) -> None:
         """Every call of the host gives the device some time."""
+        self.raise_late_error()
+        self.pace.tick()
+
+    def raise_late_error(self) -> None:
         if self._late_error is not None:
             error, self._late_error = self._late_error, None
             raise error
-        self.pace.tick()
+
+    def wait_for_all(self, what: str) -> None:
+        self.refuse_in_recording(what)
+        self.sync_guard.check(str(call_site(what)))
+        self.drain()
 
     def drain(self) -> None:
-        """Wait for everything."""
+        """Wait for everything, whatever the guard says."""
+        self.raise_late_error()
         self.pace.drain()
         for stream in self.streams:
             join(self.clock, stream.clock)
@@ -293,49 +289,12 @@ def _flat(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _copy_into(inner: Tensor, value: Tensor) -> None:
-    if inner.shape != value.shape:
-        raise SimError(f"the result has shape {tuple(value.shape)}, announced was {tuple(inner.shape)}")
-    inner.copy_(value)
-
-
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
         step *= max(1, extent)
     return tuple(reversed(strides))
-
-
-def _register() -> None:
-    """Make ``sim`` a device that torch knows. Only where one is made: torch would prefer it over a real accelerator."""
-    global _is_registered
-    if _is_registered:
-        return
-    _is_registered = True
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    _setup_privateuseone_for_python_backend("sim")
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    _libraries.append(library)  # its registrations last as long as it does
-
-    def empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **_rest: Any) -> Tensor:
-        spec = TensorSpec(tuple(size), dtype or torch.get_default_dtype())
-        return SimDevice.current().allocate(spec, "empty")
-
-    def empty_strided(
-        size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **_rest: Any
-    ) -> Tensor:
-        spec = Spec(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
-        return SimDevice.current().allocate(spec, "empty_strided")
-
-    def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-        return copy(target, source, non_blocking)
-
-    library.impl("empty.memory_format", empty, "PrivateUse1")
-    library.impl("empty_strided", empty_strided, "PrivateUse1")
-    library.impl("_copy_from", copy_from, "PrivateUse1")
-    set_launcher("sim", lambda op, args, kwargs: SimDevice.current().launch_operation(op, args, kwargs))
 
 
 __all__ = ["Handle", "SimDevice"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from slipstream.device.sim.check import CaptureError, Gap, Region, Site, call_site, stale_read
+from slipstream.device.sim.check import CaptureError, Gap, Region, Site, call_site, check_written, note_write, without
 from slipstream.device.sim.memory import Block, Pool
-from slipstream.device.sim.queue import Op
+from slipstream.device.sim.queue import Op, run_all
 
 if TYPE_CHECKING:
     from slipstream.device.sim.device import SimDevice
@@ -24,6 +25,9 @@ class Recording:
         self.pool = pool
         self.stream = device.current_stream
         self.ops: list[Op] = []
+        self.reads: dict[Region, Site] = {}  # of what the recording has not written itself, and who is first to read it
+        self.writes: dict[Region, None] = {}
+        self._written: dict[Block, list[Region]] = defaultdict(list)
 
     def add(self, op: Op) -> None:
         if self.device.current_stream is not self.stream:
@@ -34,7 +38,25 @@ class Recording:
                     f"{op.site} records the use of {region.block}, which the warm-up made: state that initialises "
                     "itself must do so once more inside the recording"
                 )
+            if region.reads and region.block.origin is self:
+                check_written(region, op.site)
+            elif region.reads:
+                for low, high in self._unwritten(region):
+                    self.reads.setdefault(region._replace(low=low, high=high, writes=False), op.site)
+        for region in op.regions:
+            if region.writes:
+                self.writes[region._replace(reads=False)] = None
+                self._written[region.block].append(region)
+                if region.block.origin is self:
+                    note_write(region)
         self.ops.append(op)
+
+    def _unwritten(self, region: Region) -> list[tuple[int, int]]:
+        """The ranges of a region that no operation recorded so far writes."""
+        ranges = [(region.low, region.high)]
+        for written in self._written.get(region.block, ()):
+            ranges = [rest for low, high in ranges for rest in without(low, high, written)]
+        return ranges
 
 
 class SimGraph:
@@ -44,48 +66,30 @@ class SimGraph:
         self._device = recording.device
         self._pool = recording.pool
         self._ops = recording.ops
-        self._reads = list(_outside_reads(recording.ops))
-        self._writes = list({r._replace(reads=False): None for op in recording.ops for r in op.regions if r.writes})
-        self._generations: dict[Block, int] = {
-            region.block: region.block.generation for region, _ in self._reads if region.block.origin is not recording
+        self._reads = list(recording.reads.items())
+        self._writes = list(recording.writes)
+        # Memory of a graph pool stays with its graphs whoever lets go of it; any other must outlive this one.
+        self._borrowed: dict[Block, int] = {
+            region.block: region.generation
+            for region in (*recording.reads, *recording.writes)
+            if not isinstance(region.block.origin, Recording)
         }
-        self._generations |= {r.block: r.block.generation for r in self._writes if r.block.origin is not recording}
         # Nothing has run: whoever reads the results before a replay reads nothing.
         for region in self._writes:
-            if region.block.origin is recording:
-                region.block.gaps = [
-                    Gap(0, region.block.nbytes, "recorded but not yet replayed", recording.ops[0].site)
-                ]
+            block = region.block
+            if block.origin is recording:
+                block.gaps = [Gap(0, block.nbytes, "recorded but not yet replayed", recording.ops[0].site)]
 
     def replay(self) -> None:
         device = self._device
         device.refuse_in_recording("replay")
         site = call_site("replay")
-        for block, generation in self._generations.items():
+        for block, generation in self._borrowed.items():
             if block.generation != generation or block.freed:
                 raise CaptureError(f"{site}: the graph uses {block}, which was freed after the recording")
-        regions = []
         for region, reader in self._reads:
-            for gap in region.block.gaps:
-                if gap.low < region.high and region.low < gap.high:
-                    raise stale_read(region, gap, reader)  # named by the operation inside, not by the replay
-            regions.append(region)
-        device.push(Op(self._run, site, [*regions, *self._writes]))
+            check_written(region, reader)  # named by the operation inside, not by the replay
+        device.push(Op(self._run, site, [*(region for region, _ in self._reads), *self._writes]))
 
     def _run(self) -> None:
-        for op in self._ops:
-            op.run()
-
-
-def _outside_reads(ops: list[Op]) -> list[tuple[Region, Site]]:
-    """What the operations read that none before them has written in full."""
-    written: list[Region] = []
-    found: dict[Region, Site] = {}
-    for op in ops:
-        for region in op.regions:
-            if region.reads and not any(
-                w.block is region.block and w.low <= region.low and region.high <= w.high for w in written
-            ):
-                found.setdefault(region._replace(writes=False), op.site)
-        written += [region for region in op.regions if region.writes]
-    return list(found.items())
+        run_all(self._ops)

@@ -18,7 +18,19 @@ if TYPE_CHECKING:
 class Block:
     """Raw memory. Queued operations hold it; tensors hold a ``Handle``, and when the last is gone it may be reused."""
 
-    __slots__ = ("accesses", "freed", "gaps", "generation", "kind", "nbytes", "origin", "raw", "site", "stream_idx")
+    __slots__ = (
+        "accesses",
+        "freed",
+        "gaps",
+        "generation",
+        "kind",
+        "nbytes",
+        "origin",
+        "raw",
+        "site",
+        "stream_idx",
+        "tenant",
+    )
 
     def __init__(self, nbytes: int, kind: str, site: Site) -> None:
         self.nbytes = nbytes
@@ -30,6 +42,7 @@ class Block:
         self.gaps: list[Gap] = []
         self.freed = False
         self.generation = 0  # how often it changed hands
+        self.tenant = 0  # the generation whose values it holds: a replay brings an earlier one's back
         self.stream_idx = 0  # whose allocation it is
         self.origin: object = None  # the warm-up or the recording it was made in, if any
 
@@ -72,6 +85,7 @@ class Pool:
             block = blocks.pop()
             block.freed, block.nbytes, block.site = False, nbytes, site
             block.generation += 1
+            block.tenant = block.generation
         else:
             block = Block(key[1] * 64, "device", site)
             block.nbytes, block.stream_idx = nbytes, key[0]
@@ -107,4 +121,4 @@ def region_of(inner: Tensor, block: Block, *, writes: bool, reads: bool) -> Regi
     span = 1
     for extent, step in zip(inner.shape, inner.stride(), strict=True):
         span += (int(extent) - 1) * int(step)
-    return Region(block, low, low + span * size, writes, reads)
+    return Region(block, low, low + span * size, writes, reads, block.generation)

@@ -56,11 +56,12 @@ class Stream:
 
     def push(self, op: Op) -> None:
         """Queue an operation. It comes after everything the host knows to be done."""
-        self.num_queued += 1
+        time = self.num_queued + 1
         join(self.clock, self.device.clock)
-        self.clock[self.idx] = self.num_queued
+        self.clock[self.idx] = time
         for region in op.regions:
-            touch(region, self.idx, self.num_queued, self.clock, op.site)
+            touch(region, self.idx, time, self.clock, op.site)
+        self.num_queued = time
         self.queue.append(op)
 
     def wait_event(self, event: object) -> None:
@@ -86,13 +87,22 @@ class Stream:
     def run_next(self) -> None:
         op = self.queue.popleft()
         assert isinstance(op, Op)
-        try:
-            op.run()
-        except SimError:
-            raise
-        except Exception as error:
-            raise DeviceFaultError(f"{op.site} failed on the device: {type(error).__name__}: {error}") from error
+        run_all([op])
         self.num_done += 1
+
+
+def run_all(ops: Sequence[Op]) -> None:
+    try:
+        for op in ops:
+            op.run()
+    except SimError:
+        raise
+    except Exception as error:
+        raise DeviceFaultError(f"{op.site} failed on the device: {type(error).__name__}: {error}") from error
+
+
+def _nothing() -> None:
+    pass
 
 
 class Event:
@@ -106,6 +116,9 @@ class Event:
         assert isinstance(stream, Stream)
         if self._device.recording is not None:
             raise CaptureError(f"{call_site('record')}: an event inside a graph tells the host nothing")
+        if stream.queue and isinstance(stream.queue[-1], _Wait):
+            # Waits are not counted. An empty operation behind the wait is, so that the event comes after both.
+            stream.push(Op(_nothing, call_site("record"), ()))
         self.stream, self.time, self.clock = stream, stream.num_queued, list(stream.clock)
 
     def query(self) -> bool:
@@ -118,9 +131,10 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        self._device.sync_guard.check("Event.synchronize")
         if self._device.recording is not None:
             raise CaptureError(f"{call_site('synchronize')}: the host cannot wait while a graph is recorded")
+        self._device.sync_guard.check(str(call_site("Event.synchronize")))
+        self._device.raise_late_error()
         if self.stream is not None:
             self._device.pace.run_until(self.stream, self.time)
         join(self._device.clock, self.clock)

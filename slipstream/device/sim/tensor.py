@@ -7,7 +7,7 @@ the line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,9 +16,10 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from slipstream.device.sim import aten
-from slipstream.device.sim.aten import Kind, Spec, infer, kind_of, waits, written_by
-from slipstream.device.sim.check import Region, call_site
+from slipstream.device.sim.aten import Kind, Spec, Written
+from slipstream.device.sim.check import Region, SimError, call_site
 from slipstream.device.sim.memory import Handle, poison, region_of
+from slipstream.device.sim.pinned import plain
 from slipstream.device.sync_guard import HostSyncError
 
 if TYPE_CHECKING:
@@ -77,18 +78,27 @@ class SimTensor(torch.Tensor):
     def __deepcopy__(self, _memo: Any) -> Any:
         return self.clone()
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:  # modules convert their parameters so
+        assert isinstance(other, SimTensor)
+        torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.memory, self.handle = other.memory, other.handle
+
 
 def read(tensor: SimTensor, what: str) -> Tensor:
     """The values, for the host: an error unless this place may wait."""
     device = tensor.device_
-    device.refuse_in_recording(what)
-    device.sync_guard.check(str(call_site(what)))
-    device.drain()
+    device.wait_for_all(what)
+    device.host_access(device.region(tensor, writes=False), what)
     return tensor.memory.clone()
 
 
 def dispatch(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    kind = kind_of(func)
+    kind = aten.kind_of(func)
     if kind is Kind.COMPOSITE:
         return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
     if kind is Kind.VIEW:
@@ -96,19 +106,16 @@ def dispatch(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         with torch.inference_mode(False):
             return _wrap_views(func(source.memory, *args[1:], **kwargs), source)
     if kind is Kind.RESHAPED:
-        source = args[0]
-        inner = source.memory.view(source.memory.shape)
-        func(inner, *args[1:], **kwargs)
-        source.data = SimTensor(inner, source.handle, source.device_)
-        source.memory = inner
-        return source
+        return _reshape_in_place(func, args, kwargs)
+    if kind is Kind.METADATA:
+        return func(*_unwrapped(args), **{key: _unwrapped(value) for key, value in kwargs.items()})
     if kind is Kind.COPY:
         return copy(args[0], args[1], non_blocking=bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
     if kind is Kind.TO_COPY:
         return _to_copy(args[0], kwargs)
     device = _device_of(args, kwargs)
     name = func._schema.name.removeprefix("aten::")
-    if waits(func, args, kwargs):
+    if aten.waits(func, args, kwargs):
         return _read_and_compute(device, func, name, args, kwargs)
     return _compute(device, func, name, args, kwargs)
 
@@ -117,6 +124,17 @@ def _wrap_views(result: Any, source: SimTensor) -> Any:
     if isinstance(result, Tensor):
         return SimTensor(result, source.handle, source.device_)
     return type(result)(SimTensor(part, source.handle, source.device_) for part in result)
+
+
+def _reshape_in_place(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> SimTensor:
+    source: SimTensor = args[0]
+    if func._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_"):
+        raise SimError(f"{call_site(func.__name__)}: a tensor keeps the memory it was made with")
+    with torch.inference_mode(False):
+        inner = source.memory.view(source.memory.shape)
+        func(inner, *args[1:], **kwargs)
+    source.data = SimTensor(inner, source.handle, source.device_)
+    return source
 
 
 def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> SimDevice:
@@ -134,12 +152,17 @@ def _read_and_compute(
     device: SimDevice, func: OpOverload, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """An operator that looks at values: where waiting is allowed it waits, and its result is known at once."""
-    device.refuse_in_recording(name)
-    device.sync_guard.check(str(call_site(name)))
-    device.drain()
+    device.wait_for_all(name)
+    written = aten.written_by(func)
+    if written.names:
+        raise SimError(f"{call_site(name)}: nobody knows how large its out= must be")
+    operands = _Operands(device, name)
+    own_args, own_kwargs = operands.convert_all(args, kwargs, written)
+    for region in operands.regions:
+        device.host_access(region, name)
     with torch.inference_mode(False), torch.no_grad():
-        result = func(*_unwrapped(args), **{key: _unwrapped(value) for key, value in kwargs.items()})
-    return _on_device(device, result)
+        result = func(*own_args, **own_kwargs)
+    return _changed(func, args, kwargs) if written.any else _on_device(device, result)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -170,6 +193,14 @@ class _Operands:
         self._what = what
         self.regions: list[Region] = []
 
+    def convert_all(self, args: Sequence[Any], kwargs: dict[str, Any], written: Written) -> tuple[list[Any], Any]:
+        own_args = [self._convert_one(v, i in written.positions, written.overwrites) for i, v in enumerate(args)]
+        own_kwargs = {k: self._convert_one(v, k in written.names, written.overwrites) for k, v in kwargs.items()}
+        return own_args, own_kwargs
+
+    def _convert_one(self, value: Any, writes: bool, overwrites: bool) -> Any:
+        return self.convert(value, writes, reads=not (writes and overwrites))
+
     def convert(self, value: Any, writes: bool = False, reads: bool = True) -> Any:
         if isinstance(value, SimTensor):
             region = region_of(value.memory, value.handle.block, writes=writes, reads=reads)
@@ -178,8 +209,9 @@ class _Operands:
             return value.memory
         if isinstance(value, Tensor):
             if value.ndim:
+                self._device.refuse_in_recording(self._what)
                 self._device.sync_guard.check(f"{call_site(self._what)}: a host tensor among its arguments")
-            return value.clone()  # a number, frozen now
+            return self._device.host_values(value, self._what)  # a number, frozen now
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, (list, tuple)):
@@ -188,31 +220,32 @@ class _Operands:
 
 
 def _compute(device: SimDevice, func: OpOverload, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    specs = infer(func, args, kwargs)
-    written = written_by(func)
-    for key in written.names:
-        _make_room(device, kwargs[key], specs)
+    specs = aten.infer(func, args, kwargs)
+    if name in aten.EMPTIES:
+        return device.allocate(specs, name)
+    written = aten.written_by(func)
+    for i, key in enumerate(written.names):
+        _make_room(device, kwargs[key], specs if isinstance(specs, Spec) else specs[i])
     operands = _Operands(device, name)
-    reads_target = not written.overwrites
-    own_args = [
-        operands.convert(v, i in written.positions, reads_target or i not in written.positions)
-        for i, v in enumerate(args)
-    ]
-    own_kwargs = {
-        key: operands.convert(v, key in written.names, reads_target or key not in written.names)
-        for key, v in kwargs.items()
-    }
-    if written.positions or written.names:
-        device.launch(lambda: _run(func, own_args, own_kwargs), name, operands.regions)
-        changed = [args[i] for i in written.positions] + [kwargs[key] for key in written.names]
-        return changed[0] if len(changed) == 1 else tuple(changed)
+    own_args, own_kwargs = operands.convert_all(args, kwargs, written)
+    if written.any:
+        if not aten.returns_only_what_it_writes(func):
+            raise SimError(f"{call_site(name)}: an operator that writes to its arguments and returns others")
+        device.launch(lambda: func(*own_args, **own_kwargs), name, operands.regions)
+        return _changed(func, args, kwargs)
     outputs = device.allocate_all(specs, name)
-    device.launch_into(lambda: func(*own_args, **own_kwargs), name, operands.regions, outputs)
+    regions = [] if aten.looks_at_no_value(func) else operands.regions
+    device.launch_into(lambda: func(*own_args, **own_kwargs), name, regions, outputs)
     return outputs
 
 
-def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    func(*args, **kwargs)
+def _changed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator that writes to its arguments returns: those."""
+    written = aten.written_by(func)
+    if not func._schema.returns:
+        return None
+    changed = [args[i] for i in written.positions] + [kwargs[key] for key in written.names]
+    return changed[0] if len(changed) == 1 else tuple(changed)
 
 
 def _make_room(device: SimDevice, out: SimTensor, spec: Spec) -> None:
@@ -221,15 +254,15 @@ def _make_room(device: SimDevice, out: SimTensor, spec: Spec) -> None:
         return
     if out.numel():
         raise ValueError(f"{call_site('out')}: out has shape {tuple(out.shape)}, the result {spec.shape}")
-    grown = device.allocate(spec._replace(dtype=out.dtype), "out")
-    out.data = grown
-    out.memory, out.handle = grown.memory, grown.handle
+    out.data = device.allocate(spec._replace(dtype=out.dtype), "out")
 
 
 # --- copies ---------------------------------------------------------------------------------------
 
 
 def copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+    if target.shape != source.shape:
+        aten.infer(aten.aten.copy_.default, (target, source), {})  # shapes that do not fit are an error now
     if isinstance(target, SimTensor) and isinstance(source, SimTensor):
         operands = _Operands(target.device_, "copy_")
         into = operands.convert(target, writes=True, reads=False)
@@ -241,6 +274,7 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
             device.copy_async(target, source)
         else:
             if source.ndim:
+                device.refuse_in_recording("copy_")
                 device.sync_guard.check(f"{call_site('copy_')}: a copy from pageable memory")
             _upload(device, target, source)
     else:
@@ -248,28 +282,24 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         if non_blocking and source.device_.is_pinned(target):
             source.device_.copy_async(target, source)
         else:
-            target.copy_(read(source, "copy_ to the host"))
+            values = read(source, "copy_ to the host")
+            if source.device_.is_pinned(target):
+                source.device_.host_access(source.device_.region(target, writes=True), "copy_")
+            plain(target).copy_(values)
     return target
 
 
 def _upload(device: SimDevice, target: SimTensor, source: Tensor) -> None:
     operands = _Operands(device, "copy_")
     into = operands.convert(target, writes=True, reads=False)
-    values = source.clone()
+    values = device.host_values(source, "copy_")
     device.launch(lambda: into.copy_(values), "copy_", operands.regions)
 
 
-def _to_copy(source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _to_copy(source: SimTensor, kwargs: dict[str, Any]) -> Tensor:
     where = kwargs.get("device")
-    dtype = kwargs.get("dtype") or source.dtype
-    if not isinstance(source, SimTensor):
-        from slipstream.device.sim.device import SimDevice
-
-        device = SimDevice.current()
-        target = device.allocate(Spec(tuple(source.shape), source.contiguous().stride(), dtype), "to")
-        return copy(target, source, bool(kwargs.get("non_blocking")))
     if where is not None and torch.device(where).type == "cpu":
-        return read(source, "to the host").to(dtype)
+        return read(source, "to the host").to(kwargs.get("dtype") or source.dtype)
     rest = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
     return _compute(source.device_, aten.aten._to_copy.default, "to", [source], rest)  # type: ignore[no-any-return]
 

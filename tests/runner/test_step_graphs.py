@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from slipstream.attention.backend import Caps
+from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.runner.step_graphs import usable_mode
+from tests.sim.world import World
+
+M = CUDAGraphMode
+
+
+@pytest.mark.parametrize(
+    ("support", "mode", "usable"),
+    [
+        ("always", M.FULL, M.FULL),
+        ("always", M.FULL_AND_PIECEWISE, M.FULL_AND_PIECEWISE),
+        ("decode", M.FULL, M.FULL_AND_PIECEWISE),
+        ("decode", M.FULL_DECODE_ONLY, M.FULL_DECODE_ONLY),
+        ("never", M.FULL, M.PIECEWISE),
+        ("never", M.FULL_DECODE_ONLY, M.NONE),
+        ("never", M.FULL_AND_PIECEWISE, M.PIECEWISE),
+        ("never", M.PIECEWISE, M.PIECEWISE),
+        ("never", M.NONE, M.NONE),
+    ],
+)
+def test_no_more_is_recorded_than_the_backend_allows(support: str, mode: M, usable: M) -> None:
+    caps = Caps(dtypes=("float32",), host_lengths="none", graph_support=support)  # type: ignore[arg-type]
+    assert usable_mode(mode, caps) is usable
+
+
+def test_a_decode_step_in_a_graph_is_few_launches() -> None:
+    """Staging, one replay, the way out: nothing that grows with the model."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "cudagraph_capture_sizes": (1, 2, 4, 8, 16, 32, 48)}
+    events = frozenset({"graphs", "stop_ids", "noise"})  # nothing that samples outside of the graph
+    launches = {}
+    for mode in ("none", "full"):
+        world = World(3, {"cudagraph_mode": mode, "steps_in_flight": 2, **settings}, events)
+        world.run()
+        runner = world.core.runner
+        num_poisoned = len(runner.buffers.of_a_step()) + 1
+        launches[mode] = world.num_launched / world.num_steps - num_poisoned
+    assert launches["full"] <= 5, "copy in, scatter, replay, copy to a slot, copy out"
+    assert launches["none"] > 14

@@ -1,0 +1,95 @@
+"""Run many worlds, or replay one: ``python -m tests.sim --seeds 200`` or ``--seed 123``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+os.environ["SLIPSTREAM_POISON"] = "1"
+
+from tests.sim.world import World, run_seed
+
+
+class Verdict(NamedTuple):
+    seed: int
+    num_steps: int
+    num_preemptions: int
+    error: str  # empty: all went well
+
+
+def judge(seed: int) -> Verdict:
+    try:
+        world = run_seed(seed)
+    except Exception as error:
+        return Verdict(seed, 0, 0, f"{type(error).__name__}: {error}")
+    return Verdict(seed, world.num_steps, world.num_preemptions, "")
+
+
+def verdicts(pool: ProcessPoolExecutor, seeds: Iterable[int]) -> Iterator[Verdict]:
+    futures = [(seed, pool.submit(judge, seed)) for seed in seeds]
+    for seed, future in futures:
+        try:
+            yield future.result()
+        except BrokenProcessPool:
+            # A fault can be bad enough to crash torch itself. Seeds near this one may have done it.
+            yield Verdict(seed, 0, 0, "the process died")
+            return
+
+
+def replay(seed: int) -> int:
+    """One seed with its course of events; the same every time."""
+    world = World(seed)
+    try:
+        world.run()
+    except Exception:
+        print("\n".join(world.trace))
+        traceback.print_exc()
+        return 1
+    print("\n".join(world.trace))
+    print(f"seed {seed}: right, {world.num_steps} steps, {world.num_preemptions} preemptions")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="how many worlds")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="replay this one, with a trace")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--stop", action="store_true", help="stop at the first failure")
+    options = parser.parse_args()
+    if options.seed is not None:
+        return replay(options.seed)
+    start, failed, steps, preemptions = time.perf_counter(), [], 0, 0
+    with ProcessPoolExecutor(options.jobs) as pool:
+        seeds = range(options.first, options.first + options.seeds)
+        for done, verdict in enumerate(verdicts(pool, seeds), 1):
+            steps += verdict.num_steps
+            preemptions += verdict.num_preemptions
+            if verdict.error:
+                failed.append(verdict.seed)
+                print(f"seed {verdict.seed}: {verdict.error}", flush=True)
+                if options.stop:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    break
+            if sys.stderr.isatty():
+                print(f"\r{done} of {options.seeds}", end="", file=sys.stderr)
+    seconds = time.perf_counter() - start
+    print(
+        f"{options.seeds} seeds, {steps} steps, {preemptions} preemptions in {seconds:.1f} s: "
+        f"{options.seeds / seconds:.1f} seeds/s, {len(failed)} failed"
+    )
+    if failed:
+        print(f"replay one with: make sim SEED={failed[0]}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""A model that stands in for a network: its next token is a hash of everything it can read through the page table.
+
+Every token leaves its own hash and position in the cache, layer by layer. One wrong page, slot, position or token, one
+value of another request or of an earlier step, and every token after it is another one. Hidden states are hashes too:
+whatever is computed from a wrong one is wrong. Numbers stay below 2**48, so that float64 holds them exactly.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import AttentionContext, AttentionLayer, Caps
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.config import ModelConfig, RopeConfig
+from slipstream.device.operation import TensorSpec, operation, spec_of
+
+VOCAB_SIZE = 61
+NUM_LAYERS = 2
+MODEL_CONFIG = ModelConfig(
+    architecture="hash",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=2,
+    intermediate_size=2,
+    num_layers=NUM_LAYERS,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    rms_norm_eps=1e-5,
+    max_position=512,
+    rope=RopeConfig(rotary_dim=2),
+    dtype="float64",
+)
+UInts = npt.NDArray[np.uint64]
+
+
+def scramble(x: UInts) -> UInts:
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _whole(x: npt.NDArray[np.float64]) -> UInts:
+    if not (np.isfinite(x).all() and (x >= 0).all() and (x < 2**48).all()):
+        raise ValueError("a value that no token left here")
+    return x.astype(np.uint64)
+
+
+@operation(lambda q, kv_cache, query_start_loc, seq_lens, block_table, max_seq_len, layer_idx: spec_of(q))
+def hash_attention(
+    q: Tensor,  # [num_tokens, 1, 2] float64: hash, position
+    kv_cache: Tensor,  # [num_pages, 2, 1, page_size, 2] float64; values are keys turned round
+    query_start_loc: Tensor,  # [num_reqs + 1] int32
+    seq_lens: Tensor,  # [num_reqs] int32
+    block_table: Tensor,  # [num_reqs, max_pages] int32
+    max_seq_len: int,  # the host's bound, by which a kernel would size its grid
+    layer_idx: int,
+) -> Tensor:  # [num_tokens, 1, 2]: hash of the keys up to each token and of itself, position
+    out = np.zeros(q.shape)
+    starts, page_size = query_start_loc.tolist(), kv_cache.shape[3]
+    cache, queries = kv_cache.numpy(), q.numpy()
+    for i, length in enumerate(seq_lens.tolist()):
+        begin, end = starts[i], starts[i + 1]
+        if length == 0 or begin == end:
+            continue
+        if not 0 <= end - begin <= length <= min(max_seq_len, block_table.shape[1] * page_size):
+            raise ValueError(f"{end - begin} queries, {length} keys, a bound of {max_seq_len}")
+        pages = block_table[i, : -(-length // page_size)].numpy()
+        if (pages <= 0).any():
+            raise IndexError("reads the null page, or none at all")
+        keys = _whole(cache[pages, 0, 0].reshape(-1, 2)[:length])
+        values = _whole(cache[pages, 1, 0].reshape(-1, 2)[:length])
+        if not np.array_equal(keys, values[:, ::-1]):
+            raise ValueError("keys and values of different tokens")
+        index = np.arange(length, dtype=np.uint64)
+        seen = np.cumsum(scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index))
+        own = _whole(queries[begin:end, 0])
+        mixed = seen[length - (end - begin) :] + scramble(own[:, 0] + own[:, 1] * np.uint64(3) + np.uint64(layer_idx))
+        out[begin:end, 0, 0] = (scramble(mixed) >> np.uint64(16)).astype(np.float64)
+        out[begin:end, 0, 1] = queries[begin:end, 0, 1]
+    return torch.from_numpy(out)
+
+
+@operation(lambda token_ids, positions: TensorSpec((token_ids.shape[0], 2), torch.float64))
+def hash_embedding(
+    token_ids: Tensor,  # [num_tokens] int32
+    positions: Tensor,  # [num_tokens] int64
+) -> Tensor:  # [num_tokens, 2] float64: hash, position
+    if not ((token_ids >= 0).all() and (token_ids < VOCAB_SIZE).all()):
+        raise IndexError("a token outside the vocabulary")
+    # Token 0 is not 0: what a padding token writes where it must not write shows.
+    return torch.stack([token_ids.double() + 1, positions.double()], dim=1)
+
+
+def candidates(state: int) -> list[int]:
+    """The three likeliest tokens after a state, likeliest first; they may coincide."""
+    return [state % VOCAB_SIZE, state // VOCAB_SIZE % VOCAB_SIZE, state // VOCAB_SIZE**2 % VOCAB_SIZE]
+
+
+@operation(lambda hidden: TensorSpec((hidden.shape[0], VOCAB_SIZE), torch.float32))
+def hash_logits(
+    hidden: Tensor,  # [n, 2] float64
+) -> Tensor:  # [n, VOCAB_SIZE] float32: far apart, so that noise at any temperature changes nothing
+    logits = torch.zeros(hidden.shape[0], VOCAB_SIZE)
+    states = hidden[:, 0].nan_to_num(0.0).long()
+    for divisor, value in ((VOCAB_SIZE**2, 1e5), (VOCAB_SIZE, 2e5), (1, 3e5)):
+        logits.scatter_(1, (states // divisor % VOCAB_SIZE).unsqueeze(1), value)
+    return logits
+
+
+class HashBackend:
+    caps: ClassVar[Caps] = Caps(dtypes=("float64",), host_lengths="none", graph_support="always")
+
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        return common
+
+    def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
+        tables = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+        return hash_attention(q, kv_cache, *tables, metadata.max_seq_len, layer.idx)
+
+
+class HashModel:
+    def __init__(self, max_position: int, device: torch.device) -> None:
+        self._layers = [AttentionLayer(idx, 1, 1, 2, 1.0) for idx in range(NUM_LAYERS)]
+        # A rotation by nothing: the hash itself goes into the cache.
+        self._cos_sin = torch.zeros(max_position, 2, 1, device=device)
+        self._cos_sin[:, 0].fill_(1.0)
+
+    def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        x = hash_embedding(input_ids, context.positions)
+        for layer in self._layers:
+            q = x.unsqueeze(1)
+            x = context.attend(layer, q, q, q.flip(-1), self._cos_sin).flatten(1)
+        return x
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hash_logits(hidden)

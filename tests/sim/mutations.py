@@ -1,0 +1,178 @@
+"""Does the simulator find faults? Each of these changes one line; each must be found.
+
+    python -m tests.sim.mutations [--seeds 200] [--only NAME]
+
+The tree is copied, the line changed, and the worlds run until one fails. What was found, and after how many seeds, is
+printed as a table. A mutation whose line is no longer there is an error: the list is kept true by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str
+    line: str
+    changed: str
+
+
+MUTATIONS = [
+    Mutation(
+        "scheduler: draws in flight are not counted",
+        "scheduler/scheduler.py",
+        "state.num_draws_in_flight += samples",
+        "state.num_draws_in_flight += 0",
+    ),
+    Mutation(
+        "scheduler: the last token may come from the cache",
+        "scheduler/scheduler.py",
+        "num_pages = (len(state.token_ids) - 1) // self.pool.page_size",
+        "num_pages = len(state.token_ids) // self.pool.page_size",
+    ),
+    Mutation(
+        "scheduler: a page is remembered before its last token is computed",
+        "scheduler/scheduler.py",
+        "self._remember_pages(state, len(state.token_ids) - 1 if",
+        "self._remember_pages(state, len(state.token_ids) if",
+    ),
+    Mutation(
+        "scheduler: pages for one token too few",
+        "scheduler/scheduler.py",
+        "missing = self.pool.pages_for(state.num_tokens_bound) - len(state.page_ids)",
+        "missing = self.pool.pages_for(state.num_tokens_bound - 1) - len(state.page_ids)",
+    ),
+    Mutation(
+        "pages: a page with a holder left is given back",
+        "scheduler/pages.py",
+        "if self._num_holders[page_id] > 0:",
+        "if self._num_holders[page_id] > 1:",
+    ),
+    Mutation(
+        "pages: a held page may still be forgotten",
+        "scheduler/pages.py",
+        "self._unheld.pop(page_id, None)",
+        "self._unheld.get(page_id, None)",
+    ),
+    Mutation(
+        "pages: hashes do not know what came before",
+        "scheduler/pages.py",
+        "key=parent[:64], digest_size=16",
+        'key=b"", digest_size=16',
+    ),
+    Mutation(
+        "staging: the last change of a run is lost",
+        "runner/request_state.py",
+        "first, end = int(changed[0]), int(changed[-1]) + 1",
+        "first, end = int(changed[0]), int(changed[-1])",
+    ),
+    Mutation(
+        "staging: new pages are written from the start of the table",
+        "runner/request_state.py",
+        'self._put("page_table", diff.row, diff.page_ids, diff.first_idx)',
+        'self._put("page_table", diff.row, diff.page_ids, 0)',
+    ),
+    Mutation(
+        "staging: one slot for all steps",
+        "runner/rings.py",
+        "self._next_idx = (self._next_idx + 1) % len(self.slots)",
+        "self._next_idx = 0",
+    ),
+    Mutation(
+        "padding: rows with row 0",
+        "runner/request_state.py",
+        "wanted_rows = np.full_like(self._batch_rows_mirror, self.scratch_row)",
+        "wanted_rows = np.full_like(self._batch_rows_mirror, 0)",
+    ),
+    Mutation(
+        "padding: token offsets with 0",
+        "runner/request_state.py",
+        "wanted_starts = np.full_like(self._query_start_mirror, query_start_loc[-1])",
+        "wanted_starts = np.full_like(self._query_start_mirror, 0)",
+    ),
+    Mutation(
+        "padding: tokens write to slot 0",
+        "kernels/prepare_inputs.py",
+        "slot_mapping[total:] = -1",
+        "slot_mapping[total:] = 0",
+    ),
+    Mutation(
+        "padding: positions are left as they were",
+        "kernels/prepare_inputs.py",
+        "positions[total:] = 0",
+        "positions[total:].shape",
+    ),
+    Mutation(
+        "commit: a chunk in the middle of a prompt draws a token",
+        "kernels/commit.py",
+        "draws = runs & (query_lens > 0) & (computed == length)",
+        "draws = runs & (query_lens > 0)",
+    ),
+    Mutation(
+        "commit: one token beyond the limit",
+        "kernels/commit.py",
+        "torch.where(takes & (length >= max_total[rows])",
+        "torch.where(takes & (length > max_total[rows])",
+    ),
+    Mutation(
+        "commit: a stopped row runs on",
+        "kernels/commit.py",
+        "status[rows] = after",
+        "status[rows] = status[rows]",
+    ),
+    Mutation(
+        "output: the copy stream does not wait for the step",
+        "runner/async_output.py",
+        "device.copy_stream.wait_event(slot.computed)",
+        "device.copy_stream",
+    ),
+]
+
+
+def find(mutation: Mutation, num_seeds: int) -> str:
+    """What the simulator says of the changed tree; empty if nothing."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        for name in ("slipstream", "tests"):
+            shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        path = Path(folder) / "slipstream" / mutation.file
+        text = path.read_text()
+        if text.count(mutation.line) != 1:
+            raise SystemExit(f"{mutation.name}: its line stands {text.count(mutation.line)} times in {mutation.file}")
+        path.write_text(text.replace(mutation.line, mutation.changed))
+        command = [sys.executable, "-m", "tests.sim", "--seeds", str(num_seeds), "--jobs", "1", "--stop"]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        found = re.search(r"^seed (\d+): (.*)$", ran.stdout, re.MULTILINE)
+        if ran.returncode and not found:
+            raise SystemExit(f"{mutation.name}: the simulator itself failed\n{ran.stderr}")
+        return f"seed {found[1]} | {found[2][:90]}" if found else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--only", default="", help="part of a name")
+    options = parser.parse_args()
+    chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name]
+    missed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for mutation, found in zip(chosen, pool.map(lambda m: find(m, options.seeds), chosen), strict=True):
+            missed += not found
+            print(f"| {mutation.name} | {found or 'NOT FOUND |'} |", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} found within {options.seeds} seeds")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What a request must give, from the request alone: plain integers, no tensors, no pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from slipstream.types import Request
+from tests.sim.hash_model import NUM_LAYERS, VOCAB_SIZE, candidates
+
+_MASK = 2**64 - 1
+
+
+def _scramble(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+class HashSequence:
+    """The states of one sequence, token by token."""
+
+    def __init__(self) -> None:
+        self._seen = [0] * NUM_LAYERS
+        self._length = 0
+        self.state = 0
+
+    def append(self, token_id: int) -> None:
+        position, state = self._length, token_id + 1
+        for layer_idx in range(NUM_LAYERS):
+            key = (state * 8191 + position * 127 + position) & _MASK
+            self._seen[layer_idx] = (self._seen[layer_idx] + _scramble(key)) & _MASK
+            own = _scramble((state + position * 3 + layer_idx) & _MASK)
+            state = _scramble((self._seen[layer_idx] + own) & _MASK) >> 16
+        self._length += 1
+        self.state = state
+
+
+def next_token(state: int, forbidden: Iterable[int] = ()) -> int:
+    return next(t for t in (*candidates(state), *range(VOCAB_SIZE)) if t not in forbidden)
+
+
+def expected_output(request: Request) -> tuple[list[int], str]:
+    """All tokens of a request that nobody aborts, and why it ends."""
+    sequence = HashSequence()
+    for token_id in request.prompt_token_ids:
+        sequence.append(token_id)
+    output: list[int] = []
+    while True:
+        early = len(output) < request.params.min_tokens
+        token_id = next_token(sequence.state, request.stop_token_ids if early else ())
+        output.append(token_id)
+        if token_id in request.stop_token_ids:
+            return output, "stop"
+        if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
+            return output, "length"
+        sequence.append(token_id)
+
+
+def expected_prompt_choices(prompt: Sequence[int]) -> list[int]:
+    """The likeliest token at every prompt position but the first."""
+    sequence, found = HashSequence(), []
+    for token_id in prompt[:-1]:
+        sequence.append(token_id)
+        found.append(next_token(sequence.state))
+    return found

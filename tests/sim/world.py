@@ -1,0 +1,234 @@
+"""One world a seed: an engine on the simulated device, requests that come and go, and the truth beside it.
+
+The real scheduler, runner, graphs and sampler run; only the network is a hash. A seed draws the machine (pages, rows,
+chunks, steps in flight, graphs, pace), the requests, and which kinds of event happen at all: a fault that needs an
+abort and no preemption is found sooner where there are no preemptions.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from slipstream.attention.backend import AttentionBackend
+from slipstream.config import GRAPH_MODES, EngineConfig, EngineOptions, resolve
+from slipstream.device.sim import SimDevice
+from slipstream.engine.core import EngineCore
+from slipstream.runner.runner import Runner
+from slipstream.scheduler.scheduler import Scheduler
+from slipstream.types import Request, RowStatus, SamplingParams, TokenUpdate
+from tests.sim.hash_model import MODEL_CONFIG, VOCAB_SIZE, HashBackend, HashModel
+from tests.sim.oracle import expected_output, expected_prompt_choices
+
+EVENTS = (
+    "aborts",
+    "few_pages",
+    "graphs",
+    "late_arrivals",
+    "logprobs",
+    "long_stop_lists",
+    "min_tokens",
+    "noise",
+    "priorities",
+    "prompt_logprobs",
+    "shared_prefixes",
+    "stop_ids",
+    "prefix_caching",
+)
+
+
+@dataclass
+class Job:
+    """A request with its fate."""
+
+    request: Request
+    arrives_at: int
+    aborts_at: int | None
+    expected: list[int]
+    reason: str
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+@dataclass
+class World:
+    seed: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # engine options that are not drawn
+    events: frozenset[str] = frozenset()  # drawn if empty
+    make_backend: Callable[[EngineConfig, SimDevice], AttentionBackend] = lambda _config, _device: HashBackend()
+    trace: list[str] = field(default_factory=list)
+    num_steps: int = 0
+    num_launched: int = 0  # by those steps
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        drawn = frozenset(event for event in EVENTS if self._random.random() < 0.6)
+        self.events = self.events or drawn
+        self.options = replace(self._draw_options(), **self.overrides)
+        self.jobs = self._draw_jobs()
+
+    # --- what the seed draws ----------------------------------------------------------------------
+
+    def _draw_options(self) -> EngineOptions:
+        rng = self._random
+        max_num_seqs = rng.randint(1, 6)
+        budget = max(max_num_seqs, rng.choice([1, 2, 7, 16, 24, 48]))
+        max_model_len = rng.choice([24, 40, 64])
+        block_size = rng.choice([1, 2, 4, 8, 16])
+        wanted = -(-max_model_len // block_size)
+        num_pages = wanted + (rng.randint(0, wanted) if "few_pages" in self.events else wanted * max_num_seqs)
+        sizes = sorted({*rng.sample(range(1, 13), 2), *rng.sample(range(1, 49), 2)})
+        mode = rng.choice(GRAPH_MODES) if "graphs" in self.events else "none"
+        return EngineOptions(
+            device="sim",
+            dtype="float64",
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=rng.choice([1, 3, 8, 64]),
+            block_size=block_size,
+            num_gpu_blocks_override=num_pages,
+            steps_in_flight=rng.randint(1, 4),
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=tuple(sizes),
+            enable_prefix_caching="prefix_caching" in self.events,
+        )
+
+    def _draw_jobs(self) -> list[Job]:
+        rng, limit = self._random, self.options.max_model_len
+        assert limit is not None
+        bases = [[rng.randrange(VOCAB_SIZE) for _ in range(limit)] for _ in range(2)]
+        jobs = []
+        for i in range(rng.randint(4, 14)):
+            prompt_len = rng.randint(1, rng.choice([4, limit - 2, limit - 1]))
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
+            if "shared_prefixes" in self.events and rng.random() < 0.7:
+                shared = rng.randint(1, prompt_len)
+                prompt = rng.choice(bases)[:shared] + prompt[shared:]
+            jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(1, limit - prompt_len)))
+        return jobs
+
+    def _draw_job(self, request_id: str, prompt: list[int], max_tokens: int) -> Job:
+        rng, events = self._random, self.events
+        stop_ids: list[int] = []
+        if "stop_ids" in events and rng.random() < 0.5:
+            stop_ids = rng.sample(range(VOCAB_SIZE), 24 if "long_stop_lists" in events else rng.randint(1, 4))
+        params: dict[str, Any] = {"temperature": 0.0, "seed": rng.randrange(2**32)}
+        if "noise" in events and rng.random() < 0.4:
+            params["temperature"] = rng.choice([0.5, 1.0, 7.0])
+        # The device holds back as many stop ids as it knows; a longer list is the host's business.
+        if "min_tokens" in events and len(stop_ids) <= 16 and rng.random() < 0.4:
+            params["min_tokens"] = rng.randint(1, max_tokens)
+        if "logprobs" in events and rng.random() < 0.3:
+            params["logprobs"] = 2
+        if "prompt_logprobs" in events and rng.random() < 0.3:
+            params["prompt_logprobs"] = 1
+        request = Request(
+            request_id,
+            tuple(prompt),
+            SamplingParams(**params).with_defaults(SamplingParams()),
+            tuple(stop_ids),
+            len(prompt) + max_tokens,
+            priority=rng.randint(-1, 1) if "priorities" in events else 0,
+        )
+        arrives_at = rng.randint(0, 60) if "late_arrivals" in events else 0
+        aborts_at = arrives_at + rng.randint(0, 40) if "aborts" in events and rng.random() < 0.3 else None
+        return Job(request, arrives_at, aborts_at, *expected_output(request))
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        with _no_cycles():
+            self.device = SimDevice(self.seed)
+            config = resolve(self.options, self.device.hardware("float64"), MODEL_CONFIG)
+            self._note(f"seed {self.seed}: {self.options}; events {sorted(self.events)}")
+            self.core = self._build(config)
+            num_launched = self.device.num_launched
+            waiting, now = sorted(self.jobs, key=lambda job: job.arrives_at), 0
+            while waiting or self.core.has_work:
+                while waiting and waiting[0].arrives_at <= now:
+                    self._note(f"{now}: {waiting[0].request.request_id} arrives")
+                    self.core.add(waiting.pop(0).request)
+                for job in self.jobs:
+                    if job.aborts_at == now and not job.finished and job not in waiting:
+                        self._note(f"{now}: {job.request.request_id} is aborted")
+                        job.finished = self.core.finish(job.request.request_id)
+                for update in self.core.step():
+                    self._check(update, now)
+                if not self.core.has_work:
+                    self._check_idle()
+                now += 1
+                assert now < 5000, "the engine does not come to an end"
+            self.num_launched = self.device.num_launched - num_launched
+            self.num_steps, self.num_preemptions = self.core.stats.num_steps, self.core.stats.num_preemptions
+            for job in self.jobs:
+                assert job.finished, f"{job.request.request_id} never finished"
+
+    def _build(self, config: EngineConfig) -> EngineCore:
+        with self.device.sync_guard.allow("build"):
+            model = HashModel(config.scheduler.max_model_len, self.device.torch_device)
+            runner = Runner(config, self.device, model, self.make_backend(config, self.device))
+        return EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
+
+    def _check(self, update: TokenUpdate, now: int) -> None:
+        job = next(job for job in self.jobs if job.request.request_id == update.request_id)
+        self._note(f"{now}: {update.request_id} gets {update.token_ids} {update.finish_reason or ''}")
+        assert not job.finished, f"{update.request_id}: an update after its end"
+        job.tokens += update.token_ids
+        so_far = job.expected[: len(job.tokens)]
+        assert job.tokens == so_far, f"{update.request_id}: tokens {job.tokens}, expected {so_far}"
+        if job.request.params.logprobs is not None and update.token_ids:
+            assert update.logprobs is not None
+            assert [row.token_ids[0] for row in update.logprobs] == update.token_ids
+        if update.prompt_logprobs is not None:
+            first, rows = update.prompt_logprobs
+            choices = expected_prompt_choices(job.request.prompt_token_ids)[first - 1 : first - 1 + len(rows)]
+            given = list(job.request.prompt_token_ids[first : first + len(rows)])
+            assert [row.token_ids[0] for row in rows] == given, f"{update.request_id}: prompt tokens"
+            assert [row.token_ids[1] for row in rows] == choices, f"{update.request_id}: prompt choices"
+        if update.finish_reason is not None:
+            job.finished = True
+            assert job.tokens == job.expected, (
+                f"{update.request_id}: {len(job.expected) - len(job.tokens)} tokens missing"
+            )
+            assert update.finish_reason == job.reason, f"{update.request_id}: {update.finish_reason}, not {job.reason}"
+
+    def _check_idle(self) -> None:
+        """Nothing runs: every page, row and slot is home, and nobody wrote where nobody may."""
+        self.core.scheduler.check_idle()
+        runner, peek = self.core.runner, self.device.peek
+        rows = runner.rows
+        for ring in (rows._staged._ring, runner._outputs._ring):
+            assert all(slot.event.query() for slot in ring.slots), "a ring slot is still in use"
+        assert peek(rows.status)[rows.scratch_row] == RowStatus.INERT, "the scratch row runs"
+        assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"
+        for cache in runner.kv_caches:
+            assert not peek(cache)[0].any(), "somebody wrote to the null page"
+
+    def _note(self, text: str) -> None:
+        self.trace.append(text)
+
+
+@contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Memory is freed where references end, never at a moment that the collector chose."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def run_seed(seed: int, **overrides: Any) -> World:
+    torch.set_num_threads(1)
+    world = World(seed, overrides)
+    world.run()
+    return world

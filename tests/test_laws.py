@@ -1,0 +1,37 @@
+"""`docs/laws.md` maps every law to tests that exist, or to the feature that will bring it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "laws.md").read_text()
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if re.match(r"\| \d", line)]
+NUM_LAWS = 12
+# Features whose code exists: a law may not hide behind one of them.
+BUILT = {"slipstream/speculate": "speculation"}
+
+
+def test_every_law_is_on_the_page() -> None:
+    assert [int(number) for number, *_ in ROWS] == list(range(1, NUM_LAWS + 1))
+
+
+@pytest.mark.parametrize(("number", "text", "proof"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_law_names_tests_that_exist_or_a_feature_that_does_not(number: str, text: str, proof: str) -> None:
+    if proof.startswith("comes with: "):
+        feature = proof.removeprefix("comes with: ")
+        assert feature in BUILT.values()
+        for folder, name in BUILT.items():
+            assert name != feature or not (ROOT / folder).exists(), f"law {number}: {folder} is there; name its tests"
+        return
+    named = re.findall(r"`([^`]+)::([^`]+)`", proof)
+    assert named, f"law {number} names no test"
+    for path, name in named:
+        functions = {
+            node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+        }
+        assert name in functions, f"law {number}: there is no {name} in {path}"
