@@ -22,6 +22,7 @@ from slipstream import __version__
 from slipstream.commands.options import with_options
 from slipstream.config import EngineOptions, debug_enabled
 from slipstream.errors import SlipstreamError, nearest
+from slipstream.server.settings import ServerSettings
 from slipstream.types import SamplingParams
 
 EXIT_ERROR = 1  # a fault of ours
@@ -117,6 +118,24 @@ def bench(
 
     workload = Workload.parse(batch, prompt_len=prompt_len, output_len=output_len, repeat=repeat)
     return run(engine, workload, model=model, shape=shape, output_dir=output_dir, as_json=as_json)
+
+
+@app.command()
+@with_options()
+def serve(
+    settings: ServerSettings,
+    engine: EngineOptions,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Model to serve; the default model if unset.")
+    ] = None,
+) -> int:
+    """Serve a model over HTTP, in the manner of OpenAI's API.
+
+    The engine runs in a process of its own. Documentation of every route is at /docs.
+    """
+    from slipstream.commands.serve import run
+
+    return run(model, engine, settings)
 
 
 @app.command()

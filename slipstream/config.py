@@ -37,6 +37,11 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 
 
+def child_environment(**defaults: str) -> dict[str, str]:
+    """This process's environment for a child, with values for what the user left open."""
+    return {**defaults, **os.environ}
+
+
 def sync_check_enabled() -> bool:
     """$SLIPSTREAM_SYNC_CHECK: on a GPU, raise where the host would wait for it outside of the places for that."""
     return _flag("SLIPSTREAM_SYNC_CHECK")

@@ -13,7 +13,7 @@ from rich.progress import Progress, TextColumn
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.client import EngineClient, Prompt
-from slipstream.engine.core import EngineStats
+from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.types import RequestOutput, SamplingParams
@@ -24,14 +24,27 @@ Message = Mapping[str, Any]
 class _FrontDoor:
     """What both faces share: building the engine, and closing it.
 
-    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the engine comes from elsewhere.
+    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the engine comes from elsewhere. With
+    ``own_process`` the engine runs in a process of its own, as under the server.
     """
 
-    def __init__(self, model: str | None = None, *, build: Callable[[], Engine] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        build: Callable[[], Engine] | None = None,
+        own_process: bool = False,
+        **options: Any,
+    ) -> None:
         if model is not None:
             options["model"] = model
         chosen = EngineOptions.from_dict(options)
-        self._client = EngineClient(build or (lambda: build_engine(chosen)))
+        if own_process:
+            from slipstream.engine.process import EngineProcess  # wants the packages of the server
+
+            self._client = EngineClient(lambda deliver: EngineProcess(chosen, deliver))
+        else:
+            self._client = EngineClient.in_thread(build or (lambda: build_engine(chosen)))
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -239,6 +239,7 @@ class StepResult:
     token_ids: list[list[int]]
     statuses: list[RowStatus]
     logprobs: list[list[LogprobRow]] | None = None  # one for each token, where any request asked
+    wait_s: float = 0.0  # how long the host waited for it
     # By place in the plan: the position of the first, then one for each prompt token from there on.
     prompt_logprobs: dict[int, tuple[int, list[LogprobRow]]] = field(default_factory=dict)
 

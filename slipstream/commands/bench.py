@@ -126,7 +126,7 @@ def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, 
     from slipstream.engine.client import EngineClient
 
     with _notes().status(f"loading {case}"):
-        client = EngineClient(lambda: build_engine(options) if shape is None else build_shape(options, shape))
+        client = EngineClient.in_thread(lambda: build_engine(options) if shape is None else build_shape(options, shape))
     rows: list[Row] = []
     try:
         for batch in workload.batches:

@@ -17,11 +17,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from slipstream.config import EngineOptions
+from slipstream.server.settings import ServerSettings
 from slipstream.types import SamplingParams
 
 R = TypeVar("R")
 
-_PANELS: dict[type, str] = {EngineOptions: "Engine", SamplingParams: "Sampling"}
+_PANELS: dict[type, str] = {EngineOptions: "Engine", SamplingParams: "Sampling", ServerSettings: "Server"}
 
 # Engine options carry their help themselves; requests are plain data, so the words for them are here.
 SAMPLING_HELP: dict[str, str] = {

@@ -25,15 +25,19 @@ from slipstream.scheduler.scheduler import Scheduler
 from slipstream.types import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """A core with what the front door needs beside it."""
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the front door needs to know of an engine, wherever that runs."""
 
     config: EngineConfig
-    core: EngineCore
     tokenizer: Tokenizer | None  # None for a bare shape with random weights
     defaults: SamplingParams  # from the model's generation config
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Engine(EngineInfo):
+    core: EngineCore
 
 
 def build_engine(options: EngineOptions) -> Engine:
@@ -86,7 +90,8 @@ def _assemble(
         runner = Runner(config, device, model, _backend(config))
     core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
     generation = checkpoint.generation_config if checkpoint is not None else {}
-    return Engine(config, core, tokenizer, sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer))
+    defaults, eos_token_ids = sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer)
+    return Engine(config, tokenizer, defaults, eos_token_ids, core)
 
 
 def _backend(config: EngineConfig) -> AttentionBackend:

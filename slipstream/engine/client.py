@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.engine.build import Engine
-from slipstream.engine.core import EngineStats
-from slipstream.engine.loop import EngineLoop
+from slipstream.engine.driver import Deliver
+from slipstream.engine.loop import EngineLoop, RunningEngine
 from slipstream.engine.output_processor import OutputProcessor, Sink
+from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.request_state import MAX_DEVICE_STOP_IDS
@@ -39,18 +40,22 @@ class Submission:
 
 
 class EngineClient:
-    """``build`` makes the engine; it is called in the engine's own thread, and its errors come out here."""
+    """``start`` brings an engine to life, in a thread or in a process, and is given what takes its tokens."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
-        self._loop = EngineLoop(build, lambda updates: self._output.deliver(updates))
-        engine = self._loop.engine
-        self.config = engine.config
-        self._engine = engine
+    def __init__(self, start: Callable[[Deliver], RunningEngine]) -> None:
+        self.running = start(lambda updates: self._output.deliver(updates))
+        self._engine = self.running.info
+        self.config = self._engine.config
         self._ids = itertools.count()
-        self._seeds = random.Random(engine.config.seed)
+        self._seeds = random.Random(self.config.seed)
         self._lock = threading.Lock()
         self._closed = False
-        self._output = OutputProcessor(engine.tokenizer or _NoText(), self._loop.finish)
+        self._output = OutputProcessor(self._engine.tokenizer or _NoText(), self.running.finish)
+
+    @classmethod
+    def in_thread(cls, build: Callable[[], Engine]) -> EngineClient:
+        """``build`` is called in the engine's own thread; its errors come out here."""
+        return cls(lambda deliver: EngineLoop(build, deliver))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -60,7 +65,7 @@ class EngineClient:
 
     @property
     def stats(self) -> EngineStats:
-        return self._loop.stats
+        return self.running.stats
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
@@ -136,7 +141,7 @@ class EngineClient:
             raise EngineError("the engine is closed")
         self._output.register(submission.request_id, submission.requests, submission.prompt, sink, every_token)
         for request in submission.requests:
-            self._loop.add(request)
+            self.running.add(request)
 
     def abort(self, request_id: str) -> None:
         self._output.abort(request_id)
@@ -144,5 +149,5 @@ class EngineClient:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._loop.close()
+            self.running.close()
             self._output.close()

@@ -39,6 +39,7 @@ class SchedulerStats:
     num_running: int = 0
     num_free_pages: int = 0
     num_preemptions: int = 0
+    num_drains: int = 0
     num_prompt_tokens: int = 0  # of all requests admitted so far, each counted once
     num_cached_tokens: int = 0  # of those, found in the prefix cache
 
@@ -94,6 +95,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch before older steps are collected."""
         if not self._reserve_pages_for_running() or not self._make_room_for_urgent():
+            self._totals.num_drains += 1
             return None
         plan = StepPlan(self._next_step_id, [])
         budget = self._config.max_num_batched_tokens

@@ -24,7 +24,16 @@ from torch import Tensor
 from slipstream.config import cache_dir
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fopenmp-simd",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+]
 _PROBE = """
 import ctypes, sys
 f = ctypes.c_float

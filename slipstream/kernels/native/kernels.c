@@ -4,10 +4,115 @@
  * float32 and contiguous unless a stride says otherwise. The definitions are the torch bodies in the files of
  * slipstream/kernels that call these; tests compare the two.
  */
+#define _GNU_SOURCE
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* Threads for loops. Whoever is there takes the next piece, and the caller waits for pieces that somebody has begun,
+ * never for a thread that has not come: on a machine whose cores others use too, a team that must be complete at the
+ * end of every loop waits for the scheduler a hundred times a step. Workers look for work for a moment and then sleep.
+ */
+typedef void (*Body)(const void *arg, int64_t first, int64_t end);
+
+typedef struct {
+    Body body;
+    const void *arg;
+    int64_t count, piece;
+} Job;
+
+#define MAX_WORKERS 255
+#define LOOKS_BEFORE_SLEEP 20000 /* some ten microseconds to a hundred */
+
+static struct {
+    pthread_mutex_t owner; /* one loop at a time */
+    pthread_mutex_t sleep;
+    pthread_cond_t wake;
+    Job job;
+    _Atomic uint64_t claim; /* number of the job, and of its next piece */
+    _Atomic int64_t done;   /* pieces */
+    _Atomic int num_sleeping;
+    int num_workers;
+} pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Takes pieces of one job until none is left. The job is read before a piece is taken: as long as the number fits, the
+ * job was still open then, and it stays open until the piece is done. */
+static void take_pieces(uint64_t number) {
+    for (;;) {
+        uint64_t seen = atomic_load_explicit(&pool.claim, memory_order_acquire);
+        Job job = pool.job;
+        int64_t index = (int64_t)(uint32_t)seen;
+        if (seen >> 32 != number || index * job.piece >= job.count) return;
+        if (!atomic_compare_exchange_weak_explicit(&pool.claim, &seen, seen + 1, memory_order_acq_rel, memory_order_relaxed))
+            continue;
+        int64_t first = index * job.piece, end = first + job.piece;
+        job.body(job.arg, first, end < job.count ? end : job.count);
+        atomic_fetch_add_explicit(&pool.done, 1, memory_order_acq_rel);
+    }
+}
+
+static void *work(void *unused) {
+    (void)unused;
+    uint64_t number = 0;
+    for (;;) {
+        uint64_t now = number;
+        for (int look = 0; look < LOOKS_BEFORE_SLEEP && now == number; look++) {
+            pause_briefly();
+            now = atomic_load_explicit(&pool.claim, memory_order_acquire) >> 32;
+        }
+        if (now == number) {
+            pthread_mutex_lock(&pool.sleep);
+            atomic_fetch_add(&pool.num_sleeping, 1);
+            while ((now = atomic_load(&pool.claim) >> 32) == number) pthread_cond_wait(&pool.wake, &pool.sleep);
+            atomic_fetch_sub(&pool.num_sleeping, 1);
+            pthread_mutex_unlock(&pool.sleep);
+        }
+        number = now;
+        take_pieces(number);
+    }
+    return NULL;
+}
+
+/* Calls body for all of [0, count) in pieces, on up to num_threads threads. */
+static void spread(Body body, const void *arg, int64_t count, int64_t piece, int num_threads) {
+    if (num_threads <= 1 || count <= piece || pthread_mutex_trylock(&pool.owner)) {
+        body(arg, 0, count);
+        return;
+    }
+    while (pool.num_workers < num_threads - 1 && pool.num_workers < MAX_WORKERS) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, work, NULL)) break;
+        pthread_detach(thread);
+        pool.num_workers++;
+    }
+    uint64_t number = (atomic_load(&pool.claim) >> 32) + 1;
+    int64_t num_pieces = (count + piece - 1) / piece;
+    /* The old job has no piece left, and must not seem to have one while the new one is written over it. */
+    atomic_store(&pool.claim, (number - 1) << 32 | 0xffffffffu);
+    atomic_thread_fence(memory_order_seq_cst);
+    pool.job = (Job){body, arg, count, piece};
+    atomic_store(&pool.done, 0);
+    atomic_store(&pool.claim, number << 32);
+    if (atomic_load(&pool.num_sleeping)) {
+        pthread_mutex_lock(&pool.sleep);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.sleep);
+    }
+    take_pieces(number);
+    while (atomic_load_explicit(&pool.done, memory_order_acquire) < num_pieces) pause_briefly();
+    pthread_mutex_unlock(&pool.owner);
+}
 
 /* e^x to about one unit in the last place, in a form that compilers vectorise. NaN stays NaN. */
 static inline float fast_exp(float x) {
@@ -96,7 +201,8 @@ typedef struct {
     float *out;
     int64_t heads, kv_heads, dim, page_size, table_stride;
     float scale;
-    int64_t window;
+    int64_t window, longest;
+    _Atomic int failed;
 } Attention;
 
 /* All query heads of one group, all query tokens of one request: keys are read once for all of them. */
@@ -137,32 +243,32 @@ static void attend(const Attention *a, int64_t request, int64_t kv_head, float *
     }
 }
 
+static void attend_piece(const void *arg, int64_t first, int64_t end) {
+    Attention *a = (Attention *)arg;
+    float *scores = malloc((size_t)(a->longest + 1) * sizeof(float));
+    if (!scores) atomic_store(&a->failed, 1);
+    for (int64_t i = first; i < end && scores; i++)
+        if (a->seq_lens[i / a->kv_heads] > 0) attend(a, i / a->kv_heads, i % a->kv_heads, scores);
+    free(scores);
+}
+
 /* Returns 0, or 1 when there is no memory for the scores. Tokens of rows that do not run give zero. */
 int slip_paged_attention(const float *q, const float *cache, const int32_t *starts, const int32_t *seq_lens,
                          const int32_t *block_table, float *out, int64_t requests, int64_t heads, int64_t kv_heads,
                          int64_t dim, int64_t page_size, int64_t table_stride, float scale, int64_t window,
                          int num_threads) {
-    Attention a = {q, cache, starts, seq_lens, block_table, out, heads, kv_heads, dim, page_size, table_stride, scale, window};
-    int64_t longest = 0, work = 0, failed = 0;
+    Attention a = {q,    cache,     starts,       seq_lens, block_table, out, heads, kv_heads,
+                   dim, page_size, table_stride, scale,    window,      0,   0};
+    int64_t work = 0;
     for (int64_t r = 0; r < requests; r++) {
-        longest = seq_lens[r] > longest ? seq_lens[r] : longest;
+        a.longest = seq_lens[r] > a.longest ? seq_lens[r] : a.longest;
         work += (int64_t)seq_lens[r] * (starts[r + 1] - starts[r]) * heads * dim;
         if (seq_lens[r] == 0)
             memset(out + starts[r] * heads * dim, 0, (size_t)((starts[r + 1] - starts[r]) * heads * dim) * sizeof(float));
     }
-#pragma omp parallel num_threads(num_threads) if (work > 100000)
-    {
-        float *scores = malloc((size_t)(longest + 1) * sizeof(float));
-        if (!scores) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < requests * kv_heads; i++)
-            if (scores && seq_lens[i / kv_heads] > 0) attend(&a, i / kv_heads, i % kv_heads, scores);
-        free(scores);
-    }
-    return (int)failed;
+    /* Short contexts: one thread is done before another has come. */
+    spread(attend_piece, &a, requests * kv_heads, 1, work > 100000 ? num_threads : 1);
+    return atomic_load(&a.failed);
 }
 
 /* Matrix product with a weight in panels: [panels][in][PANEL], a panel being PANEL neighbouring outputs, zero-padded.
@@ -191,7 +297,7 @@ typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(siz
 typedef struct {
     const float *x, *weight, *bias; /* bias may be NULL */
     float *out;
-    int64_t in, out_size;
+    int64_t tokens, in, out_size;
     int gated; /* a panel is LANES gates and the LANES values they gate */
 } Product;
 
@@ -252,16 +358,22 @@ static const Tile tiles[MAX_TILE + 1] = {
 #endif
 };
 
+static void multiply_panels(const void *arg, int64_t first, int64_t end) {
+    const Product *p = arg;
+    for (int64_t panel = first; panel < end; panel++)
+        for (int64_t token = 0; token < p->tokens; token += MAX_TILE)
+            tiles[p->tokens - token < MAX_TILE ? p->tokens - token : MAX_TILE](p, panel, token);
+}
+
 int64_t slip_panel_width(void) { return PANEL; }
 
 void slip_panel_linear(const float *x, const float *panels, const float *bias, float *out, int64_t tokens, int64_t in,
                        int64_t out_size, int gated, int num_threads) {
-    Product p = {x, panels, bias, out, in, out_size, gated};
+    Product p = {x, panels, bias, out, tokens, in, out_size, gated};
     int64_t step = gated ? LANES : PANEL, num_panels = (out_size + step - 1) / step;
-#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_panels * in * tokens > 4096)
-    for (int64_t panel = 0; panel < num_panels; panel++)
-        for (int64_t token = 0; token < tokens; token += MAX_TILE)
-            tiles[tokens - token < MAX_TILE ? tokens - token : MAX_TILE](&p, panel, token);
+    /* Pieces small enough that the last one is soon done, large enough that taking one costs nothing. */
+    int64_t piece = num_panels / (num_threads * 8);
+    spread(multiply_panels, &p, num_panels, piece > 0 ? piece : 1, num_panels * in * tokens > 4096 ? num_threads : 1);
 }
 
 /* All layers of a dense decoder for a few tokens a request, in one call: between two products there is too little work

@@ -1,0 +1,19 @@
+"""``slipstream serve``: the model behind an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.config import EngineOptions
+from slipstream.errors import ConfigError
+from slipstream.server.settings import ServerSettings
+
+
+def run(model: str | None, engine: EngineOptions, settings: ServerSettings) -> int:
+    try:
+        from slipstream.server.run import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs {error.name}; install it with: pip install 'slipstream[server]'"
+        ) from error
+    return serve(engine if model is None else replace(engine, model=model), settings)

@@ -1,0 +1,76 @@
+"""The loop itself: messages in, steps, collected tokens out. The same in a thread and in a process of its own."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream.engine.core import EngineCore
+from slipstream.errors import RequestError
+from slipstream.types import Request, TokenUpdate
+
+Deliver = Callable[[list[TokenUpdate]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Message = Add | Finish | Stop
+Receive = Callable[[bool], Message]  # waits if told so, else raises queue.Empty where there is nothing
+
+
+class Driver:
+    """Owns the core: nobody else may touch it. ``deliver`` is called between steps."""
+
+    def __init__(self, core: EngineCore, receive: Receive, deliver: Deliver) -> None:
+        self._core = core
+        self._receive = receive
+        self._deliver = deliver
+        self.known: set[str] = set()  # requests that have not been told their end
+
+    def run(self) -> None:
+        """Until a ``Stop`` comes."""
+        while self._take_messages():
+            if self._core.has_work:
+                self._hand_on(self._core.step())
+
+    def _take_messages(self) -> bool:
+        """Handle what has come; wait for a message only when there is nothing to compute. False to end."""
+        while True:
+            try:
+                message = self._receive(not self._core.has_work)
+            except queue.Empty:
+                return True
+            if isinstance(message, Stop):
+                self._hand_on([TokenUpdate(i, [], "abort", error="the engine was closed") for i in sorted(self.known)])
+                return False
+            if isinstance(message, Finish):
+                self._core.finish(message.request_id)
+                self.known.discard(message.request_id)
+            else:
+                self._add(message.request)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+            self.known.add(request.request_id)
+        except RequestError as error:
+            self._deliver([TokenUpdate(request.request_id, [], "error", error=str(error))])
+
+    def _hand_on(self, updates: list[TokenUpdate]) -> None:
+        self.known.difference_update(u.request_id for u in updates if u.finish_reason is not None)
+        if updates:
+            self._deliver(updates)

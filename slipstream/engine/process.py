@@ -1,0 +1,212 @@
+"""The engine in a process of its own, watched: HTTP and tokenising never delay a step, and a crash is not the end.
+
+If the process dies, every request it had learns so at once, and another one is started. Sockets live in a folder that
+only this user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from slipstream import errors
+from slipstream.config import EngineOptions, child_environment
+from slipstream.engine.build import EngineInfo
+from slipstream.engine.driver import Add, Deliver, Finish, Stop
+from slipstream.engine.stats import EngineStats
+from slipstream.engine.wire import Ready, Refused, Stats, Updates, decode, encode
+from slipstream.errors import EngineError, SlipstreamError
+from slipstream.models.hub import resolve_model
+from slipstream.models.weights import open_checkpoint
+from slipstream.types import Request, TokenUpdate
+
+logger = logging.getLogger("slipstream.engine")
+
+_POLL_MS = 50  # how soon a death is noticed
+_STOP_S = 5.0
+_MAX_FAILED_STARTS = 3  # in a row, after which nobody tries again
+
+
+class _Child:
+    """One engine process and its two sockets."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-"))  # mode 0700
+        self._context = zmq.Context()
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        for socket, name in ((self._outbox, "in"), (self._inbox, "out")):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # the queue limit is the server's business
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.bind(f"ipc://{self._folder}/{name}")
+        self._lock = threading.Lock()
+        command = [sys.executable, "-m", "slipstream.engine.worker", str(self._folder)]
+        # torch's own pool must not spin on the cores that the C kernels' threads need next.
+        environment = child_environment(OMP_WAIT_POLICY="passive")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # died at once: whoever waits for it will see
+            self.process.stdin.write(msgspec.json.encode(options))
+            self.process.stdin.close()
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            if not self._outbox.closed:
+                self._outbox.send_multipart(encode(message))
+
+    def receive(self) -> Any:
+        """The next message, or None if none came for a moment."""
+        return decode(self._inbox.recv_multipart()) if self._inbox.poll(_POLL_MS) else None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self, timeout_s: float = 0.0) -> None:
+        """Let the process end by itself for a while, then make it."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        with self._lock:
+            self._context.destroy()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class EngineProcess:
+    """A ``RunningEngine`` whose core is elsewhere. ``deliver`` is called from a thread of its own."""
+
+    def __init__(self, options: EngineOptions, deliver: Deliver) -> None:
+        # Fetched here, where progress can be shown; the process finds it in the cache.
+        path = resolve_model(options.model)
+        self._options = replace(options, model=str(path))
+        self._deliver = deliver
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._failure: str | None = None
+        self._stats = EngineStats()
+        self.num_restarts = 0
+        self._child = _Child(self._options)
+        ready = self._wait_until_ready()
+        tokenizer = open_checkpoint(path).tokenizer()
+        self._info = EngineInfo(ready.config, tokenizer, ready.defaults, ready.eos_token_ids)
+        self._is_ready = True
+        self._thread = threading.Thread(target=self._watch, name="slipstream-engine-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be taken now; false while a dead engine is replaced."""
+        return self._is_ready
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    def add(self, request: Request) -> None:
+        with self._lock:
+            if not self._is_ready:
+                raise EngineError(self._failure or "the engine is being restarted; try again in a moment")
+            self._known.add(request.request_id)
+            self._child.send(Add(request))
+
+    def finish(self, request_id: str) -> None:
+        with self._lock:
+            self._known.discard(request_id)
+            self._child.send(Finish(request_id))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._is_ready = False
+            self._child.send(Stop())
+        self._thread.join(_STOP_S + 1)
+        self._child.end(_STOP_S)
+        self._lose_all("the engine was closed")
+
+    def _wait_until_ready(self) -> Ready:
+        while True:
+            message = self._child.receive()
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, Refused):
+                self._child.end()
+                raise getattr(errors, message.kind, SlipstreamError)(message.message)
+            if message is None and (not self._child.is_alive or self._closing):
+                code = self._child.process.poll()
+                self._child.end()
+                raise EngineError(f"the engine process ended with code {code} while it was starting")
+
+    def _watch(self) -> None:
+        while not self._closing or self._child.is_alive:
+            message = self._child.receive()
+            if isinstance(message, Updates):
+                self._hand_on(message.updates)
+            elif isinstance(message, Stats):
+                self._stats = message.stats
+            elif message is None and not self._child.is_alive:
+                if self._closing:
+                    return
+                self._replace()
+
+    def _hand_on(self, updates: list[TokenUpdate]) -> None:
+        with self._lock:
+            self._known.difference_update(u.request_id for u in updates if u.finish_reason is not None)
+        self._deliver(updates)
+
+    def _replace(self) -> None:
+        """The process is dead: say so to whoever waits for it, and start another."""
+        code = self._child.process.poll()
+        with self._lock:
+            self._is_ready = False
+        logger.error("the engine process ended with code %s; starting another", code)
+        self._lose_all(f"the engine process ended with code {code}; it is being restarted, send the request again")
+        self._child.end()
+        self._stats = EngineStats()
+        for attempt in range(1, _MAX_FAILED_STARTS + 1):
+            if self._closing:
+                return
+            try:
+                self._child = _Child(self._options)
+                self._wait_until_ready()
+            except SlipstreamError as error:
+                logger.error("start %d of %d failed: %s", attempt, _MAX_FAILED_STARTS, error)
+                self._failure = f"the engine cannot be restarted: {error}"
+                time.sleep(attempt)
+                continue
+            with self._lock:
+                self._is_ready, self._failure = True, None
+                self.num_restarts += 1
+            logger.warning("the engine is back")
+            return
+        self._closing = True  # requests are refused with the reason; whoever runs the server has to look
+
+    def _lose_all(self, reason: str) -> None:
+        with self._lock:
+            lost, self._known = sorted(self._known), set()
+        if lost:
+            # Not the requests' fault, hence "abort" and not "error".
+            self._deliver([TokenUpdate(i, [], "abort", error=reason, time=time.monotonic()) for i in lost])

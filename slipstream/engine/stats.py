@@ -1,0 +1,44 @@
+"""What the engine counts. Plain numbers, so that they travel between processes."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+# Upper edges in seconds: a step takes a fraction of a millisecond on a fast GPU, seconds for a long prompt on a CPU.
+STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_SECONDS) + 1))  # the last has no upper edge
+    total: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
+        self.total += seconds
+
+
+@dataclass(slots=True)
+class EngineStats:
+    num_steps: int = 0
+    num_tokens_computed: int = 0  # prompt and output tokens that went through the model
+    num_tokens_out: int = 0
+    num_requests_finished: int = 0
+    num_preemptions: int = 0
+    num_drains: int = 0  # times the scheduler had to see older steps collected before it could go on
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_pages: int = 0
+    num_pages: int = 0
+    num_prompt_tokens: int = 0  # of all requests admitted so far
+    num_cached_tokens: int = 0  # of those, found in the prefix cache
+    num_sync_violations: int = 0  # waits for the device that the guard refused
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of those
+    step_s: Histogram = field(default_factory=Histogram)  # from one collect to the next, while there was work
+    host_s: Histogram = field(default_factory=Histogram)  # of that, everything but waiting for the device
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.num_cached_tokens / max(1, self.num_prompt_tokens)

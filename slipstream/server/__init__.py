@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server. Thin: it knows requests, text and HTTP, and no tensors."""

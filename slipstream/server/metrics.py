@@ -1,0 +1,98 @@
+"""Figures for Prometheus: what the server sees of requests, and what the engine counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from slipstream.engine.stats import STEP_SECONDS, EngineStats
+from slipstream.engine.stats import Histogram as StepHistogram
+from slipstream.types import RequestOutput
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+_GAUGES = {
+    "num_waiting": "Requests that wait to be admitted.",
+    "num_running": "Requests that have a row on the device.",
+    "num_pages": "Pages of the KV cache.",
+    "num_free_pages": "Pages of the KV cache that can be taken now.",
+}
+_COUNTERS = {
+    "num_steps": "Steps launched.",
+    "num_tokens_computed": "Prompt and output tokens that went through the model.",
+    "num_tokens_out": "Output tokens.",
+    "num_requests_finished": "Requests that the engine ended.",
+    "num_preemptions": "Requests sent back to the queue for lack of pages.",
+    "num_drains": "Times the scheduler waited for older steps before it could go on.",
+    "num_prompt_tokens": "Prompt tokens of admitted requests.",
+    "num_cached_tokens": "Prompt tokens found in the prefix cache.",
+    "num_sync_violations": "Waits for the device that the guard refused.",
+    "num_draft_tokens": "Tokens drafted.",
+    "num_accepted_tokens": "Drafted tokens that were accepted.",
+}
+
+
+class _EngineCollector:
+    """Reads the engine's counts when somebody asks."""
+
+    def __init__(self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int]) -> None:
+        self._stats = stats
+        self._num_restarts = num_restarts
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"slipstream_{name.removeprefix('num_')}", text, value=getattr(stats, name))
+        used = 1 - stats.num_free_pages / max(1, stats.num_pages) if stats.num_pages else 0.0
+        yield GaugeMetricFamily("slipstream_kv_cache_usage", "Share of the KV cache in use.", value=used)
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"slipstream_{name.removeprefix('num_')}", text, value=getattr(stats, name))
+        yield CounterMetricFamily("slipstream_engine_restarts", "Engines that died.", value=self._num_restarts())
+        yield _histogram("slipstream_step_seconds", "Time of a step.", stats.step_s)
+        yield _histogram(
+            "slipstream_host_step_seconds", "Of that, everything but waiting for the device.", stats.host_s
+        )
+
+
+def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFamily:
+    buckets, seen = [], 0
+    for edge, count in zip((*STEP_SECONDS, float("inf")), values.counts, strict=True):
+        seen += count
+        buckets.append(("+Inf" if edge == float("inf") else str(edge), float(seen)))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=values.total)
+
+
+class ServerMetrics:
+    """A registry of its own: two servers in one process do not mix."""
+
+    def __init__(self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(stats, num_restarts))
+        own = self.registry
+        self.requests = Counter("slipstream_http_requests", "HTTP requests.", ["path", "status"], registry=own)
+        self.refused = Counter(
+            "slipstream_requests_refused", "Requests refused because the queue was full.", registry=own
+        )
+        self.ended = Counter("slipstream_completions", "Continuations by how they ended.", ["reason"], registry=own)
+        self.time_to_first_token = Histogram(
+            "slipstream_time_to_first_token_seconds", "From arrival to the first token.", buckets=_SECONDS, registry=own
+        )
+        self.time_between_tokens = Histogram(
+            "slipstream_time_between_tokens_seconds", "Between outputs of a stream.", buckets=_SECONDS, registry=own
+        )
+        self.request_time = Histogram(
+            "slipstream_request_seconds", "From arrival to the end.", buckets=_SECONDS, registry=own
+        )
+
+    def finished(self, output: RequestOutput) -> None:
+        for choice in output.outputs:
+            self.ended.labels(choice.finish_reason or "abort").inc()
+        if output.timings.first_token_s is not None:
+            self.time_to_first_token.observe(output.timings.first_token_s)
+        self.request_time.observe(output.timings.total_s)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

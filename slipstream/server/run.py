@@ -1,0 +1,71 @@
+"""Starting the server, and ending it without losing anybody's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+
+import uvicorn
+
+from slipstream.config import EngineOptions
+from slipstream.engine.client import EngineClient
+from slipstream.engine.process import EngineProcess
+from slipstream.errors import ConfigError
+from slipstream.server.app import Server, create_app
+from slipstream.server.settings import ServerSettings
+
+_LARGEST_HEADERS = 64 << 10
+
+
+def serve(options: EngineOptions, settings: ServerSettings) -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    listener = _listen(settings)  # first: a port that is taken should not cost the loading of a model
+    client = EngineClient(lambda deliver: EngineProcess(options, deliver))
+    server = Server(client, options.model, settings)
+
+    config = uvicorn.Config(
+        create_app(server),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.shutdown_timeout_s),
+        h11_max_incomplete_event_size=_LARGEST_HEADERS,
+        http="h11",
+    )
+    listener.listen(2048)  # from here on nobody is turned away
+    host, port = listener.getsockname()[:2]
+    logging.info("serving %s on http://%s:%s", server.model_name, host, port)
+    _Uvicorn(config, server).run(sockets=[listener])
+    return 0
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says what becomes of the requests under way, and ends the engine: afterwards the signal ends this process."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        gate, seconds = self._server.gate, self._server.settings.shutdown_timeout_s
+        if gate.num_open:
+            logging.info("shutting down: %d requests have %g s to finish", gate.num_open, seconds)
+        num_open, num_aborted = gate.num_open, gate.num_aborted
+        await super().shutdown(sockets)
+        num_aborted = gate.num_aborted - num_aborted
+        logging.info("shut down: %d requests finished, %d aborted", num_open - num_aborted, num_aborted)
+        await asyncio.to_thread(self._server.client.close)
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from error
+    return listener

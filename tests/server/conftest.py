@@ -1,0 +1,96 @@
+"""A real server in a process of its own, with a tiny model that has a chat template."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import tiny_models
+
+MODEL_NAME = "tiny"
+
+
+@dataclass
+class RunningServer:
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str] = field(default_factory=list)  # of standard error
+    reader: threading.Thread = field(default_factory=threading.Thread)
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine is the server's only child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(pid) for pid in children if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^slipstream_{name} (.*)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found[1])
+
+    def wait_until_idle(self, timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.metric("running") or self.metric("waiting") or self.metric("free_pages") != self.metric("pages"):
+            assert time.monotonic() < deadline, httpx.get(f"{self.url}/metrics").text
+            time.sleep(0.1)
+
+    def wait_for_line(self, text: str, timeout_s: float = 20.0) -> str:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for line in self.lines:
+                if text in line:
+                    return line
+            time.sleep(0.05)
+        raise AssertionError(f"'{text}' was not said: {self.lines[-20:]}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+        assert self.process.stderr is not None
+        self.reader.join(5)
+        self.process.stderr.close()
+
+
+def start_server(folder: Path, *options: str) -> RunningServer:
+    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0"]
+    command += ["--served-model-name", MODEL_NAME, "--max-num-seqs", "8", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    server = RunningServer(process, "")
+    assert process.stderr is not None
+    stderr = process.stderr
+
+    def read() -> None:
+        for line in stderr:
+            server.lines.append(line.rstrip("\n"))
+
+    server.reader = threading.Thread(target=read, daemon=True)
+    server.reader.start()
+    server.url = server.wait_for_line("serving", 60).rpartition(" on ")[2]
+    return server
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models.save(tiny_models.build("llama"), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path) -> Iterator[RunningServer]:
+    running = start_server(model_folder, "--seed", "1")
+    yield running
+    running.stop()

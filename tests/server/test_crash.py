@@ -1,0 +1,97 @@
+"""The engine's process dies: clients know at once, the server recovers. The server ends: nobody's answer is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import MODEL_NAME, RunningServer, start_server
+
+LONG = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def own_server(model_folder: Path) -> Iterator[RunningServer]:
+    running = start_server(model_folder, "--shutdown-timeout-s", "5")
+    yield running
+    running.stop()
+
+
+def test_killing_the_engine_in_mid_stream(own_server: RunningServer) -> None:
+    url = own_server.url
+    plain: list[httpx.Response] = []
+    waiting = threading.Thread(
+        target=lambda: plain.append(httpx.post(f"{url}/v1/completions", json={**LONG, "n": 8}, timeout=60))
+    )
+    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        waiting.start()
+        time.sleep(0.3)
+        os.kill(own_server.engine_pid, signal.SIGKILL)
+        killed = time.monotonic()
+        last = [line for line in lines if line.startswith("data: ")][-1]
+    assert time.monotonic() - killed < 2
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == 503
+    assert "the engine process ended with code -9" in error["message"]
+    waiting.join(2)
+    assert plain[0].status_code == 503
+    assert plain[0].headers["retry-after"]
+
+    # While it is away, requests are refused at once; then it is back.
+    refused = httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=10)
+    assert refused.status_code in (503, 200)
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{url}/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=30).status_code == 200
+    assert own_server.metric("engine_restarts_total") == 1
+    own_server.wait_until_idle()
+
+
+def test_a_shutdown_lets_requests_finish(own_server: RunningServer) -> None:
+    with httpx.stream("POST", f"{own_server.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        engine_pid = own_server.engine_pid
+        own_server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    own_server.process.wait(20)
+    assert "1 requests finished, 0 aborted" in own_server.wait_for_line("shut down:")
+    assert not Path(f"/proc/{engine_pid}").exists()
+
+
+def test_a_shutdown_that_takes_too_long_aborts_and_says_so(model_folder: Path) -> None:
+    running = start_server(model_folder, "--shutdown-timeout-s", "0")
+    stopped = threading.Event()
+
+    def read_slowly() -> None:
+        try:
+            body = {**LONG, "stream": True, "n": 16}
+            with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
+                for _ in answer.iter_lines():
+                    if stopped.is_set():
+                        time.sleep(0.05)
+        except httpx.HTTPError:
+            pass
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    time.sleep(0.7)
+    stopped.set()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(20) is not None
+    assert "16 aborted" in running.wait_for_line("shut down:")
+    reader.join()
+    running.stop()
