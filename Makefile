@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 SEEDS ?= 200
 SEED ?=
+MODEL ?=
 PROMPT ?= What is the capital of France, and what is it known for?
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu sim check format docs bench clean
+.PHONY: help demo serve test test-slow test-gpu sim check format docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +44,9 @@ format: $(VENV)/.installed-dev ## apply format and safe fixes
 docs: $(VENV)/.installed ## bring the tables in docs/ up to date
 	$(BIN)/python -m slipstream.commands.reference
 
+serve: $(VENV)/.installed ## the default model behind an OpenAI-compatible API
+	$(BIN)/slipstream serve $(MODEL)
+
 bench: $(VENV)/.installed ## decode throughput of the default model
 	$(BIN)/slipstream bench --batch 1,8
 
@@ -61,7 +65,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing slipstream and what it needs (torch is large; a few minutes the first time)"
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e .
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[server]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python

@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.commands.options import SAMPLING_HELP
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
+from slipstream.server.settings import ServerSettings
 from slipstream.types import SamplingParams
 
 _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -27,6 +28,14 @@ def engine_options_table() -> str:
         for option in fields(EngineOptions)
     ]
     return _table(("option", "in Python", "default", "what it does"), rows)
+
+
+def server_options_table() -> str:
+    rows = [
+        (_code(_flag(option)), "none" if option.default is None else _code(str(option.default)), option.metadata["help"])
+        for option in fields(ServerSettings)
+    ]
+    return _table(("option", "default", "what it does"), rows)
 
 
 def sampling_parameters_table() -> str:
@@ -56,7 +65,11 @@ def update(page: str, table: str) -> str:
 
 def tables() -> dict[str, str]:
     """The generated table of each page, by the page's name in ``docs``."""
-    return {"configuration.md": engine_options_table(), "sampling.md": sampling_parameters_table()}
+    return {
+        "configuration.md": engine_options_table(),
+        "sampling.md": sampling_parameters_table(),
+        "server.md": server_options_table(),
+    }
 
 
 def main() -> int:

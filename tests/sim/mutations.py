@@ -127,12 +127,6 @@ MUTATIONS = [
         "torch.where(takes & (length > max_total[rows])",
     ),
     Mutation(
-        "commit: a stopped row runs on",
-        "kernels/commit.py",
-        "status[rows] = after",
-        "status[rows] = status[rows]",
-    ),
-    Mutation(
         "output: the copy stream does not wait for the step",
         "runner/async_output.py",
         "device.copy_stream.wait_event(slot.computed)",

@@ -185,8 +185,8 @@ class World:
         so_far = job.expected[: len(job.tokens)]
         assert job.tokens == so_far, f"{update.request_id}: tokens {job.tokens}, expected {so_far}"
         if job.request.params.logprobs is not None and update.token_ids:
-            assert update.logprobs is not None
-            assert [row.token_ids[0] for row in update.logprobs] == update.token_ids
+            told = [row.token_ids[0] for row in update.logprobs or ()]
+            assert told == update.token_ids, f"{update.request_id}: log probabilities of {told}"
         if update.prompt_logprobs is not None:
             first, rows = update.prompt_logprobs
             choices = expected_prompt_choices(job.request.prompt_token_ids)[first - 1 : first - 1 + len(rows)]

@@ -1,0 +1,118 @@
+"""The engine in a process of its own: the same tokens, the same errors, and another one when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import EngineOptions, resolve
+from slipstream.device.cpu import CpuDevice
+from slipstream.engine.driver import Add, Finish, Stop
+from slipstream.engine.process import EngineProcess
+from slipstream.engine.stats import EngineStats
+from slipstream.engine.wire import Ready, Refused, Stats, Updates, decode, encode
+from slipstream.errors import ConfigError, EngineError, ModelError
+from slipstream.llm import LLM
+from slipstream.models.registry import architecture_of
+from slipstream.models.weights import open_checkpoint
+from slipstream.types import LogprobRow, SamplingParams, TokenUpdate
+from tests import tiny_models
+from tests.engine.drive import make_request
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    tiny_models.save(tiny_models.build("llama"), made)
+    return made
+
+
+def test_messages_survive_the_wire(folder: Path) -> None:
+    options, hf_config = EngineOptions(model=str(folder)), open_checkpoint(folder).config
+    config = resolve(options, CpuDevice().hardware("auto"), architecture_of(hf_config).read_config(hf_config))
+    request = make_request("a", [1, 2], stop_token_ids=(3,), bad_word_ids=((1, 2),), logit_bias={5: 1.5}, top_k=3)
+    update = TokenUpdate("a", [1], "stop", "text", logprobs=[LogprobRow(1, [1, 2], [-0.5, -1.0])])
+    update.prompt_logprobs = (1, [LogprobRow(2, [3], [-2.0])])
+    for message in (
+        Add(request),
+        Finish("a"),
+        Stop(),
+        Ready(config, GREEDY, (1, 2)),
+        Refused("ConfigError", "no"),
+        Updates([update]),
+        Stats(EngineStats(num_steps=3)),
+    ):
+        assert decode(encode(message)) == message
+
+
+def test_same_tokens_as_in_a_thread(folder: Path) -> None:
+    prompts = [list(range(1, n)) for n in (3, 9, 30)]
+    with LLM(str(folder)) as llm:
+        expected = llm.generate(prompts, GREEDY)
+    with LLM(str(folder), own_process=True) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert llm.stats.num_pages > 0
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [o.text for o in outputs] == [o.text for o in expected]
+    assert outputs[0].outputs[0].logprobs == expected[0].outputs[0].logprobs
+
+
+def test_a_dead_engine_is_replaced(folder: Path) -> None:
+    with LLM(str(folder), own_process=True, max_model_len=512) as llm:
+        running = llm._client.running
+        assert isinstance(running, EngineProcess)
+        stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+        next(stream)
+        os.kill(running.pid, signal.SIGKILL)
+        start = time.monotonic()
+        last = list(stream)[-1]
+        assert time.monotonic() - start < 2
+        assert last.finish_reason == "abort"
+        assert "ended with code -9" in (last.error or "")
+        deadline = time.monotonic() + 60
+        while not running.is_ready:
+            with pytest.raises(EngineError, match="being restarted"):
+                llm.generate([1, 2, 3], GREEDY)
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == 16
+        assert running.num_restarts == 1
+
+
+def test_errors_of_the_build_come_out_as_they_are(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="beyond the model's context"):
+        LLM(str(folder), own_process=True, max_model_len=10**6)
+    with pytest.raises(ModelError):
+        LLM(str(tmp_path / "nothing"), own_process=True)
+
+
+def test_the_engine_ends_with_its_server(folder: Path) -> None:
+    """Even if the server had no time to say so."""
+    program = (
+        "import os, sys, signal\nfrom slipstream.llm import LLM\n"
+        f"llm = LLM({str(folder)!r}, own_process=True)\n"
+        "print(llm._client.running.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    pid = int(ran.stdout)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the engine outlived its server"
+        time.sleep(0.1)
+
+
+def test_sockets_are_private(folder: Path) -> None:
+    with LLM(str(folder), own_process=True) as llm:
+        running = llm._client.running
+        assert isinstance(running, EngineProcess)
+        place = running._child._folder
+        assert place.stat().st_mode & 0o777 == 0o700
+    assert not place.exists()
