@@ -16,10 +16,11 @@ from torch import Tensor
 
 from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.kernels.batched_attention import batched_attention, few_query_attention, hidden_keys, key_rows
+from slipstream.kernels import native
+from slipstream.kernels.batched_attention import batched_attention, hidden_keys, in_place_attention, key_rows
 
 _MAX_SLICE_KEYS = 1 << 17  # gathered keys of one slice, requests times padded length
-_MAX_FEW_QUERIES = 8  # up to this many query tokens a request the C kernel is faster than matrix products
+_FEW_QUERIES = 8  # up to this many query tokens a request any C kernel is faster than matrix products
 _MAX_WASTE = 2.0  # padded work over real work within a slice
 
 
@@ -43,27 +44,34 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """A step whose requests have few query tokens each: the C kernel reads their pages where they are."""
+    """A step for the C kernel, which reads pages where they are."""
 
     common: CommonAttentionMetadata
 
 
 class CpuBackend:
-    """With ``in_place`` requests that have few query tokens go through the C kernel, which takes float32 only."""
+    """With ``in_place`` the C kernel reads pages where they are, which it can do for float32 only.
+
+    For many query tokens of a request it is fast if a head is a whole number of its vectors; ``head_dim`` says so.
+    """
 
     caps: ClassVar[Caps] = Caps(
         dtypes=("float64", "float32", "bfloat16", "float16"), host_lengths="bound", graph_support="never"
     )
 
-    def __init__(self, page_size: int, in_place: bool = False) -> None:
+    def __init__(self, page_size: int, in_place: bool = False, head_dim: int = 1) -> None:
         self._page_size = page_size
-        self._in_place = in_place
+        self._max_in_place = 0
+        if in_place:
+            lib = native.library()
+            assert lib is not None
+            self._max_in_place = _FEW_QUERIES if head_dim % lib.slip_panel_width() else 1 << 30
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         return ()
 
     def build(self, common: CommonAttentionMetadata) -> list[Slice] | InPlace:
-        if self._in_place and common.max_query_len <= _MAX_FEW_QUERIES:
+        if common.max_query_len <= self._max_in_place:
             return InPlace(common)
         starts, bounds = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
         query_lens = np.diff(starts)
@@ -92,7 +100,7 @@ class CpuBackend:
         if isinstance(metadata, InPlace):
             common = metadata.common
             starts, seq_lens, table = common.query_start_loc, common.seq_lens, common.block_table
-            return few_query_attention(q, kv_cache, starts, seq_lens, table, layer.scale, layer.window)
+            return in_place_attention(q, kv_cache, starts, seq_lens, table, layer.scale, layer.window)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -32,7 +32,11 @@ def engine_options_table() -> str:
 
 def server_options_table() -> str:
     rows = [
-        (_code(_flag(option)), "none" if option.default is None else _code(str(option.default)), option.metadata["help"])
+        (
+            _code(_flag(option)),
+            "none" if option.default is None else _code(str(option.default)),
+            option.metadata["help"],
+        )
         for option in fields(ServerSettings)
     ]
     return _table(("option", "default", "what it does"), rows)

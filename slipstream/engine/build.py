@@ -97,7 +97,8 @@ def _assemble(
 def _backend(config: EngineConfig) -> AttentionBackend:
     if config.attention_backend == "reference":
         return ReferenceBackend()
-    return CpuBackend(config.cache.page_size, in_place=config.dtype == "float32" and native.library() is not None)
+    in_place = config.dtype == "float32" and native.library() is not None
+    return CpuBackend(config.cache.page_size, in_place, config.model.head_dim)
 
 
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:

@@ -86,7 +86,7 @@ def batched_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
 
 
-def _few_shape(
+def _in_place_shape(
     q: Tensor,
     kv_cache: Tensor,
     query_start_loc: Tensor,
@@ -98,8 +98,8 @@ def _few_shape(
     return TensorSpec(tuple(q.shape), q.dtype)
 
 
-@operation(_few_shape)
-def few_query_attention(
+@operation(_in_place_shape)
+def in_place_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim] float32
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32
     query_start_loc: Tensor,  # [num_reqs + 1] int32
@@ -108,7 +108,7 @@ def few_query_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """``paged_attention`` by the C kernel, which reads pages in place: decodes, and verification of a few drafts."""
+    """``paged_attention`` by the C kernel, which reads pages in place."""
     lib = native.library()
     assert lib is not None
     q = q.contiguous()

@@ -15,7 +15,12 @@ PAGE = 4
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 21), st.integers(0, 5)), min_size=1, max_size=8),
+    lens=st.lists(
+        st.tuples(st.integers(1, 9) | st.integers(10, 150), st.integers(0, 21), st.integers(0, 5)),
+        min_size=1,
+        max_size=8,
+    ),
+    head_dim=st.sampled_from([8, 64]),
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
     window=st.sampled_from([0, 1, 5, 64]),
     dead=st.booleans(),
@@ -23,14 +28,20 @@ PAGE = 4
     seed=st.integers(0, 1000),
 )
 def test_equals_the_definition(
-    lens: list[tuple[int, int, int]], heads: tuple[int, int], window: int, dead: bool, in_place: bool, seed: int
+    lens: list[tuple[int, int, int]],
+    head_dim: int,
+    heads: tuple[int, int],
+    window: int,
+    dead: bool,
+    in_place: bool,
+    seed: int,
 ) -> None:
     """Any mix of query lengths, bounds above the truth, rows that do not run, NaN in every unwritten slot."""
     torch.manual_seed(seed)
     in_place = in_place and native.library() is not None
     dtype = torch.float32 if in_place else torch.float64
     num_heads, num_kv_heads = heads
-    head_dim, max_pages, n = 8, 9, len(lens)
+    max_pages, n = 44, len(lens)
     page_ids = (torch.randperm(n * max_pages) + 1).view(n, max_pages).int()
     cache = torch.full((n * max_pages + 1, 2, num_kv_heads, PAGE, head_dim), torch.nan, dtype=dtype)
     cache[0] = 0.0  # the null page
@@ -55,7 +66,7 @@ def test_equals_the_definition(
         block_table=page_ids,
         slot_mapping=torch.empty(0),
     )
-    backend = CpuBackend(PAGE, in_place)
+    backend = CpuBackend(PAGE, in_place, head_dim)
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
     out = backend.run(layer, q, cache, backend.build(common))
     expected = paged_attention(q, cache, starts, exact, page_ids, 0.3, window)

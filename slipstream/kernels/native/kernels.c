@@ -114,6 +114,24 @@ static void spread(Body body, const void *arg, int64_t count, int64_t piece, int
     pthread_mutex_unlock(&pool.owner);
 }
 
+/* Vectors as wide as the machine's; a panel is two of them. */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define PANEL (2 * LANES)
+#if defined(__AVX512F__) || defined(__aarch64__) /* 32 vector registers: sums, two of the weight, one of the token */
+#define MAX_TILE 12
+#define QUERY_ROWS 8
+#else
+#define MAX_TILE 6
+#define QUERY_ROWS 4
+#endif
+typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+
 /* e^x to about one unit in the last place, in a form that compilers vectorise. NaN stays NaN. */
 static inline float fast_exp(float x) {
     x = x > 88.0f ? 88.0f : x;
@@ -243,13 +261,123 @@ static void attend(const Attention *a, int64_t request, int64_t kv_head, float *
     }
 }
 
+/* Many query tokens of one request and one key head: keys are turned once, so that a vector holds neighbouring keys, and
+ * each is then used for a tile of query rows (token, head of the group). `memory` holds turned keys, scores and where the
+ * values are. */
+static void attend_many(const Attention *a, int64_t request, int64_t kv_head, int64_t first_query, int64_t end_query,
+                        float *memory) {
+    int64_t begin = a->starts[request], num_query = a->starts[request + 1] - begin, length = a->seq_lens[request];
+    int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
+    const int32_t *pages = a->block_table + request * a->table_stride;
+    int64_t before = length - num_query, low = a->window ? before + first_query + 1 - a->window : 0;
+    if (low < 0) low = 0;
+    int64_t num_keys = before + end_query - low, stride = (num_keys + PANEL - 1) / PANEL * PANEL;
+    float *turned = memory, *scores = turned + dim * stride;
+    const float **values = (const float **)(scores + QUERY_ROWS * stride);
+    for (int64_t k = 0; k < stride; k++) {
+        int64_t p = low + k;
+        if (k < num_keys) {
+            const float *key = a->cache + (int64_t)pages[p / a->page_size] * 2 * side + (kv_head * a->page_size + p % a->page_size) * dim;
+            values[k] = key + side;
+            for (int64_t i = 0; i < dim; i++) turned[i * stride + k] = key[i];
+        } else {
+            for (int64_t i = 0; i < dim; i++) turned[i * stride + k] = 0.0f;
+        }
+    }
+    int64_t num_rows = (end_query - first_query) * group;
+    for (int64_t row = 0; row < num_rows; row += QUERY_ROWS) {
+        const float *query[QUERY_ROWS];
+        int64_t at[QUERY_ROWS], position[QUERY_ROWS], seen = 0;
+        for (int t = 0; t < QUERY_ROWS; t++) {
+            int64_t r = row + t < num_rows ? row + t : num_rows - 1, j = first_query + r / group;
+            at[t] = ((begin + j) * a->heads + kv_head * group + r % group) * dim;
+            query[t] = a->q + at[t];
+            position[t] = before + j - low;
+            seen = position[t] + 1 > seen ? position[t] + 1 : seen;
+        }
+        for (int64_t block = 0; block < seen; block += PANEL) {
+            vec x[QUERY_ROWS], y[QUERY_ROWS];
+            _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) x[t] = y[t] = (vec){0};
+            for (int64_t i = 0; i < dim; i++) {
+                const float *keys = turned + i * stride + block;
+                vec k0 = *(const vec *)keys, k1 = *(const vec *)(keys + LANES);
+                _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) {
+                    x[t] += k0 * query[t][i];
+                    y[t] += k1 * query[t][i];
+                }
+            }
+            for (int t = 0; t < QUERY_ROWS; t++) {
+                *(vec *)(scores + t * stride + block) = x[t] * a->scale;
+                *(vec *)(scores + t * stride + block + LANES) = y[t] * a->scale;
+            }
+        }
+        for (int t = 0; t < QUERY_ROWS; t++) {
+            float *s = scores + t * stride, largest = -INFINITY, sum = 0.0f;
+            int64_t end = position[t] + 1, first = a->window && end > a->window ? end - a->window : 0;
+            for (int64_t k = first; k < end; k++) largest = s[k] > largest ? s[k] : largest;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t k = first; k < end; k++) {
+                s[k] = fast_exp(s[k] - largest);
+                sum += s[k];
+            }
+            float share = 1.0f / sum;
+#pragma omp simd
+            for (int64_t k = first; k < end; k++) s[k] *= share;
+            for (int64_t k = 0; k < first; k++) s[k] = 0.0f;
+            for (int64_t k = end; k < seen; k++) s[k] = 0.0f;
+        }
+        for (int64_t i = 0; i < dim; i += PANEL) {
+            vec x[QUERY_ROWS], y[QUERY_ROWS];
+            _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) x[t] = y[t] = (vec){0};
+            for (int64_t k = 0; k < seen; k++) {
+                vec v0 = *(const vec *)(values[k] + i), v1 = *(const vec *)(values[k] + i + LANES);
+                _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) {
+                    x[t] += v0 * scores[t * stride + k];
+                    y[t] += v1 * scores[t * stride + k];
+                }
+            }
+            for (int t = 0; t < QUERY_ROWS && row + t < num_rows; t++) {
+                *(vec *)(a->out + at[t] + i) = x[t];
+                *(vec *)(a->out + at[t] + i + LANES) = y[t];
+            }
+        }
+    }
+}
+
+/* Few query tokens stay with `attend`, for there a token's result is the same however many are verified with it. */
+#define FEW_QUERIES 8
+#define QUERIES_A_PIECE 64
+
+static int64_t num_chunks(const Attention *a, int64_t request) {
+    int64_t num_query = a->starts[request + 1] - a->starts[request];
+    if (num_query <= FEW_QUERIES || a->dim % PANEL) return 1;
+    return (num_query + QUERIES_A_PIECE - 1) / QUERIES_A_PIECE;
+}
+
+/* Pieces are (request, chunk of its query tokens, key head). */
 static void attend_piece(const void *arg, int64_t first, int64_t end) {
     Attention *a = (Attention *)arg;
-    float *scores = malloc((size_t)(a->longest + 1) * sizeof(float));
-    if (!scores) atomic_store(&a->failed, 1);
-    for (int64_t i = first; i < end && scores; i++)
-        if (a->seq_lens[i / a->kv_heads] > 0) attend(a, i / a->kv_heads, i % a->kv_heads, scores);
-    free(scores);
+    int64_t stride = (a->longest + PANEL - 1) / PANEL * PANEL;
+    size_t num_floats = (size_t)((a->dim + QUERY_ROWS + 2) * stride + PANEL);
+    float *memory = malloc(num_floats * sizeof(float));
+    if (!memory) {
+        atomic_store(&a->failed, 1);
+        return;
+    }
+    int64_t request = 0, start = 0;
+    for (int64_t i = first; i < end; i++) {
+        while (i >= start + num_chunks(a, request) * a->kv_heads) start += num_chunks(a, request++) * a->kv_heads;
+        int64_t chunk = (i - start) / a->kv_heads, kv_head = (i - start) % a->kv_heads;
+        int64_t num_query = a->starts[request + 1] - a->starts[request];
+        if (a->seq_lens[request] == 0 || num_query == 0) continue;
+        if (num_query <= FEW_QUERIES || a->dim % PANEL) {
+            attend(a, request, kv_head, memory);
+        } else {
+            int64_t from = chunk * QUERIES_A_PIECE, to = from + QUERIES_A_PIECE;
+            attend_many(a, request, kv_head, from, to < num_query ? to : num_query, memory);
+        }
+    }
+    free(memory);
 }
 
 /* Returns 0, or 1 when there is no memory for the scores. Tokens of rows that do not run give zero. */
@@ -266,8 +394,10 @@ int slip_paged_attention(const float *q, const float *cache, const int32_t *star
         if (seq_lens[r] == 0)
             memset(out + starts[r] * heads * dim, 0, (size_t)((starts[r + 1] - starts[r]) * heads * dim) * sizeof(float));
     }
+    int64_t num_pieces = 0;
+    for (int64_t r = 0; r < requests; r++) num_pieces += num_chunks(&a, r) * kv_heads;
     /* Short contexts: one thread is done before another has come. */
-    spread(attend_piece, &a, requests * kv_heads, 1, work > 100000 ? num_threads : 1);
+    spread(attend_piece, &a, num_pieces, 1, work > 100000 ? num_threads : 1);
     return atomic_load(&a.failed);
 }
 
@@ -277,22 +407,7 @@ int slip_paged_attention(const float *q, const float *cache, const int32_t *star
  * which it lies in memory, so a few tokens cost hardly more than one. Every output is one chain of fused additions over
  * `in`, whatever the tile: a token's result does not depend on the tokens beside it.
  */
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-#define PANEL (2 * LANES)
-#if defined(__AVX512F__) || defined(__aarch64__) /* 32 vector registers: sums, two of the weight, one of the token */
-#define MAX_TILE 12
-#else
-#define MAX_TILE 6
-#endif
 #define PREFETCH_FLOATS 1024 /* ahead, about the latency of memory */
-
-typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 
 typedef struct {
     const float *x, *weight, *bias; /* bias may be NULL */
