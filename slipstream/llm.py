@@ -92,8 +92,13 @@ class LLM(_FrontDoor):
             except RequestError as error:
                 raise RequestError(str(error) if len(many) == 1 else f"prompt {i}: {error}") from error
         done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        for submission in submissions:
-            self._client.submit(submission, done.put, every_token=False)
+        for i, submission in enumerate(submissions):
+            try:
+                self._client.submit(submission, done.put, every_token=False)
+            except EngineError:
+                for started in submissions[:i]:
+                    self._client.abort(started.request_id)
+                raise
         outputs: dict[str, RequestOutput] = {}
         with _progress_bar(progress) as bar:
             task = bar.add_task("generating", total=len(submissions))

@@ -140,8 +140,12 @@ class EngineClient:
         if self._closed:
             raise EngineError("the engine is closed")
         self._output.register(submission.request_id, submission.requests, submission.prompt, sink, every_token)
-        for request in submission.requests:
-            self.running.add(request)
+        try:
+            for request in submission.requests:
+                self.running.add(request)
+        except EngineError:
+            self._output.forget(submission.request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         self._output.abort(request_id)

@@ -40,6 +40,10 @@ class _Caller:
     num_cached_tokens: int = 0
     prompt_logprobs: list[Logprobs | None] | None = None
     error: str | None = None
+    prompt_token_ids: list[int] = field(init=False)  # one list for all outputs
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = list(self.requests[0].prompt_token_ids)
 
     @property
     def finished(self) -> bool:
@@ -60,7 +64,7 @@ class _Caller:
             RequestOutput(
                 request_id=self.request_id,
                 prompt=self.prompt,
-                prompt_token_ids=list(first.prompt_token_ids),
+                prompt_token_ids=self.prompt_token_ids,
                 outputs=completions,
                 seed=first.params.seed or 0,
                 timings=replace(self.timings),
@@ -125,6 +129,13 @@ class OutputProcessor:
         caller = self._callers.get(request_id)
         for request in caller.requests if caller is not None else ():
             self.deliver([TokenUpdate(request.request_id, [], "abort", time=time.monotonic())])
+            self._end_request(request.request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody is to be told anything of this request: it could not be started."""
+        caller = self._callers.pop(request_id, None)
+        for request in caller.requests if caller is not None else ():
+            self._streams.pop(request.request_id, None)
             self._end_request(request.request_id)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ logger = logging.getLogger("slipstream.engine")
 
 _POLL_MS = 50  # how soon a death is noticed
 _STOP_S = 5.0
-_MAX_FAILED_STARTS = 3  # in a row, after which nobody tries again
+_LONGEST_PAUSE_S = 60.0  # between tries to restart it
 
 
 class _Child:
@@ -53,7 +54,8 @@ class _Child:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(f"ipc://{self._folder}/{name}")
         self._lock = threading.Lock()
-        command = [sys.executable, "-m", "slipstream.engine.worker", str(self._folder)]
+        # The worker compares its parent with this one, and ends when it has another.
+        command = [sys.executable, "-m", "slipstream.engine.worker", str(self._folder), str(os.getpid())]
         # torch's own pool must not spin on the cores that the C kernels' threads need next.
         environment = child_environment(OMP_WAIT_POLICY="passive")
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
@@ -62,10 +64,16 @@ class _Child:
             self.process.stdin.write(msgspec.json.encode(options))
             self.process.stdin.close()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any) -> bool:
+        """Whether the message is on its way. Never waits: a process that is dead or not there yet takes nothing."""
         with self._lock:
-            if not self._outbox.closed:
-                self._outbox.send_multipart(encode(message))
+            if self._outbox.closed:
+                return False
+            try:
+                self._outbox.send_multipart(encode(message), flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            return True
 
     def receive(self) -> Any:
         """The next message, or None if none came for a moment."""
@@ -98,12 +106,18 @@ class EngineProcess:
         self._known: set[str] = set()
         self._lock = threading.Lock()
         self._closing = False
+        self._pause = threading.Event()  # set to end a pause early
         self._failure: str | None = None
         self._stats = EngineStats()
         self.num_restarts = 0
+        self._violations_before = 0  # of engines that are no more
         self._child = _Child(self._options)
-        ready = self._wait_until_ready()
-        tokenizer = open_checkpoint(path).tokenizer()
+        try:
+            ready = self._wait_until_ready()
+            tokenizer = open_checkpoint(path).tokenizer()
+        except BaseException:  # Ctrl-C too: nothing may be left behind
+            self._child.end()
+            raise
         self._info = EngineInfo(ready.config, tokenizer, ready.defaults, ready.eos_token_ids)
         self._is_ready = True
         self._thread = threading.Thread(target=self._watch, name="slipstream-engine-watch", daemon=True)
@@ -123,26 +137,32 @@ class EngineProcess:
         return self._is_ready
 
     @property
+    def failure(self) -> str:
+        """Why requests cannot be taken now."""
+        return self._failure or "the engine is being restarted; try again in a moment"
+
+    @property
     def pid(self) -> int:
         return self._child.process.pid
 
     def add(self, request: Request) -> None:
         with self._lock:
-            if not self._is_ready:
-                raise EngineError(self._failure or "the engine is being restarted; try again in a moment")
+            if not self._is_ready or not self._child.send(Add(request)):
+                raise EngineError(self.failure)
             self._known.add(request.request_id)
-            self._child.send(Add(request))
 
     def finish(self, request_id: str) -> None:
         with self._lock:
             self._known.discard(request_id)
-            self._child.send(Finish(request_id))
+            if self._is_ready:
+                self._child.send(Finish(request_id))
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
             self._is_ready = False
             self._child.send(Stop())
+            self._pause.set()
         self._thread.join(_STOP_S + 1)
         self._child.end(_STOP_S)
         self._lose_all("the engine was closed")
@@ -153,11 +173,9 @@ class EngineProcess:
             if isinstance(message, Ready):
                 return message
             if isinstance(message, Refused):
-                self._child.end()
                 raise getattr(errors, message.kind, SlipstreamError)(message.message)
             if message is None and (not self._child.is_alive or self._closing):
                 code = self._child.process.poll()
-                self._child.end()
                 raise EngineError(f"the engine process ended with code {code} while it was starting")
 
     def _watch(self) -> None:
@@ -166,6 +184,7 @@ class EngineProcess:
             if isinstance(message, Updates):
                 self._hand_on(message.updates)
             elif isinstance(message, Stats):
+                message.stats.num_sync_violations += self._violations_before
                 self._stats = message.stats
             elif message is None and not self._child.is_alive:
                 if self._closing:
@@ -185,24 +204,27 @@ class EngineProcess:
         logger.error("the engine process ended with code %s; starting another", code)
         self._lose_all(f"the engine process ended with code {code}; it is being restarted, send the request again")
         self._child.end()
-        self._stats = EngineStats()
-        for attempt in range(1, _MAX_FAILED_STARTS + 1):
-            if self._closing:
-                return
+        self._violations_before = self._stats.num_sync_violations
+        self._stats = EngineStats(num_sync_violations=self._violations_before)
+        pause_s = 1.0
+        while not self._closing:
             try:
-                self._child = _Child(self._options)
+                child = _Child(self._options)
+                with self._lock:
+                    self._child = child
                 self._wait_until_ready()
-            except SlipstreamError as error:
-                logger.error("start %d of %d failed: %s", attempt, _MAX_FAILED_STARTS, error)
+            except Exception as error:  # whatever it is, the next try may do better
+                self._child.end()
                 self._failure = f"the engine cannot be restarted: {error}"
-                time.sleep(attempt)
+                logger.error("%s; next try in %g s", self._failure, pause_s)
+                self._pause.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             with self._lock:
-                self._is_ready, self._failure = True, None
+                self._is_ready, self._failure = not self._closing, None
                 self.num_restarts += 1
             logger.warning("the engine is back")
             return
-        self._closing = True  # requests are refused with the reason; whoever runs the server has to look
 
     def _lose_all(self, reason: str) -> None:
         with self._lock:

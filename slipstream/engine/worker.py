@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from slipstream.config import EngineOptions
+from slipstream.device.sync_guard import HostSyncError
 from slipstream.engine.build import build_engine
 from slipstream.engine.core import EngineCore
 from slipstream.engine.driver import Driver, Message
@@ -30,7 +31,7 @@ _ORPHAN_CHECK_MS = 500
 
 
 class Worker:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parent: int) -> None:
         context = zmq.Context()
         self._inbox = context.socket(zmq.PULL)
         self._inbox.connect(f"ipc://{folder}/in")
@@ -39,7 +40,7 @@ class Worker:
         # What is queued when the process ends is still sent, but not for ever.
         self._outbox.setsockopt(zmq.LINGER, 1000)
         self._context = context
-        self._parent = os.getppid()
+        self._parent = parent
         self._core: EngineCore | None = None
         self._stats_sent_at = 0.0
 
@@ -51,7 +52,11 @@ class Worker:
             return 2
         self._core = engine.core
         self._send(Ready(engine.config, engine.defaults, engine.eos_token_ids))
-        Driver(engine.core, self._receive, self._deliver).run()
+        try:
+            Driver(engine.core, self._receive, self._deliver).run()
+        except HostSyncError:
+            self._send_stats()  # the violation is counted, and the count outlives this process
+            raise
         return 0
 
     def close(self) -> None:
@@ -87,7 +92,8 @@ def main() -> int:
     # Ctrl-C goes to the whole group of processes; the server decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineOptions)
-    worker = Worker(Path(sys.argv[1]))
+    folder, parent = sys.argv[1:]
+    worker = Worker(Path(folder), int(parent))
     try:
         return worker.run(options)
     finally:

@@ -18,6 +18,7 @@ from slipstream.errors import ModelError, RequestError
 from slipstream.models.chat_template import ChatTemplate, Message
 from slipstream.models.json_file import read_json_if_present
 
+_LONG_TEXT = 2000  # characters
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -93,7 +94,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens spelled out in the text become their ids in either case."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG_TEXT:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                # The same ids, and other threads can run meanwhile: `encode` keeps the interpreter to itself.
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("the prompt must be a text of valid Unicode characters") from error
         return ids

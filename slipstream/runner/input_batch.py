@@ -62,11 +62,13 @@ class InputBuffers:
         bounds = common.seq_lens_cpu_upper_bound
         return self._batch(num_reqs, num_tokens, common.query_start_loc_cpu, bounds, common)
 
-    def static(self, num_reqs: int, num_tokens: int) -> InputBatch:
+    def static(self, num_reqs: int, num_tokens: int, query_len: int | None) -> InputBatch:
         """A batch for a recording, which serves every step of its size: the host's numbers are the largest possible."""
         starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32), num_tokens)
         starts[-1] = num_tokens
-        return self._batch(num_reqs, num_tokens, starts, np.full(num_reqs, self._max_model_len, dtype=np.int32))
+        bounds = np.full(num_reqs, self._max_model_len, dtype=np.int32)
+        # In a mixed batch one request may have all the tokens.
+        return self._batch(num_reqs, num_tokens, starts, bounds, max_query_len=query_len or num_tokens)
 
     def prepare(self, batch: InputBatch) -> None:
         """Queue the filling of the batch from the rows."""
@@ -95,11 +97,12 @@ class InputBuffers:
         query_start_loc_cpu: Int32s,
         bounds: Int32s,
         real: CommonAttentionMetadata | None = None,  # the counts, where the batch is padded
+        max_query_len: int | None = None,
     ) -> InputBatch:
         attention = CommonAttentionMetadata(
             num_reqs=num_reqs if real is None else real.num_reqs,
             num_actual_tokens=num_tokens if real is None else real.num_actual_tokens,
-            max_query_len=int(np.diff(query_start_loc_cpu).max()),
+            max_query_len=max_query_len or int(np.diff(query_start_loc_cpu).max()),
             query_start_loc=self.rows.query_start_loc[: num_reqs + 1],
             query_start_loc_cpu=query_start_loc_cpu,
             seq_lens=self.seq_lens[:num_reqs],

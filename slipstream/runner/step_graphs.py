@@ -70,7 +70,7 @@ class StepGraphs:
 
     def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         program = self._program
-        batch = program.buffers.static(desc.num_reqs, desc.num_tokens)
+        batch = program.buffers.static(desc.num_reqs, desc.num_tokens, desc.query_len)
         state = AttentionState(batch)
 
         def run_pieces() -> None:

@@ -50,7 +50,10 @@ def _finite(value: float) -> float:
 
 
 def _top(logprob: Logprob) -> TopLogprob:
-    return TopLogprob(token=logprob.text, logprob=_finite(logprob.logprob), bytes=list(logprob.text.encode()))
+    # A token may be part of a character; its bytes are then not those of the text it is shown as.
+    whole = "\N{REPLACEMENT CHARACTER}" not in logprob.text
+    raw = list(logprob.text.encode("utf-8", "replace")) if whole else None
+    return TopLogprob(token=logprob.text, logprob=_finite(logprob.logprob), bytes=raw)
 
 
 def _chat_logprobs(entries: Sequence[Logprobs], num_top: int) -> ChatLogprobs:
@@ -81,7 +84,7 @@ class _Told:
     """How much of a choice the client knows."""
 
     num_tokens: int = 0
-    num_characters: int = 0
+    num_characters: int = 0  # of those tokens' texts
     ended: bool = False
 
 
@@ -108,7 +111,8 @@ class Answer:
         if told.ended or not (choice.delta_text or logprobs or choice.finish_reason):
             return None
         news = _News(choice, logprobs, told.num_characters)
-        told.num_tokens, told.num_characters = len(choice.token_ids), len(choice.text)
+        told.num_tokens = len(choice.token_ids)
+        told.num_characters += sum(len(next(iter(entry.values())).text) for entry in logprobs or ())
         told.ended = choice.finish_reason is not None
         return news
 

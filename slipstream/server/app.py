@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-import logging
-import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -19,15 +18,14 @@ from slipstream import __version__
 from slipstream.engine.client import EngineClient
 from slipstream.engine.process import EngineProcess
 from slipstream.server import protocol
-from slipstream.server.answers import Answer, ChatAnswer, CompletionAnswer
+from slipstream.server.access_log import CLIENT_GONE, FIGURES, AccessLog, Figures
+from slipstream.server.answers import ChatAnswer, CompletionAnswer
 from slipstream.server.errors import ApiError, as_api_error, install_handlers
-from slipstream.server.generation import ClientGone, Gate, Generation, collect
+from slipstream.server.generation import ClientGone, Gate, Generation, collect, unless_gone
 from slipstream.server.limits import Limits
 from slipstream.server.metrics import CONTENT_TYPE, ServerMetrics
 from slipstream.server.params import chat_params, completion_params, plain_messages, prompts_of
 from slipstream.server.settings import ServerSettings
-
-logger = logging.getLogger("slipstream.server")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": protocol.ErrorResponse, "description": "The request cannot be served; the message says why."},
@@ -36,7 +34,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 # Of one event: its data is a chunk in JSON, an error in JSON, or [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _SSE = {"text/event-stream": {"schema": _EVENT}}
-_NO_CLIENT = Response(status_code=499)
 
 
 class Server:
@@ -53,9 +50,10 @@ class Server:
         self._ids = itertools.count()
 
     @property
-    def is_ready(self) -> bool:
+    def failure(self) -> str | None:
+        """Why no request can be taken now; None if they can."""
         running = self.client.running
-        return running.is_ready if isinstance(running, EngineProcess) else True
+        return running.failure if isinstance(running, EngineProcess) and not running.is_ready else None
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -75,23 +73,23 @@ class Server:
         answer: CompletionAnswer | ChatAnswer,
         body: protocol.SamplingFields,
     ) -> Response:
-        log = _RequestLog(self, request, answer, generation)
-        if not body.stream:
-            try:
+        figures = Figures(answer.request_id, generation)
+        request.scope[FIGURES] = figures
+        try:
+            if not body.stream:
                 await collect(self.gate, generation, request)
-            except ClientGone:
-                log.write(499)
-                return _NO_CLIENT
-            except Exception as error:
-                log.write(as_api_error(error).status)
-                raise
-            log.write(200)
-            return JSONResponse(answer.whole(generation).model_dump())
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        events = self._events(generation, answer, body.n, include_usage, log)
-        # The first event decides the status: what fails before it is an ordinary error.
-        first = await anext(events)
-        return StreamingResponse(_chain(first, events), media_type="text/event-stream")
+                return JSONResponse(answer.whole(generation).model_dump())
+            include_usage = body.stream_options is not None and body.stream_options.include_usage
+            events = self._events(generation, answer, body.n, include_usage, figures)
+            # The first event decides the status: what fails before it is an ordinary error.
+            first = await unless_gone(_first(events), request)
+            return StreamingResponse(_chain(first, events), media_type="text/event-stream")
+        except ClientGone:
+            self.gate.release(generation)
+            return Response(status_code=CLIENT_GONE)
+        except BaseException:
+            self.gate.release(generation)
+            raise
 
     async def _events(
         self,
@@ -99,67 +97,43 @@ class Server:
         answer: CompletionAnswer | ChatAnswer,
         n: int,
         include_usage: bool,
-        log: _RequestLog,
-    ) -> AsyncIterator[bytes]:
-        status = 499
+        figures: Figures,
+    ) -> AsyncGenerator[bytes, None]:
+        begun = False
         try:
             async with self.gate.run(generation, every_token=True) as outputs:
                 if isinstance(answer, ChatAnswer):
+                    begun = True
                     yield _event(answer.first(n))
                 async for i, output in outputs:
                     for chunk in answer.chunks(i, output):
+                        begun = True
                         yield _event(chunk)
             if include_usage:
                 yield _event(answer.last(generation))
             yield b"data: [DONE]\n\n"
-            status = 200
         except Exception as error:
+            if not begun:
+                raise
             known = as_api_error(error)
-            status = known.status
+            figures.status = known.status
             yield f"data: {json.dumps(known.body)}\n\n".encode()
-        finally:
-            log.write(status)
-
-
-class _RequestLog:
-    """One line a request, when it is over."""
-
-    def __init__(self, server: Server, request: Request, answer: Answer, generation: Generation) -> None:
-        self._server = server
-        self._request = request
-        self._answer = answer
-        self._generation = generation
-        self._start = time.monotonic()
-
-    def write(self, status: int) -> None:
-        generation = self._generation
-        path = self._request.url.path
-        self._server.metrics.requests.labels(path, str(status)).inc()
-        if not self._server.settings.log_requests:
-            return
-        firsts = [o.timings.first_token_s for o in generation.latest.values() if o.timings.first_token_s is not None]
-        ends = [choice.finish_reason for output in generation.latest.values() for choice in output.outputs]
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "id": self._answer.request_id,
-            "path": path,
-            "status": status,
-            "prompt_tokens": generation.num_prompt_tokens,
-            "cached_tokens": generation.num_cached_tokens,
-            "output_tokens": generation.num_output_tokens,
-            "first_token_ms": round(1000 * min(firsts), 1) if firsts else None,
-            "total_ms": round(1000 * (time.monotonic() - self._start), 1),
-            "finish": ends,
-        }
-        sys.stderr.write(json.dumps(line) + "\n")
 
 
 def _event(chunk: BaseModel) -> bytes:
     return b"data: " + chunk.model_dump_json(exclude_none=True).encode() + b"\n\n"
 
 
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async with aclosing(rest):  # type: ignore[type-var]
+async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+    try:
+        return await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+
+
+async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(rest):
         yield first
         async for event in rest:
             yield event
@@ -174,6 +148,7 @@ def create_app(server: Server) -> FastAPI:
         body_timeout_s=settings.body_timeout_s,
         api_key=settings.api_key,
     )
+    app.add_middleware(AccessLog, metrics=server.metrics, written=settings.log_requests)
     install_handlers(app)
     _add_generation(app, server)
     _add_tokens(app, server)
@@ -197,7 +172,8 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         server.check_model(body.model)
         params = chat_params(body)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        prompt = server.client.tokenizer.encode_chat(
+        prompt = await asyncio.to_thread(
+            server.client.tokenizer.encode_chat,
             plain_messages(body.messages),
             tools=None if body.tool_choice == "none" else tools,
             variables=body.chat_template_kwargs,
@@ -217,17 +193,20 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
         tokenizer = server.client.tokenizer
         if body.messages is not None:
             messages = plain_messages(body.messages)
-            tokens = tokenizer.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            tokens = await asyncio.to_thread(
+                tokenizer.encode_chat, messages, add_generation_prompt=body.add_generation_prompt
+            )
         else:
             assert body.prompt is not None
-            tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
         limit = server.client.config.scheduler.max_model_len
         return protocol.TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens)
 
     @app.post("/detokenize")
     async def detokenize(body: protocol.DetokenizeRequest) -> protocol.DetokenizeResponse:
         server.check_model(body.model)
-        text = server.client.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        decode = server.client.tokenizer.decode
+        text = await asyncio.to_thread(decode, body.tokens, body.skip_special_tokens)
         return protocol.DetokenizeResponse(prompt=text)
 
 
@@ -243,8 +222,8 @@ def _add_status(app: FastAPI, server: Server) -> None:
 
     @app.get("/health")
     async def health() -> protocol.Health:
-        if not server.is_ready:
-            raise ApiError(503, "the engine is being restarted", headers={"Retry-After": "5"})
+        if (failure := server.failure) is not None:
+            raise ApiError(503, failure, headers={"Retry-After": "5"})
         return protocol.Health()
 
     @app.get("/version")

@@ -35,7 +35,12 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": _clean(message), "type": kind, "param": param and _clean(param), "code": status}}
+
+
+def _clean(text: str) -> str:
+    """What a client sent and an error repeats may hold half characters, which no answer can carry."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -59,6 +64,10 @@ def install_handlers(app: FastAPI) -> None:
     async def on_engine_error(_request: Request, error: Exception) -> JSONResponse:
         known = as_api_error(error)
         return JSONResponse(known.body, known.status, known.headers)
+
+    @app.exception_handler(Exception)
+    async def on_bug(_request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(as_api_error(error).body, 500)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:

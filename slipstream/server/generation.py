@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -15,6 +16,8 @@ from slipstream.errors import EngineError, RequestError
 from slipstream.server.errors import ApiError
 from slipstream.server.metrics import ServerMetrics
 from slipstream.types import RequestOutput, SamplingParams
+
+T = TypeVar("T")
 
 
 class ClientGone(Exception):  # noqa: N818  not an error of ours
@@ -25,8 +28,9 @@ class ClientGone(Exception):  # noqa: N818  not an error of ours
 class Generation:
     """The prompts of one HTTP request on their way through the engine."""
 
-    submissions: list[Submission]
+    submissions: list[Submission] = field(default_factory=list)
     latest: dict[int, RequestOutput] = field(default_factory=dict)  # by place of the prompt
+    num_reserved: int = 0  # places in the queue
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -39,6 +43,38 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         return sum(output.num_cached_tokens for output in self.latest.values())
+
+
+class _Mailbox:
+    """The latest output of each prompt. A reader that falls behind finds one output with all that is new in it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, RequestOutput] = {}
+        self._arrived = asyncio.Event()
+
+    def sink(self, i: int) -> Callable[[RequestOutput], None]:
+        """What the engine's output thread calls."""
+
+        def put(output: RequestOutput) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._put, i, output)
+
+        return put
+
+    def _put(self, i: int, output: RequestOutput) -> None:
+        if (older := self._waiting.pop(i, None)) is not None:
+            for choice, before in zip(output.outputs, older.outputs, strict=True):
+                choice.delta_text = before.delta_text + choice.delta_text
+        self._waiting[i] = output
+        self._arrived.set()
+
+    async def get(self) -> tuple[int, RequestOutput]:
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        i = next(iter(self._waiting))
+        return i, self._waiting.pop(i)
 
 
 class Gate:
@@ -54,8 +90,24 @@ class Gate:
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, request_id: str, priority: int
     ) -> Generation:
-        """Check everything before anything runs. Long texts are tokenised off the event loop."""
-        wanted = len(prompts) * params.n
+        """Take places in the queue, and check everything before anything runs. Tokenising is off the event loop."""
+        generation = self._reserve(len(prompts) * params.n)
+        try:
+            for i, prompt in enumerate(prompts):
+                own_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+                try:
+                    made = await asyncio.to_thread(self.client.prepare, prompt, params, own_id, priority)
+                except RequestError as error:
+                    raise ApiError(400, f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from error
+                generation.submissions.append(made)
+        except BaseException:
+            self.release(generation)
+            raise
+        return generation
+
+    def _reserve(self, wanted: int) -> Generation:
+        if wanted > self._max_open:
+            raise ApiError(400, f"{wanted} continuations at once are more than the {self._max_open} this server allows")
         if self.num_open + wanted > self._max_open:
             self._metrics.refused.inc()
             raise ApiError(
@@ -63,51 +115,47 @@ class Gate:
                 f"{self.num_open} requests are waiting or running, {self._max_open} are allowed; try again later",
                 headers={"Retry-After": "1"},
             )
-        submissions = []
-        for i, prompt in enumerate(prompts):
-            own_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            try:
-                submissions.append(await asyncio.to_thread(self.client.prepare, prompt, params, own_id, priority))
-            except RequestError as error:
-                prefix = f"prompt {i}: " if len(prompts) > 1 else ""
-                raise ApiError(400, f"{prefix}{error}", param="prompt") from error
-        return Generation(submissions)
+        self.num_open += wanted
+        return Generation(num_reserved=wanted)
+
+    def release(self, generation: Generation) -> None:
+        """Give the places back; once is enough."""
+        self.num_open -= generation.num_reserved
+        generation.num_reserved = 0
 
     @asynccontextmanager
     async def run(
         self, generation: Generation, every_token: bool
     ) -> AsyncIterator[AsyncIterator[tuple[int, RequestOutput]]]:
         """Start all prompts; inside the context their outputs arrive. Whatever has not ended at its end is aborted."""
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
+        mailbox = _Mailbox()
         open_ids: dict[int, Submission] = {}
-        num_open = sum(len(s.requests) for s in generation.submissions)
-        self.num_open += num_open
         try:
             for i, submission in enumerate(generation.submissions):
+                self.client.submit(submission, mailbox.sink(i), every_token=every_token)
                 open_ids[i] = submission
-                self.client.submit(submission, _sink(loop, arrived, i), every_token=every_token)
-            yield self._outputs(generation, arrived, open_ids)
+            yield self._outputs(generation, mailbox, open_ids)
         finally:
-            self.num_open -= num_open
+            self.release(generation)
             for submission in open_ids.values():
                 self.num_aborted += len(submission.requests)
+                self._metrics.ended.labels("abort").inc(len(submission.requests))
                 self.client.abort(submission.request_id)
 
     async def _outputs(
-        self,
-        generation: Generation,
-        arrived: asyncio.Queue[tuple[int, RequestOutput]],
-        open_ids: dict[int, Submission],
+        self, generation: Generation, mailbox: _Mailbox, open_ids: dict[int, Submission]
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
-        last_at: dict[int, float] = {}
+        last: dict[tuple[int, int], tuple[float, int]] = {}  # when a choice had news, and its tokens then
         while open_ids:
-            i, output = await arrived.get()
+            i, output = await mailbox.get()
             generation.latest[i] = output
             now = time.monotonic()
-            if i in last_at:
-                self._metrics.time_between_tokens.observe(now - last_at[i])
-            last_at[i] = now
+            for choice in output.outputs:
+                key, num_tokens = (i, choice.index), len(choice.token_ids)
+                if key in last and num_tokens > last[key][1]:
+                    self._metrics.time_between_tokens.observe((now - last[key][0]) / (num_tokens - last[key][1]))
+                if key not in last or num_tokens > last[key][1]:
+                    last[key] = (now, num_tokens)
             if output.finished:
                 del open_ids[i]
                 self._metrics.finished(output)
@@ -118,14 +166,6 @@ class Gate:
             yield i, output
 
 
-def _sink(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[tuple[int, RequestOutput]], i: int):  # type: ignore[no-untyped-def]
-    def sink(output: RequestOutput) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
-            loop.call_soon_threadsafe(arrived.put_nowait, (i, output))
-
-    return sink
-
-
 async def collect(gate: Gate, generation: Generation, request: Request) -> None:
     """Run to the end without streaming; ``generation.latest`` has the outputs. Ends early if the client hangs up."""
 
@@ -134,14 +174,19 @@ async def collect(gate: Gate, generation: Generation, request: Request) -> None:
             async for _ in outputs:
                 pass
 
-    driving, hung_up = asyncio.ensure_future(drive()), asyncio.ensure_future(_hang_up(request))
+    await unless_gone(drive(), request)
+
+
+async def unless_gone(work: Coroutine[Any, Any, T], request: Request) -> T:
+    """What the work gives, unless the client hangs up first: then the work is cancelled."""
+    working, hung_up = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
     try:
-        await asyncio.wait((driving, hung_up), return_when=asyncio.FIRST_COMPLETED)
-        if not driving.done():
+        await asyncio.wait((working, hung_up), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise ClientGone
-        driving.result()
+        return working.result()
     finally:
-        for task in (driving, hung_up):
+        for task in (working, hung_up):
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task

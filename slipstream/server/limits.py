@@ -14,8 +14,11 @@ from slipstream.server.errors import ApiError
 _OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json")
 
 
+_LONGEST_BODY = 4  # of the longest pauses
+
+
 class Limits:
-    """The outermost layer. The whole body is read here, so that nothing behind has to wait for a slow client."""
+    """Before everything but the log. The whole body is read here, so that nothing behind waits for a slow client."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, body_timeout_s: float, api_key: str | None) -> None:
         self._app = app
@@ -52,11 +55,13 @@ class Limits:
         announced = headers.get(b"content-length", b"0")
         self._check_size(int(announced) if announced.isdigit() else 0)
         body = bytearray()
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _LONGEST_BODY * self._body_timeout_s  # a byte now and then does not help
         while True:
             try:
-                message = await asyncio.wait_for(receive(), self._body_timeout_s)
+                message = await asyncio.wait_for(receive(), min(self._body_timeout_s, deadline - clock()))
             except TimeoutError:
-                raise ApiError(408, f"nothing of the body came for {self._body_timeout_s:g} s") from None
+                raise ApiError(408, "the body did not arrive in time") from None
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             body += message.get("body", b"")

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.server.errors import ApiError
 from slipstream.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
-from slipstream.types import SamplingParams
+from slipstream.types import MAX_SEED, SamplingParams
 
 
 def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -28,7 +28,7 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int 
         min_tokens=body.min_tokens,
         max_tokens=max_tokens,
         n=body.n,
-        seed=body.seed,
+        seed=None if body.seed is None else body.seed % (MAX_SEED + 1),
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=body.include_stop_str_in_output,

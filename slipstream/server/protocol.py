@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slipstream.types import MAX_LOGPROBS, MAX_SEED
 
@@ -17,6 +17,12 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_unset(cls, data: Any) -> Any:
+        """OpenAI's client sends null for what its user left open."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class StreamOptions(_Body):
@@ -32,7 +38,7 @@ class SamplingFields(_Body):
     n: int = Field(1, ge=1, le=16)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: Probability | None = None
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=16)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

@@ -94,6 +94,19 @@ def test_errors_of_the_build_come_out_as_they_are(folder: Path, tmp_path: Path) 
         LLM(str(tmp_path / "nothing"), own_process=True)
 
 
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().split()[2]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        assert time.monotonic() < deadline, "the engine outlived its server"
+        time.sleep(0.1)
+
+
 def test_the_engine_ends_with_its_server(folder: Path) -> None:
     """Even if the server had no time to say so."""
     program = (
@@ -102,11 +115,41 @@ def test_the_engine_ends_with_its_server(folder: Path) -> None:
         "print(llm._client.running.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    pid = int(ran.stdout)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline, "the engine outlived its server"
-        time.sleep(0.1)
+    wait_for_end(int(ran.stdout))
+
+
+def test_the_engine_ends_if_its_server_dies_while_it_starts(folder: Path) -> None:
+    program = (
+        "import os, signal\nfrom slipstream.config import EngineOptions\nfrom slipstream.engine.process import _Child\n"
+        f"child = _Child(EngineOptions(model={str(folder)!r}))\n"
+        "print(child.process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    wait_for_end(int(ran.stdout))
+
+
+def test_closing_while_the_engine_is_away(folder: Path) -> None:
+    for pause_s in (0.0, 0.5):
+        llm = LLM(str(folder), own_process=True)
+        running = llm._client.running
+        assert isinstance(running, EngineProcess)
+        os.kill(running.pid, signal.SIGKILL)
+        time.sleep(pause_s)
+        start = time.monotonic()
+        llm.close()
+        assert time.monotonic() - start < 10
+
+
+def test_a_refused_request_leaves_nothing_registered(folder: Path) -> None:
+    with LLM(str(folder), own_process=True) as llm:
+        running = llm._client.running
+        assert isinstance(running, EngineProcess)
+        os.kill(running.pid, signal.SIGKILL)
+        running._child.process.wait(5)
+        with pytest.raises(EngineError):
+            llm.generate([[1, 2], [3, 4]], GREEDY)
+        assert not llm._client._output._callers
+        assert not llm._client._output._streams
 
 
 def test_sockets_are_private(folder: Path) -> None:

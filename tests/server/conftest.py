@@ -30,8 +30,9 @@ class RunningServer:
 
     @property
     def engine_pid(self) -> int:
-        """The engine is the server's only child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        """The engine is the server's only child; whichever thread started it."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [pid for task in tasks for pid in task.read_text().split()]
         return next(int(pid) for pid in children if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def metric(self, name: str) -> float:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -83,12 +84,21 @@ def test_large_bodies(guarded: RunningServer) -> None:
         (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "JSON|prompt|body"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature|JSON"),
         (b'{"prompt": "x", "seed": 1e400}', "seed|JSON"),
+        (b'{"prompt": "x", "logit_bias": {"\\ud800": 1}}', "token id|logit_bias"),
     ],
 )
 def test_malformed_bodies(guarded: RunningServer, content: bytes, message: str) -> None:
     answer = post(guarded, content=content, headers={**KEY, "Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert re.search(message, message_of(answer)), answer.text
+
+
+def test_half_characters_come_back_whole(guarded: RunningServer) -> None:
+    answer = post(
+        guarded, content=b'{"prompt": "x", "model": "\\ud800"}', headers={**KEY, "Content-Type": "application/json"}
+    )
+    assert answer.status_code == 404
+    assert "there is no model '?' here" in message_of(answer)
 
 
 def test_routes_that_are_not(guarded: RunningServer) -> None:
@@ -146,11 +156,57 @@ def test_a_client_that_does_not_read_stalls_nobody(guarded: RunningServer) -> No
 
 
 def test_a_full_queue_says_when_to_come_back(guarded: RunningServer) -> None:
-    answer = post(guarded, json={**BODY, "n": 13}, headers=KEY)  # eight run and four may wait
-    assert answer.status_code == 429
-    assert answer.headers["retry-after"] == "1"
-    assert "12 are allowed" in message_of(answer)
+    with ThreadPoolExecutor(40) as pool:  # eight run and four may wait
+        body = {**BODY, "max_tokens": 60, "ignore_eos": True}
+        answers = list(pool.map(lambda _: post(guarded, json=body, headers=KEY), range(40)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused
+    assert len(refused) + sum(answer.status_code == 200 for answer in answers) == 40
+    assert refused[0].headers["retry-after"] == "1"
+    assert "12 are allowed" in message_of(refused[0])
     assert post(guarded, json={**BODY, "n": 12}, headers=KEY).status_code == 200
+    answer = post(guarded, json={**BODY, "n": 13}, headers=KEY)
+    assert answer.status_code == 400, "no waiting would help"
+
+
+def test_a_client_that_vanishes_from_the_queue_is_forgotten(guarded: RunningServer) -> None:
+    busy = {**BODY, "max_tokens": 480, "ignore_eos": True, "n": 8}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(post, guarded, json=busy, headers=KEY)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{guarded.url}/v1/completions", json={**BODY, "stream": True}, headers=KEY, timeout=0.3)
+        time.sleep(0.3)
+        assert running.done() or guarded.metric("waiting") == 0
+        assert running.result().status_code == 200
+    guarded.wait_until_idle()
+
+
+def test_a_long_prompt_stalls_nobody(guarded: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(post, guarded, json={**BODY, "prompt": "word " * 700_000}, headers=KEY)
+        slowest = 0.0
+        while not long.done():
+            start = time.monotonic()
+            httpx.get(f"{guarded.url}/health", timeout=20)
+            slowest = max(slowest, time.monotonic() - start)
+        assert long.result().status_code == 400
+    assert slowest < 2
+
+
+def test_every_request_is_one_line(guarded: RunningServer) -> None:
+    before = len(guarded.lines)
+    post(guarded, json=BODY)
+    post(guarded, json={**BODY, "bad": 1}, headers=KEY)
+    post(guarded, json=BODY, headers=KEY)
+    httpx.get(f"{guarded.url}/nowhere", headers=KEY)
+    deadline = time.monotonic() + 5
+    while len(guarded.lines) < before + 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lines = [json.loads(line) for line in guarded.lines[before:] if line.startswith("{")]
+    assert [line["status"] for line in lines] == [401, 400, 200, 404]
+    assert (lines[2]["prompt_tokens"], lines[2]["output_tokens"]) == (1, 2)
+    assert lines[2]["finish"] == ["length"]
 
 
 def test_no_other_site_may_ask(guarded: RunningServer) -> None:

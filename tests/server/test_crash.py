@@ -50,13 +50,45 @@ def test_killing_the_engine_in_mid_stream(own_server: RunningServer) -> None:
     # While it is away, requests are refused at once; then it is back.
     refused = httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=10)
     assert refused.status_code in (503, 200)
-    deadline = time.monotonic() + 60
-    while httpx.get(f"{url}/health").status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until_well(own_server)
     assert httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=30).status_code == 200
     assert own_server.metric("engine_restarts_total") == 1
     own_server.wait_until_idle()
+
+
+def wait_until_well(server: RunningServer) -> None:
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{server.url}/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_requests_around_the_moment_of_death(own_server: RunningServer) -> None:
+    """A process that is dead and not yet missed takes nothing; whoever sends to it must not wait for it."""
+    url = own_server.url
+    short = {**LONG, "max_tokens": 2}
+    for pause_s in (0.0, 0.01, 0.03):
+        os.kill(own_server.engine_pid, signal.SIGKILL)
+        time.sleep(pause_s)
+        start = time.monotonic()
+        assert httpx.post(f"{url}/v1/completions", json=short, timeout=10).status_code == 503
+        streamed = httpx.post(f"{url}/v1/completions", json={**short, "stream": True}, timeout=10)
+        assert streamed.status_code == 503, "an error before the first event is an ordinary one"
+        assert streamed.headers["retry-after"]
+        chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=10).status_code == 503
+        assert httpx.get(f"{url}/health", timeout=2).status_code == 503
+        assert time.monotonic() - start < 2
+        wait_until_well(own_server)
+    assert own_server.metric("engine_restarts_total") == 3
+    assert httpx.post(f"{url}/v1/completions", json=short, timeout=30).status_code == 200
+
+
+def test_a_shutdown_while_the_engine_is_away(own_server: RunningServer) -> None:
+    os.kill(own_server.engine_pid, signal.SIGKILL)
+    time.sleep(0.3)
+    own_server.process.send_signal(signal.SIGTERM)
+    own_server.process.wait(15)
 
 
 def test_a_shutdown_lets_requests_finish(own_server: RunningServer) -> None:

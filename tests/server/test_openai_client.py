@@ -121,6 +121,12 @@ def test_extensions(client: OpenAI) -> None:
     assert answer.usage.completion_tokens == 9
 
 
+def test_null_means_unset(client: OpenAI) -> None:
+    extra = {"n": None, "stream": None, "seed": -1, "stop": None, "min_tokens": None, "logit_bias": None}
+    answer = client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, max_tokens=3, extra_body=extra)
+    assert len(answer.choices) == 1
+
+
 def test_tools_reach_the_template(client: OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     answer = client.chat.completions.create(

@@ -51,14 +51,17 @@ def _whole(x: npt.NDArray[np.float64]) -> UInts:
     return x.astype(np.uint64)
 
 
-@operation(lambda q, kv_cache, query_start_loc, seq_lens, block_table, max_seq_len, layer_idx: spec_of(q))
+@operation(
+    lambda q, kv_cache, query_start_loc, seq_lens, block_table, max_seq_len, max_query_len, layer_idx: spec_of(q)
+)
 def hash_attention(
     q: Tensor,  # [num_tokens, 1, 2] float64: hash, position
     kv_cache: Tensor,  # [num_pages, 2, 1, page_size, 2] float64; values are keys turned round
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
-    max_seq_len: int,  # the host's bound, by which a kernel would size its grid
+    max_seq_len: int,  # the host's bounds, by which a kernel would size its grid
+    max_query_len: int,
     layer_idx: int,
 ) -> Tensor:  # [num_tokens, 1, 2]: hash of the keys up to each token and of itself, position
     out = np.zeros(q.shape)
@@ -70,6 +73,8 @@ def hash_attention(
             continue
         if not 0 <= end - begin <= length <= min(max_seq_len, block_table.shape[1] * page_size):
             raise ValueError(f"{end - begin} queries, {length} keys, a bound of {max_seq_len}")
+        if end - begin > max_query_len:
+            raise ValueError(f"{end - begin} queries, a bound of {max_query_len}")
         pages = block_table[i, : -(-length // page_size)].numpy()
         if (pages <= 0).any():
             raise IndexError("reads the null page, or none at all")
@@ -124,7 +129,7 @@ class HashBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
         tables = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
-        return hash_attention(q, kv_cache, *tables, metadata.max_seq_len, layer.idx)
+        return hash_attention(q, kv_cache, *tables, metadata.max_seq_len, metadata.max_query_len, layer.idx)
 
 
 class HashModel:

@@ -82,7 +82,7 @@ def indptr_attention(
     held = indptr.diff() * page_size
     if (held < seq_lens).any() or (held >= seq_lens + page_size).any():
         raise ValueError("the index array belongs to another batch")
-    out: Tensor = hash_attention.body(q, kv_cache, query_start_loc, seq_lens, block_table, 1 << 30, layer_idx)
+    out: Tensor = hash_attention.body(q, kv_cache, query_start_loc, seq_lens, block_table, 1 << 30, 1 << 30, layer_idx)
     return out
 
 
