@@ -62,7 +62,12 @@ def test_same_tokens_as_in_a_thread(folder: Path) -> None:
         assert llm.stats.num_pages > 0
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [o.text for o in outputs] == [o.text for o in expected]
-    assert outputs[0].outputs[0].logprobs == expected[0].outputs[0].logprobs
+    for own, other in zip(outputs, expected, strict=True):
+        for entry, wanted in zip(own.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True):
+            # Prompts may share a step here and not there, and a batch of prompts rounds in its own way.
+            assert {t: p.logprob for t, p in entry.items()} == pytest.approx(
+                {t: p.logprob for t, p in wanted.items()}, abs=1e-4
+            )
 
 
 def test_a_dead_engine_is_replaced(folder: Path) -> None:
