@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from slipstream.sampling.argmax import argmax, check_logits
@@ -17,3 +18,15 @@ def test_bad_rows_are_named_and_stay_inside_the_vocabulary() -> None:
     assert failed.tolist() == [False, True, True, True, False]
     assert not torch.isnan(clean).any()
     assert argmax(clean).tolist() == [1, 0, 2, 0, 1]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 70), (8, 50_000)])
+def test_float32_rows_of_any_size(shape: tuple[int, int]) -> None:
+    """Where the C kernel serves: ties go to the lowest id, and one NaN or infinity anywhere is enough."""
+    logits = torch.randint(-5, 5, shape).float()
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert argmax(logits).tolist() == expected
+    for bad in (float("nan"), float("inf")):
+        spoilt = logits.clone()
+        spoilt[-1, shape[1] // 2] = bad
+        assert check_logits(spoilt)[1].tolist() == [False] * (shape[0] - 1) + [True]

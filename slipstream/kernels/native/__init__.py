@@ -71,6 +71,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_paged_attention.argtypes = [*[p] * 6, *[n] * 6, f, n, i]
     lib.slip_panel_linear.argtypes = [*[p] * 4, n, n, n, i, i]
     lib.slip_panel_width.restype = n
+    lib.slip_row_max.argtypes = [p, n, n, p, p, i]
     lib.slip_decoder_stack.argtypes = [p, n, p, p, p, p]
     return lib
 

@@ -544,3 +544,34 @@ int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, 
     free(normed);
     return failed;
 }
+
+/* The largest entry of each row and where it first stands; not a number, at 0, if the row holds anything that is not one. */
+typedef struct {
+    const float *x;
+    int64_t size;
+    float *largest;
+    int64_t *index;
+} Rows;
+
+static void find_largest(const void *arg, int64_t first, int64_t end) {
+    const Rows *r = arg;
+    for (int64_t row = first; row < end; row++) {
+        const float *x = r->x + row * r->size;
+        float largest = -INFINITY;
+        int bad = 0;
+#pragma omp simd reduction(max : largest) reduction(| : bad)
+        for (int64_t i = 0; i < r->size; i++) {
+            largest = x[i] > largest ? x[i] : largest;
+            bad |= x[i] != x[i];
+        }
+        int64_t at = 0;
+        while (!bad && at < r->size && x[at] != largest) at++;
+        r->largest[row] = bad ? NAN : largest;
+        r->index[row] = bad ? 0 : at;
+    }
+}
+
+void slip_row_max(const float *x, int64_t rows, int64_t size, float *largest, int64_t *index, int num_threads) {
+    Rows r = {x, size, largest, index};
+    spread(find_largest, &r, rows, 1, rows * size > 100000 ? num_threads : 1);
+}
