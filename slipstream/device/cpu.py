@@ -37,7 +37,6 @@ class CpuStream:
 
 class CpuDevice:
     name = "cpu"
-    has_graphs = False
 
     def __init__(self) -> None:
         self.sync_guard: SyncGuard = NoGuard()

@@ -59,7 +59,6 @@ class Device(Protocol):
     """One accelerator, or a CPU that plays one."""
 
     name: str
-    has_graphs: bool
     torch_device: torch.device
     compute_stream: Stream
     copy_stream: Stream

@@ -223,6 +223,8 @@ class EngineProcess:
             with self._lock:
                 self._is_ready, self._failure = not self._closing, None
                 self.num_restarts += 1
+                if self._closing:
+                    child.send(Stop())  # the one that `close` sent went to the dead
             logger.warning("the engine is back")
             return
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
+from slipstream.kernels.paged_attention import paged_attention
 
 
 def _rows_shape(block_table: Tensor, seq_lens: Tensor, max_keys: int, num_kv_heads: int, page_size: int) -> TensorSpec:
@@ -86,19 +87,7 @@ def batched_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
 
 
-def _in_place_shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
-
-
-@operation(_in_place_shape)
+@operation(paged_attention.shape)
 def in_place_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim] float32
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32

@@ -13,8 +13,6 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int 
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if any(not text for text in stop):
         raise ApiError(400, "stop must not hold empty texts", param="stop")
-    if max_tokens is not None:
-        body.min_tokens = min(body.min_tokens, max_tokens)
     return SamplingParams(
         temperature=body.temperature,
         top_k=body.top_k,

@@ -166,3 +166,8 @@ def test_errors_name_the_field_and_the_way_out(client: OpenAI, extra: dict[str, 
 def test_another_model_is_not_found(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here"):
         client.chat.completions.create(model="gpt", messages=MESSAGES)
+
+
+def test_a_wish_that_cannot_be_met_is_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="min_tokens 9 is above max_tokens 3; lower it"):
+        client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, max_tokens=3, extra_body={"min_tokens": 9})

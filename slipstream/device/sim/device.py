@@ -29,7 +29,7 @@ from slipstream.device.sim.check import (
 )
 from slipstream.device.sim.copies import copy_announced, late_copy
 from slipstream.device.sim.graph import Recording, SimGraph, WarmUp
-from slipstream.device.sim.memory import Block, Handle, Pool, poison, region_of
+from slipstream.device.sim.memory import Block, Pool, poison, region_of
 from slipstream.device.sim.pinned import SimPinned, plain
 from slipstream.device.sim.queue import Event, Op, Pace, Stream
 from slipstream.device.sim.registration import register
@@ -43,7 +43,6 @@ class SimDevice:
     """One seed is one course of events: the same program on the same seed runs the same way."""
 
     name = "sim"
-    has_graphs = True
 
     def __init__(self, seed: int = 0, num_streams: int = 2) -> None:
         global _current
@@ -295,6 +294,3 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, extent)
     return tuple(reversed(strides))
-
-
-__all__ = ["Handle", "SimDevice"]
