@@ -47,7 +47,7 @@ async def through_server(url: str, prompts: list[list[int]], output_len: int) ->
 
 
 async def _one_stream(host: str, port: int, prompt: list[int], output_len: int) -> int:
-    """The tokens that the server says it gave. No HTTP library: the clients share the two cores with what is measured."""
+    """The tokens the server says it gave. No HTTP library: the clients share the two cores with what is measured."""
     fields = {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True, "stream": True}
     body = json.dumps(fields | {"stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection(host, port)
