@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.swiglu import launch_gated
+from slipstream.kernels.triton_jit import runs_triton
 
 
 def _shape(gate_up: Tensor) -> TensorSpec:
@@ -16,5 +18,7 @@ def _shape(gate_up: Tensor) -> TensorSpec:
 def geglu(
     gate_up: Tensor,  # [num_tokens, 2 * intermediate], gate first
 ) -> Tensor:  # [num_tokens, intermediate]
+    if runs_triton(gate_up):
+        return launch_gated(gate_up, gelu=True)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up

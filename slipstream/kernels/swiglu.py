@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
+from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 
 
 def _shape(gate_up: Tensor) -> TensorSpec:
@@ -17,6 +18,8 @@ def _shape(gate_up: Tensor) -> TensorSpec:
 def swiglu(
     gate_up: Tensor,  # [num_tokens, 2 * intermediate], gate first
 ) -> Tensor:  # [num_tokens, intermediate]
+    if runs_triton(gate_up):
+        return launch_gated(gate_up, gelu=False)
     if (lib := native.usable(gate_up)) is not None and gate_up.is_contiguous():
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
@@ -24,3 +27,29 @@ def swiglu(
         return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def launch_gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    """``silu(gate) * up``, or with gelu in the tanh form instead."""
+    gate_up = gate_up.contiguous()
+    num_tokens, width = gate_up.shape
+    size = width // 2
+    out = gate_up.new_empty(num_tokens, size)
+    block = min(1024, next_power_of_2(size))
+    _gated_kernel[(num_tokens, -(-size // block))](gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=4)
+    return out
+
+
+@jit
+def _gated_kernel(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < size
+    gate = tl.load(gate_up + row * 2 * size + column, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + column, mask=exists, other=0.0).to(tl.float32)
+    if GELU:
+        # (1 + tanh(y)) / 2 is sigmoid(2 y).
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate = gate * tl.sigmoid(gate)
+    tl.store(out + row * size + column, (gate * up).to(out.dtype.element_ty), mask=exists)

@@ -1,0 +1,52 @@
+"""Triton where it can run: on a GPU, or interpreted on a CPU where a test asks for it.
+
+Kernels are written against ``jit`` and ``tl`` from here, so that a machine without Triton can import every kernel file
+and take the reference's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+triton: Any
+tl: Any
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no GPU, or a platform without Triton
+    triton = tl = None
+
+_interpreted = False
+
+
+def jit(function: Callable[..., None]) -> Any:
+    """``triton.jit``, or nothing where there is no Triton."""
+    return function if triton is None else triton.jit(function)
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether an operation on this tensor takes its Triton kernel."""
+    return tensor.is_cuda or _interpreted
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels run on CPU tensors inside. Needs ``TRITON_INTERPRET=1`` set before the kernels were imported."""
+    global _interpreted
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
+
+
+def is_available() -> bool:
+    return triton is not None
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
