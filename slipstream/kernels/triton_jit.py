@@ -7,18 +7,16 @@ and take the reference's path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-triton: Any
-tl: Any
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no GPU, or a platform without Triton
-    triton = tl = None
+triton: Any = None
+tl: Any = None
+with suppress(ImportError):  # no GPU, or a platform without Triton
+    triton, tl = import_module("triton"), import_module("triton.language")
 
 _interpreted = False
 
