@@ -60,7 +60,9 @@ class EngineOptions:
     """What a user may set, under the names vLLM's users know. ``None`` means: choose for this model and machine."""
 
     model: str = _option("smollm2-135m", "Model: a folder, a .gguf file, a hub id or an alias (`slipstream models`).")
-    device: str = _option("auto", "Device to run on: auto, cpu, or sim (a simulated GPU that checks the engine; slow).")
+    device: str = _option(
+        "auto", "Device to run on: auto, cuda, cpu, or sim (a simulated GPU that checks the engine; slow)."
+    )
     dtype: str = _option("auto", "Data type of weights and cache: auto, float32, bfloat16, float16 or float64.")
     max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; the model's own limit if unset.")
     max_num_seqs: int | None = _option(None, "Most requests that run at the same time.")
@@ -68,8 +70,11 @@ class EngineOptions:
     long_prefill_token_threshold: int | None = _option(None, "Most prompt tokens of one request in one step.")
     block_size: int = _option(16, "Tokens in one KV cache page; a power of two.")
     kv_cache_memory_bytes: int | None = _option(None, "Memory for the KV cache, in bytes.")
+    gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory for weights, cache and everything else.")
     num_gpu_blocks_override: int | None = _option(None, "Number of KV cache pages, instead of a size in bytes.")
-    attention_backend: str = _option("auto", "Attention backend: auto, cpu (batched) or reference (the definition).")
+    attention_backend: str = _option(
+        "auto", "Attention backend: auto, triton (GPU), cpu or reference (the definition)."
+    )
     steps_in_flight: int | None = _option(
         None, "Most steps launched and not yet read; 1 waits for each, 2 or more run ahead."
     )
@@ -99,9 +104,10 @@ class EngineOptions:
 class Hardware:
     """What ``resolve`` needs to know of the machine; measured by ``slipstream.device``."""
 
-    device: Literal["cpu", "sim"]
+    device: Literal["cpu", "cuda", "sim"]
     free_memory_bytes: int
     dtype_works: bool  # false where the wished type's instructions are advertised but fault
+    total_memory_bytes: int = 0  # of a GPU
 
 
 @dataclass(frozen=True)
@@ -217,20 +223,23 @@ class EngineConfig:
     poison: bool
 
 
-def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> EngineConfig:
+def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig, num_params: int = 0) -> EngineConfig:
     """Turn wishes, machine and model into the one configuration the engine runs with."""
-    _check_choice("device", options.device, ("auto", "cpu", "sim"))
-    _check_choice("attention_backend", options.attention_backend, ("auto", "cpu", "reference"))
+    _check_choice("device", options.device, ("auto", "cpu", "cuda", "sim"))
+    _check_choice("attention_backend", options.attention_backend, ("auto", "cpu", "triton", "reference"))
     _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
     _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
-    dtype = _resolve_dtype(options.dtype, hardware)
+    dtype = _resolve_dtype(options.dtype, hardware, model)
+    has_gpu = hardware.device == "cuda"
     max_model_len = _positive("max_model_len", options.max_model_len, model.max_position)
     if max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len {max_model_len} is beyond the model's context of {model.max_position}; lower it"
         )
-    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 32)
-    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(512, max_num_seqs))
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 256 if has_gpu else 32)
+    budget = _positive(
+        "max_num_batched_tokens", options.max_num_batched_tokens, max(8192 if has_gpu else 512, max_num_seqs)
+    )
     if budget < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens {budget} is below max_num_seqs {max_num_seqs}; "
@@ -247,7 +256,7 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> E
     )
     return EngineConfig(
         model=model,
-        cache=_resolve_cache(options, hardware, model, dtype, scheduler),
+        cache=_resolve_cache(options, hardware, model, dtype, scheduler, num_params),
         scheduler=scheduler,
         device=hardware.device,
         dtype=dtype,
@@ -255,12 +264,17 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig) -> E
         steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
         seed=options.seed,
         cudagraph_mode=_resolve_graph_mode(options.cudagraph_mode, hardware),
-        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget),
+        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs),
         poison=_flag("SLIPSTREAM_POISON"),
     )
 
 
-def _resolve_dtype(wish: str, hardware: Hardware) -> DTypeName:
+def _resolve_dtype(wish: str, hardware: Hardware, model: ModelConfig) -> DTypeName:
+    if hardware.device == "cuda":
+        if wish == "float64":
+            raise ConfigError("dtype float64 runs on a CPU only; use bfloat16, float16 or float32")
+        # A checkpoint in float16 may have weights that bfloat16 would round; every other one fits.
+        return ("float16" if model.dtype == "float16" else "bfloat16") if wish == "auto" else wish  # type: ignore[return-value]
     if wish == "auto":
         return "float32"  # the safe and, without matrix units, the fast choice on a CPU
     if not hardware.dtype_works:
@@ -269,10 +283,10 @@ def _resolve_dtype(wish: str, hardware: Hardware) -> DTypeName:
 
 
 def _resolve_backend(wish: str, hardware: Hardware) -> str:
-    if wish == "cpu" and hardware.device != "cpu":
-        raise ConfigError(f"attention_backend cpu runs on a CPU only, not on {hardware.device}; use reference")
-    default = "cpu" if hardware.device == "cpu" else "reference"
-    return default if wish == "auto" else wish
+    usable = {"cpu": ("cpu", "reference"), "sim": ("reference", "triton"), "cuda": ("triton",)}[hardware.device]
+    if wish not in ("auto", *usable):
+        raise ConfigError(f"attention_backend {wish} does not run on {hardware.device}; use {' or '.join(usable)}")
+    return usable[0] if wish == "auto" else wish
 
 
 def _resolve_graph_mode(wish: str, hardware: Hardware) -> str:
@@ -283,22 +297,31 @@ def _resolve_graph_mode(wish: str, hardware: Hardware) -> str:
     return "none"
 
 
-def _resolve_graph_sizes(wish: tuple[int, ...] | None, max_num_tokens: int) -> tuple[int, ...]:
+def _resolve_graph_sizes(wish: tuple[int, ...] | None, max_num_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
     """Close together where batches are small, because padding is a share of the batch."""
-    sizes: Iterable[int] = wish or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+    # The full batch has a size of its own; beyond 512 there are decodes only.
+    large = range(544, max_num_seqs + 1, 32)
+    sizes: Iterable[int] = wish or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *large, max_num_seqs)
     for size in sizes:
         _positive("cudagraph_capture_sizes", size, 1)
     return tuple(sorted({size for size in sizes if size <= max_num_tokens}))
 
 
 def _resolve_cache(
-    options: EngineOptions, hardware: Hardware, model: ModelConfig, dtype: str, scheduler: SchedulerConfig
+    options: EngineOptions,
+    hardware: Hardware,
+    model: ModelConfig,
+    dtype: str,
+    scheduler: SchedulerConfig,
+    num_params: int,
 ) -> CacheConfig:
     page_bytes = model.kv_bytes_per_token(dtype) * options.block_size
     if options.num_gpu_blocks_override is not None:
         num_pages = _positive("num_gpu_blocks_override", options.num_gpu_blocks_override, 0)
     else:
         wish = min(hardware.free_memory_bytes // 4, 4 * GIB)
+        if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
+            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, num_params)
         memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
         pages_per_request = -(-scheduler.max_model_len // options.block_size)
         num_pages = min(memory // page_bytes, scheduler.max_num_seqs * pages_per_request)
@@ -307,6 +330,44 @@ def _resolve_cache(
                 f"the KV cache of {memory} bytes holds no page of {page_bytes} bytes; raise kv_cache_memory_bytes"
             )
     return CacheConfig(page_size=options.block_size, num_pages=num_pages + 1)
+
+
+def _gpu_cache_bytes(
+    options: EngineOptions,
+    hardware: Hardware,
+    model: ModelConfig,
+    dtype: str,
+    scheduler: SchedulerConfig,
+    num_params: int,
+) -> int:
+    """What is left of the share of the GPU's memory that the engine may use, others' use of it subtracted."""
+    share = options.gpu_memory_utilization
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
+    others = hardware.total_memory_bytes - hardware.free_memory_bytes
+    weights = num_params * DTYPE_BYTES[dtype]
+    working = working_memory_bytes(model, dtype, scheduler)
+    left = int(hardware.total_memory_bytes * share) - others - weights - working
+    if left <= 0:
+        raise ConfigError(
+            f"no GPU memory is left for the KV cache: of {hardware.total_memory_bytes / GIB:.1f} GiB times "
+            f"gpu_memory_utilization {share}, weights in {dtype} take {weights / GIB:.1f} GiB, work {working / GIB:.1f} "
+            f"and other processes {others / GIB:.1f}; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+            "max_num_seqs, or use a smaller model"
+        )
+    return left
+
+
+def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerConfig) -> int:
+    """An upper bound of what a step needs beside weights and cache: activations, logits, rows, and torch's own."""
+    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    widest = 2 * model.intermediate_size
+    if model.experts is not None:
+        widest = max(widest, model.experts.num_experts_per_token * (3 * model.experts.intermediate_size))
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = tokens * (4 * model.hidden_size + heads + 2 * widest) * DTYPE_BYTES[dtype]
+    logits = 6 * rows * model.vocab_size * 4  # float32, and copies that sampling parameters make
+    return activations + logits + rows * scheduler.max_model_len * 8 + GIB
 
 
 def _positive(name: str, value: int | None, default: int) -> int:

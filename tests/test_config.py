@@ -31,7 +31,7 @@ MODEL = ModelConfig(
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens 32 is below max_num_seqs 64"),
         ({"block_size": 12}, "block_size must be a power of two, not 12"),
         ({"dtype": "float8"}, "dtype must be one of auto, float64"),
-        ({"device": "tpu"}, "device must be one of auto, cpu, sim, not 'tpu'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, sim, not 'tpu'"),
         ({"attention_backend": "refrence"}, "did you mean 'reference'"),
         ({"kv_cache_memory_bytes": 100}, "holds no page of 8192 bytes; raise kv_cache_memory_bytes"),
         ({"steps_in_flight": 0}, "steps_in_flight must be a positive integer"),

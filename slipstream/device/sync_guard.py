@@ -18,7 +18,7 @@ import torch
 ALLOWED_PLACES: Mapping[str, str] = MappingProxyType(
     {
         "build": "weights, tables and rows are made before the first step, while nobody waits for a token",
-        "capture": "graphs are warmed up and recorded before the first step, and a warm-up must have ended first",
+        "capture": "graphs are recorded while nobody waits for a token, and their warm-up must have ended first",
         "collect": "the one wait of the running engine: for the event behind a step's output, oldest step first",
     }
 )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from slipstream.attention.backend import AttentionBackend
 from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.reference import ReferenceBackend
+from slipstream.attention.triton import TritonBackend
 from slipstream.config import DTYPE_BYTES, GIB, EngineConfig, EngineOptions, resolve
 from slipstream.device import open_device
 from slipstream.device.interface import Device
@@ -64,8 +65,9 @@ def plan_engine(options: EngineOptions, hf_config: dict[str, Any]) -> EnginePlan
     architecture = architecture_of(hf_config)
     device = open_device(options.device)
     hardware = device.hardware(options.dtype)
-    config = resolve(options, hardware, architecture.read_config(hf_config))
-    num_params = count_parameters(architecture, config.model)
+    model = architecture.read_config(hf_config)
+    num_params = count_parameters(architecture, model)
+    config = resolve(options, hardware, model, num_params)
     cache_bytes = config.cache.num_pages * config.cache.page_size * config.model.kv_bytes_per_token(config.dtype)
     needed, free = num_params * DTYPE_BYTES[config.dtype] + cache_bytes, hardware.free_memory_bytes
     if needed > free:
@@ -97,6 +99,8 @@ def _assemble(
 def _backend(config: EngineConfig) -> AttentionBackend:
     if config.attention_backend == "reference":
         return ReferenceBackend()
+    if config.attention_backend == "triton":
+        return TritonBackend()
     in_place = config.dtype == "float32" and native.library() is not None
     return CpuBackend(config.cache.page_size, in_place, config.model.head_dim)
 

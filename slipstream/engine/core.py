@@ -27,6 +27,10 @@ class EngineCore:
         """End a request from outside. Tokens of it that are still in flight are dropped."""
         return self.scheduler.finish(request_id)
 
+    def use_idle_time(self) -> bool:
+        """Record a graph that was not needed to start with; False if there is nothing left to do."""
+        return self.runner.graphs.capture_one_more()
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_requests or bool(self._in_flight)

@@ -40,6 +40,7 @@ class Driver:
         self._receive = receive
         self._deliver = deliver
         self.known: set[str] = set()  # requests that have not been told their end
+        self._is_preparing = True
 
     def run(self) -> None:
         """Until a ``Stop`` comes."""
@@ -51,9 +52,13 @@ class Driver:
         """Handle what has come; wait for a message only when there is nothing to compute. False to end."""
         while True:
             try:
-                message = self._receive(not self._core.has_work)
+                # With nothing to compute there may be something to prepare, but a message is worth more.
+                message = self._receive(not self._core.has_work and not self._is_preparing)
             except queue.Empty:
-                return True
+                if self._core.has_work:
+                    return True
+                self._is_preparing = self._core.use_idle_time()
+                continue
             if isinstance(message, Stop):
                 self._hand_on([TokenUpdate(i, [], "abort", error="the engine was closed") for i in sorted(self.known)])
                 return False

@@ -13,6 +13,8 @@ from slipstream.device.interface import Device, Graph, GraphPool
 from slipstream.graphs.descriptor import AttentionState, AttentionStatePair, BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
 
+_MAX_MIXED_TOKENS = 512
+
 
 class Forward(NamedTuple):
     """A forward pass over one descriptor's static inputs, and the attention state it uses."""
@@ -39,16 +41,20 @@ class CudaGraphManager:
         tiers: Sequence[Tier] = ("full",),
         query_len: int = 1,  # tokens of a request in a batch of decodes
         pool: GraphPool | None = None,
+        urgent: Callable[[BatchExecutionDescriptor], bool] = lambda _desc: True,  # recorded before the first step
     ) -> None:
         self.mode = mode
         self._device = device
         self._pool = pool
         self._graphs: dict[BatchExecutionDescriptor, Graph] = {}
         self.descriptors = list(_descriptors(mode, sorted(set(sizes)), max_num_reqs, tiers, query_len))
+        # Largest first: later graphs then fit into the memory of earlier ones.
+        self._urgent = [desc for desc in self.descriptors[::-1] if urgent(desc)]
+        self._missing = [desc for desc in self.descriptors if not urgent(desc)]
         # By what must match exactly; values are sorted by size.
         self._by_kind: dict[tuple[int | None, Tier], list[BatchExecutionDescriptor]] = {}
-        for desc in self.descriptors:
-            self._by_kind.setdefault((desc.query_len, desc.tier), []).append(desc)
+        for desc in self._urgent:
+            self._offer(desc)
 
     @property
     def pool(self) -> GraphPool:
@@ -72,11 +78,23 @@ class CudaGraphManager:
     def capture(
         self, create_forward_fn: CreateForwardFn, progress_bar_desc: str
     ) -> dict[BatchExecutionDescriptor, AttentionStatePair]:
-        """Warm up and record every descriptor. The states come back for passes that share them.
+        """Warm up and record what is urgent. The states come back for passes that share them.
 
         A pass in pieces records itself: it alone knows where its attention layers are.
         """
         return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
+
+    def capture_one_more(self, create_forward_fn: CreateForwardFn) -> bool:
+        """Record the largest graph that is still missing; False if none is. For when there is nothing else to do."""
+        if not self._missing:
+            return False
+        desc = self._missing.pop()
+        self._capture_one(desc, create_forward_fn)
+        self._offer(desc)
+        return True
+
+    def _offer(self, desc: BatchExecutionDescriptor) -> None:
+        bisect.insort(self._by_kind.setdefault((desc.query_len, desc.tier), []), desc, key=_num_tokens)
 
     def replay(self, desc: BatchExecutionDescriptor) -> None:
         self._graphs[desc].replay()
@@ -98,13 +116,12 @@ class CudaGraphManager:
         return AttentionStatePair(warmup.state, recorded.state)
 
     def _with_progress(self, text: str) -> Iterator[BatchExecutionDescriptor]:
-        """Largest first: later graphs then fit into the memory of earlier ones."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with ExitStack() as stack:
             progress = Progress(*columns, transient=True)
             if progress.console.is_terminal:
                 stack.enter_context(progress)
-            yield from progress.track(self.descriptors[::-1], description=text)
+            yield from progress.track(self._urgent, description=text)
 
 
 def _num_tokens(desc: BatchExecutionDescriptor) -> int:
@@ -114,13 +131,16 @@ def _num_tokens(desc: BatchExecutionDescriptor) -> int:
 def _descriptors(
     mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int, tiers: Sequence[Tier], query_len: int
 ) -> Iterator[BatchExecutionDescriptor]:
-    """Smallest first. Batches of decodes pad requests and tokens together; mixed ones may have a token a request."""
+    """Smallest first. Batches of decodes pad requests and tokens together; mixed ones may have a token a request.
+
+    A mixed batch with more tokens is long enough for its launches to go unnoticed.
+    """
     decode, mixed = mode.decode_mode(), mode.mixed_mode()
     for size in sizes:
         num_reqs = size // query_len
         if decode is CUDAGraphMode.FULL and size % query_len == 0 and num_reqs <= max_num_reqs:
             for tier in tiers:
                 yield BatchExecutionDescriptor(decode, size, num_reqs, query_len, tier)
-        if mixed is not CUDAGraphMode.NONE:
+        if mixed is not CUDAGraphMode.NONE and size <= _MAX_MIXED_TOKENS:
             for tier in tiers:
                 yield BatchExecutionDescriptor(mixed, size, min(size, max_num_reqs), tier=tier)

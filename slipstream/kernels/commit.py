@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation, writes_only
+from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 from slipstream.types import RowStatus
 
 
@@ -24,6 +25,20 @@ def commit(
     status: Tensor,  # [num_rows] int32
     out: Tensor,  # [padded_reqs, 2] int32: new token or -1, status
 ) -> None:
+    if runs_triton(batch_rows):
+        num_stop_ids = stop_ids.shape[1]
+        _commit_kernel[(batch_rows.shape[0],)](
+            *(sampled_ids, failed, batch_rows, query_start_loc, stop_ids, max_total),
+            *(token_ids, num_computed, num_tokens, status, out),
+            *(token_ids.stride(0), num_stop_ids),
+            RUNNING=int(RowStatus.RUNNING),
+            STOPPED=int(RowStatus.STOPPED),
+            LENGTH=int(RowStatus.LENGTH),
+            ERROR=int(RowStatus.ERROR),
+            BLOCK=next_power_of_2(num_stop_ids),
+            num_warps=1,
+        )
+        return
     rows = batch_rows.long()
     runs = status[rows] == RowStatus.RUNNING
     query_lens = query_start_loc.diff()
@@ -48,3 +63,52 @@ def commit(
     status[rows] = after
     out[:, 0] = torch.where(takes, new_ids, -1)
     out[:, 1] = after
+
+
+@jit
+def _commit_kernel(
+    sampled_ids,
+    failed,
+    batch_rows,
+    query_start_loc,
+    stop_ids,
+    max_total,
+    token_ids,
+    num_computed,
+    num_tokens,
+    status,
+    out,
+    max_len,
+    num_stop_ids,
+    RUNNING: tl.constexpr,
+    STOPPED: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ERROR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a request. Padding shares the scratch row, which does not run, so nobody writes to it."""
+    i = tl.program_id(0)
+    row = tl.load(batch_rows + i).to(tl.int64)
+    before = tl.load(status + row)
+    query_len = tl.load(query_start_loc + i + 1) - tl.load(query_start_loc + i)
+    runs = (before == RUNNING) & (query_len > 0)
+    computed = tl.load(num_computed + row) + query_len
+    length = tl.load(num_tokens + row)
+    draws = runs & (computed == length)
+    bad = tl.load(failed + i) != 0
+    takes = draws & (bad == 0)
+    new_id = tl.load(sampled_ids + i).to(tl.int32)
+
+    slot = tl.arange(0, BLOCK)
+    stops = tl.load(stop_ids + row * num_stop_ids + slot, mask=slot < num_stop_ids, other=-1)
+    stopped = tl.sum((stops == new_id).to(tl.int32), 0) > 0
+    tl.store(token_ids + row * max_len + tl.minimum(length, max_len - 1), new_id, mask=takes)
+    length += takes.to(tl.int32)
+    after = tl.where(takes & (length >= tl.load(max_total + row)), LENGTH, before)
+    after = tl.where(takes & stopped, STOPPED, after)
+    after = tl.where(draws & bad, ERROR, after)
+    tl.store(num_computed + row, computed, mask=runs)
+    tl.store(num_tokens + row, length, mask=takes)
+    tl.store(status + row, after, mask=runs)
+    tl.store(out + 2 * i, tl.where(takes, new_id, -1))
+    tl.store(out + 2 * i + 1, after)

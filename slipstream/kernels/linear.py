@@ -94,6 +94,21 @@ def panel_linear(
     return out
 
 
+def _logits_shape(x: Tensor, weight: Tensor) -> TensorSpec:
+    return TensorSpec((x.shape[0], weight.shape[0]), torch.promote_types(x.dtype, torch.float32))
+
+
+@operation(_logits_shape)
+def head_logits(
+    x: Tensor,  # [n, hidden]
+    weight: Tensor,  # [vocab, hidden]
+) -> Tensor:  # [n, vocab], in float32 at least
+    """A product whose sums are not rounded to 16 bits: neighbouring logits there are an eighth apart."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _embedding_shape(weight: Tensor, token_ids: Tensor) -> TensorSpec:
     return TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype)
 

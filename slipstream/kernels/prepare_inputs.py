@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation, writes_only
+from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.types import RowStatus
+
+_BLOCK = 1024
 
 
 @operation(
@@ -35,6 +38,19 @@ def prepare_inputs(
     last_token_indices: Tensor,  # [padded_reqs] int64
     block_table: Tensor,  # [padded_reqs, max_pages] int32
 ) -> None:
+    if runs_triton(batch_rows):
+        num_reqs, max_pages = block_table.shape
+        num_tokens_padded = input_ids.shape[0]
+        # Blocks of a request share its tokens and its pages; the last row of programs fills the padding.
+        num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
+        _prepare_kernel[(num_reqs + 1, num_blocks)](
+            *(batch_rows, query_start_loc, token_ids, page_table, num_computed, num_tokens, status),
+            *(input_ids, positions, slot_mapping, seq_lens, last_token_indices, block_table),
+            *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size),
+            RUNNING=int(RowStatus.RUNNING),
+            BLOCK=_BLOCK,
+        )
+        return
     rows = batch_rows.long()
     query_lens = query_start_loc.diff()
     runs = (status[rows] == RowStatus.RUNNING) & (query_lens > 0)
@@ -56,3 +72,62 @@ def prepare_inputs(
     input_ids[total:] = 0
     positions[total:] = 0
     slot_mapping[total:] = -1
+
+
+@jit
+def _prepare_kernel(
+    batch_rows,
+    query_start_loc,
+    token_ids,
+    page_table,
+    num_computed,
+    num_tokens,
+    status,
+    input_ids,
+    positions,
+    slot_mapping,
+    seq_lens,
+    last_token_indices,
+    block_table,
+    num_reqs,
+    num_tokens_padded,
+    max_len,
+    max_pages,
+    page_size,
+    RUNNING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i, block, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(1) * BLOCK
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(query_start_loc + i)
+    if i == num_reqs:
+        # Behind the last request's tokens.
+        for at in range(start, num_tokens_padded, stride):
+            exists = at + slot < num_tokens_padded
+            tl.store(input_ids + at + slot, 0, mask=exists)
+            tl.store(positions + at + slot, 0, mask=exists)
+            tl.store(slot_mapping + at + slot, -1, mask=exists)
+    else:
+        row = tl.load(batch_rows + i).to(tl.int64)
+        query_len = tl.load(query_start_loc + i + 1) - start
+        computed = tl.load(num_computed + row)
+        length = tl.load(num_tokens + row)
+        runs = (tl.load(status + row) == RUNNING) & (query_len > 0)
+        if block == 0:
+            tl.store(seq_lens + i, tl.where(runs, computed + query_len, 0))
+            tl.store(last_token_indices + i, tl.where(query_len > 0, start + query_len - 1, 0))
+        is_page = slot < max_pages
+        pages = tl.load(page_table + row * max_pages + slot, mask=is_page, other=0)
+        tl.store(block_table + i.to(tl.int64) * max_pages + slot, pages, mask=is_page)
+        for at in range(0, query_len, stride):
+            exists = at + slot < query_len
+            position = computed + at + slot
+            alive = exists & runs & (position < length)
+            position = tl.where(alive, position, 0)
+            token = start + at + slot
+            ids = tl.load(token_ids + row * max_len + position, mask=alive, other=0)
+            page = tl.load(page_table + row * max_pages + position // page_size, mask=alive, other=0).to(tl.int64)
+            tl.store(input_ids + token, ids, mask=exists)
+            tl.store(positions + token, position.to(tl.int64), mask=exists)
+            place = page * page_size + position % page_size
+            tl.store(slot_mapping + token, tl.where(alive, place, -1), mask=exists)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels import native
+from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,6 +29,8 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
 ) -> Tensor:
+    if runs_triton(x):
+        return _launch(x, weight, eps)
     if (lib := native.usable(x)) is not None:
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -48,6 +51,8 @@ def add_rms_norm(
     weight: Tensor,  # [hidden]
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # normalised sum, sum
+    if runs_triton(x):
+        return _launch_add(x, residual, weight, eps)
     if (lib := native.usable(x)) is not None and x.is_contiguous() and residual.is_contiguous():
         out, total = torch.empty_like(x), torch.empty_like(x)
         arrays = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), total.data_ptr())
@@ -55,3 +60,67 @@ def add_rms_norm(
         return out, total
     total = x + residual
     return _normalise(total, weight, eps), total
+
+
+def _options(size: int) -> dict[str, int]:
+    # A row stays in registers, however long, and is read once: the longest in use, 18432, takes half of them.
+    block = next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    size = x.shape[-1]
+    out = x.new_empty(x.shape)
+    # The heads of a joint product are strided: what is read stays where it is.
+    heads = x.shape[-2] if x.ndim > 2 else 1
+    rows = _dense_rows(x.reshape(-1, heads, size))
+    _rms_norm_kernel[(rows.shape[0] * heads,)](
+        rows, rows, weight, out, out, heads, size, *rows.stride()[:2], 0, eps, ADD=False, **_options(size)
+    )
+    return out
+
+
+def _launch_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x, residual = _dense_rows(x), _dense_rows(residual)
+    num_tokens, size = x.shape
+    out, total = x.new_empty(x.shape), residual.new_empty(x.shape)
+    _rms_norm_kernel[(num_tokens,)](
+        x, residual, weight, out, total, 1, size, x.stride(0), 0, residual.stride(0), eps, ADD=True, **_options(size)
+    )
+    return out, total
+
+
+@jit
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    num_heads,
+    size,
+    token_stride,
+    head_stride,
+    residual_stride,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // num_heads, row % num_heads
+    column = tl.arange(0, BLOCK)
+    exists = column < size
+    value = tl.load(x + token * token_stride + head * head_stride + column, mask=exists, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
+        # The sum is rounded to become the residual; the norm is that of the rounded one.
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * size + column, rounded, mask=exists)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+    factor = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, (value * scale * factor).to(out.dtype.element_ty), mask=exists)

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
+from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+
+_HEADS_AT_ONCE = 8  # of a token, in one program
 
 
 def _rotation_shape(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[TensorSpec, TensorSpec]:
-    spec = TensorSpec((positions.shape[0], 1, 2 * cos_sin.shape[2]), dtype)
+    spec = TensorSpec((positions.shape[0], 1, 2 * cos_sin.shape[2]), torch.promote_types(dtype, torch.float32))
     return spec, spec
 
 
@@ -23,8 +26,15 @@ def _rotation_shape(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> t
 def rotation(
     cos_sin: Tensor,  # [max_position, 2, rotary_dim / 2] float32
     positions: Tensor,  # [num_tokens] int64
-    dtype: torch.dtype,
+    dtype: torch.dtype,  # of the model; an angle is kept in float32 at least
 ) -> tuple[Tensor, Tensor]:  # cosines and signed sines, [num_tokens, 1, rotary_dim] each
+    dtype = torch.promote_types(dtype, torch.float32)
+    if runs_triton(cos_sin):
+        num_tokens, half = positions.shape[0], cos_sin.shape[2]
+        cos, sin = (torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=cos_sin.device) for _ in range(2))
+        block = next_power_of_2(half)
+        _rotation_kernel[(num_tokens,)](cos_sin, positions, cos, sin, half, BLOCK=block, num_warps=1)
+        return cos, sin
     cos, sin = cos_sin.index_select(0, positions).to(dtype).unsqueeze(1).unbind(2)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
@@ -40,6 +50,12 @@ def cache_slots(
     num_pages: int,  # of the cache's memory; the last one takes what nobody is to read
     page_size: int,
 ) -> tuple[Tensor, Tensor]:  # page and offset of each token
+    if runs_triton(slot_mapping):
+        page_ids, offsets = torch.empty_like(slot_mapping), torch.empty_like(slot_mapping)
+        n = slot_mapping.shape[0]
+        grid = (-(-n // 1024),)
+        _slots_kernel[grid](slot_mapping, page_ids, offsets, n, num_pages - 1, page_size, BLOCK=1024)
+        return page_ids, offsets
     slots = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
     page_ids = slots // page_size
     return page_ids, slots - page_ids * page_size
@@ -72,10 +88,12 @@ def rope_and_cache(
     page_ids: Tensor,  # [num_tokens] int64, from cache_slots
     offsets: Tensor,  # [num_tokens] int64, from cache_slots
 ) -> Tensor:  # rotated queries
+    if runs_triton(kv_cache):
+        return _rope_and_cache_triton(q, k, v, cos, sin, kv_cache, page_ids, offsets)
     if (lib := native.usable(kv_cache)) is not None and all(_rows_are_dense(t) for t in (q, k, v)):
         return _rope_and_cache_native(lib, q, k, v, cos, sin, kv_cache, page_ids, offsets)
     num_heads = q.shape[1]
-    turned = rotate(torch.cat([q, k], dim=1), cos, sin)
+    turned = rotate(torch.cat([q, k], dim=1).to(cos.dtype), cos, sin).to(q.dtype)
     kv = torch.stack([turned[:, num_heads:], v], dim=1).to(kv_cache.dtype)
     kv_cache[page_ids, :, :, offsets] = kv
     return turned[:, :num_heads]
@@ -104,3 +122,115 @@ def _rope_and_cache_native(
     sizes = (num_tokens, num_heads, k.shape[1], head_dim, cos.shape[-1], kv_cache.shape[3])
     lib.slip_rope_and_cache(*tokens, *step, *sizes)
     return out
+
+
+def _rope_and_cache_triton(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, page_ids: Tensor, offsets: Tensor
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, rotary_dim = k.shape[1], cos.shape[-1]
+    assert all(x.stride(2) == 1 for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _rope_kernel[(num_tokens, -(-(num_heads + num_kv_heads) // _HEADS_AT_ONCE))](
+        *(q, k, v, cos, sin, kv_cache, page_ids, offsets, out),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_cache.stride(0)),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=rotary_dim // 2,
+        PAGE_SIZE=kv_cache.shape[3],
+        HEADS=_HEADS_AT_ONCE,
+        BLOCK_HALF=next_power_of_2(rotary_dim // 2),
+        BLOCK_REST=next_power_of_2(max(1, head_dim - rotary_dim)),
+        BLOCK_DIM=next_power_of_2(head_dim),
+        num_warps=2,
+    )
+    return out
+
+
+@jit
+def _rotation_kernel(cos_sin, positions, cos, sin, half, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    exists = i < half
+    base = cos_sin + tl.load(positions + token) * 2 * half + i
+    c = tl.load(base, mask=exists, other=0.0).to(cos.dtype.element_ty)
+    s = tl.load(base + half, mask=exists, other=0.0).to(cos.dtype.element_ty)
+    place = token * 2 * half + i
+    tl.store(cos + place, c, mask=exists)
+    tl.store(cos + place + half, c, mask=exists)
+    tl.store(sin + place, -s, mask=exists)
+    tl.store(sin + place + half, s, mask=exists)
+
+
+@jit
+def _slots_kernel(slot_mapping, page_ids, offsets, n, spare_page, page_size, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_mapping + i, mask=i < n, other=-1)
+    tl.store(page_ids + i, tl.where(slot >= 0, slot // page_size, spare_page), mask=i < n)
+    tl.store(offsets + i, tl.where(slot >= 0, slot % page_size, 0), mask=i < n)
+
+
+@jit
+def _rope_kernel(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    kv_cache,
+    page_ids,
+    offsets,
+    out,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    page_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """A few heads of one token: query heads first, then key heads with their values."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    kv_head = head - NUM_HEADS
+    is_q, is_kv = head < NUM_HEADS, (kv_head >= 0) & (kv_head < NUM_KV_HEADS)
+    from_q, from_k = q + token * q_token + head * q_head, k + token * k_token + kv_head * k_head
+    to_q = out + (token * NUM_HEADS + head) * HEAD_DIM
+    page = kv_cache + tl.load(page_ids + token) * page_stride + tl.load(offsets + token) * HEAD_DIM
+    to_k = page + kv_head * PAGE_SIZE * HEAD_DIM
+    to_v = page + (NUM_KV_HEADS + kv_head) * PAGE_SIZE * HEAD_DIM
+
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    turns = i < HALF
+    c = tl.load(cos + token * 2 * HALF + i, mask=turns, other=0.0)
+    s = tl.load(sin + token * 2 * HALF + HALF + i, mask=turns, other=0.0)
+    first = tl.load(from_q + i, mask=is_q & turns, other=0.0) + tl.load(from_k + i, mask=is_kv & turns, other=0.0)
+    i += HALF
+    second = tl.load(from_q + i, mask=is_q & turns, other=0.0) + tl.load(from_k + i, mask=is_kv & turns, other=0.0)
+    i -= HALF
+    a = first * c - second * s
+    b = second * c + first * s
+    tl.store(to_q + i, a.to(out.dtype.element_ty), mask=is_q & turns)
+    tl.store(to_q + HALF + i, b.to(out.dtype.element_ty), mask=is_q & turns)
+    tl.store(to_k + i, a.to(out.dtype.element_ty).to(kv_cache.dtype.element_ty), mask=is_kv & turns)
+    tl.store(to_k + HALF + i, b.to(out.dtype.element_ty).to(kv_cache.dtype.element_ty), mask=is_kv & turns)
+    if HEAD_DIM > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        stays = rest < HEAD_DIM
+        tl.store(to_q + rest, tl.load(from_q + rest, mask=is_q & stays), mask=is_q & stays)
+        kept = tl.load(from_k + rest, mask=is_kv & stays).to(kv_cache.dtype.element_ty)
+        tl.store(to_k + rest, kept, mask=is_kv & stays)
+    d = tl.arange(0, BLOCK_DIM)[None, :]
+    is_v = is_kv & (d < HEAD_DIM)
+    values = tl.load(v + token * v_token + kv_head * v_head + d, mask=is_v).to(kv_cache.dtype.element_ty)
+    tl.store(to_v + d, values, mask=is_v)

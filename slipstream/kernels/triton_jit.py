@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 triton: Any = None
@@ -48,3 +49,18 @@ def is_available() -> bool:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+_counts: dict[torch.device, list[Tensor]] = {}
+
+
+def arrival_counts(device: torch.device, num_counts: int) -> Tensor:
+    """Zeros with which programs of one launch find out who is the last of them.
+
+    The last to arrive clears its count, so they are zero again when the launch ends, and all kernels of a stream can
+    share them. Outgrown ones are kept: recorded launches go on using them.
+    """
+    made = _counts.setdefault(device, [])
+    if not made or made[-1].shape[0] < num_counts:
+        made.append(torch.zeros(max(num_counts, 1 << 14), dtype=torch.int32, device=device))
+    return made[-1]

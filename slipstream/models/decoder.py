@@ -12,7 +12,7 @@ from slipstream.attention.cpu import InPlace
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
-from slipstream.kernels.linear import Weight, pack, project
+from slipstream.kernels.linear import PackedWeight, Weight, head_logits, pack, project
 from slipstream.models.cpu_stack import stack_of
 from slipstream.models.experts import Experts, ExpertWeights, split_experts
 from slipstream.models.layers import Attention, Embedding, FeedForward, Layer, Linear, RMSNorm
@@ -86,18 +86,16 @@ class Decoder(nn.Module):
         return self.model.norm.add(hidden, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        if self.lm_head is not None:
-            logits: Tensor = self.lm_head(hidden)
-            return logits
-        head = self.model.embed_tokens.weight if self._packed_head is None else self._packed_head
-        return project(hidden, head, None)
+        head = self._packed_head
+        if head is None:
+            head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return project(hidden, head, None) if isinstance(head, PackedWeight) else head_logits(hidden, head)
 
     def pack(self) -> None:
         """After loading: bring every weight into the layout that multiplies fastest on this device."""
         _pack(self)
         self._stack = stack_of(self.config, self.model.layers) if self.layer_class is DecoderLayer else None
-        if self.lm_head is None:
-            self._packed_head = pack(self.model.embed_tokens.weight.data)
+        self._packed_head = pack(self.model.embed_tokens.weight.data) if self.lm_head is None else self.lm_head.packed
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by its name there."""

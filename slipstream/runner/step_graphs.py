@@ -39,7 +39,15 @@ class StepGraphs:
         self._device = device
         self._program = program
         self.mode = usable_mode(mode, program.backend.caps)
-        self._manager = CudaGraphManager(device, self.mode, sizes, max_num_reqs, tiers=("fast", "full"))
+        largest = max((size for size in sizes if size <= max_num_reqs), default=0)
+        self._manager = CudaGraphManager(
+            device,
+            self.mode,
+            sizes,
+            max_num_reqs,
+            tiers=("fast", "full"),
+            urgent=lambda desc: desc.num_tokens in (largest, 1 << desc.num_tokens.bit_length() - 1),
+        )
         # Where each recording leaves its results.
         self._outputs: dict[BatchExecutionDescriptor, TargetOutput] = {}
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
@@ -47,6 +55,10 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         self._manager.capture(self._create_forward, "recording graphs")
+
+    @torch.inference_mode()
+    def capture_one_more(self) -> bool:
+        return self._manager.capture_one_more(self._create_forward)
 
     def run(self, batch: InputBatch, needs: SamplingNeeds) -> tuple[Tensor, Sampled | None]:
         """A step over staged rows: hidden states, and the draw unless it happened inside a graph."""

@@ -30,9 +30,9 @@ def ban_bad_words(
 ) -> Tensor:
     rows = batch_rows.long()
     words = bad_words[rows]
-    counts = torch.arange(words.shape[1]) < num_bad_words[rows].unsqueeze(1)
+    counts = torch.arange(words.shape[1], device=logits.device) < num_bad_words[rows].unsqueeze(1)
     num_before = words.shape[2] - 1
-    position = num_tokens[rows].long().unsqueeze(1) - num_before + torch.arange(num_before)
+    position = num_tokens[rows].long().unsqueeze(1) - num_before + torch.arange(num_before, device=logits.device)
     tail = token_ids[rows.unsqueeze(1), position.clamp(min=0)]
     tail = torch.where(position >= 0, tail, -2)  # equal to no token and to no padding
     begins = words[:, :, :-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels.triton_jit import jit, tl
 from slipstream.sampling.philox import MASK, philox
 
 # The third counter word says what noise is for, so that two uses at the same position are independent.
@@ -30,17 +30,17 @@ def gumbel_noise(
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def _shape(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, choice: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
-def add_gumbel(
-    logits: Tensor,  # [n, vocab]
-    temperature: Tensor,  # [n] float32; rows at 0 are greedy and get no noise
-    seeds: Tensor,  # [n, 2] int32
-    positions: Tensor,  # [n] int32
-    choice: Tensor,  # [n] int32
-) -> Tensor:
-    noise = gumbel_noise(seeds, positions, choice, logits.shape[1])
-    return logits + torch.where((temperature > 0).unsqueeze(1), noise, 0.0)
+@jit
+def gumbel_block(seeds, position, choice, first_token, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same noise inside a kernel, of BLOCK tokens from a multiple of four on; ``seeds`` points to the two words."""
+    low = tl.load(seeds).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(seeds + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    quad = first_token // 4 + tl.arange(0, BLOCK // 4)
+    word0, word1, word2, word3 = tl.philox((high << 32) | low, quad, position, PURPOSE, choice)
+    bits = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
+    # There is no log1p, and 1 - u forgets most of a small u. The next term of the series is below float32.
+    u = uniform
+    series = 1.0 / 4 + u * (1.0 / 5 + u * (1.0 / 6 + u * (1.0 / 7)))
+    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * series)))
+    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1.0 - u)))

@@ -21,7 +21,7 @@ def apply_logit_bias(
     bias_values: Tensor,  # [num_rows, max_bias] float32
 ) -> Tensor:
     rows = batch_rows.long()
-    counts = torch.arange(bias_ids.shape[1]) < num_bias[rows].unsqueeze(1)
+    counts = torch.arange(bias_ids.shape[1], device=logits.device) < num_bias[rows].unsqueeze(1)
     ids = torch.where(counts, bias_ids[rows].long(), 0)
     values = torch.where(counts, bias_values[rows], 0.0).to(logits.dtype)
     return logits.scatter_add(1, ids, values)

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels.triton_jit import jit, runs_triton, tl
+
+# Programs that share the counting of one row, and how many tokens each takes at a time.
+_SHARES, _CHUNK = 16, 1024
+_BLOCK = 2048
 
 
 def _shape(
@@ -36,6 +41,8 @@ def apply_penalties(
     frequency: Tensor,  # [num_rows] float32; 0 is off
     presence: Tensor,  # [num_rows] float32; 0 is off
 ) -> Tensor:
+    if runs_triton(logits):
+        return _launch(logits, batch_rows, token_ids, num_tokens, prompt_len, repetition, frequency, presence)
     rows = batch_rows.long()
     length = num_tokens[rows].unsqueeze(1)
     longest = max(1, int(length.max()))
@@ -52,3 +59,83 @@ def apply_penalties(
     logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
     logits = logits - frequency[rows].unsqueeze(1) * counts
     return logits - presence[rows].unsqueeze(1) * (counts > 0)
+
+
+def _launch(
+    logits: Tensor,
+    batch_rows: Tensor,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    prompt_len: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    logits = logits.contiguous()
+    n, vocab_size = logits.shape
+    out = torch.empty_like(logits)
+    if n == 0:
+        return out
+    counts = torch.zeros(n, vocab_size, dtype=torch.int32, device=logits.device)
+    factors = (repetition, frequency, presence)
+    _count_kernel[(n, _SHARES)](
+        batch_rows,
+        token_ids,
+        token_ids.stride(0),
+        num_tokens,
+        prompt_len,
+        *factors,
+        counts,
+        vocab_size,
+        SHARES=_SHARES,
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )
+    _penalty_kernel[(n, -(-vocab_size // _BLOCK))](
+        logits, batch_rows, *factors, counts, out, vocab_size, BLOCK=_BLOCK, num_warps=4
+    )
+    return out
+
+
+@jit
+def _count_kernel(
+    batch_rows,
+    token_ids,
+    stride,
+    num_tokens,
+    prompt_len,
+    repetition,
+    frequency,
+    presence,
+    counts,
+    vocab_size,
+    SHARES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """How often each token stands in a row's output, and in bit 30 whether its prompt holds it."""
+    row, own = tl.program_id(0).to(tl.int64), tl.load(batch_rows + tl.program_id(0)).to(tl.int64)
+    counts_in_row = counts + row * vocab_size
+    length, first_output = tl.load(num_tokens + own), tl.load(prompt_len + own)
+    shifts = (tl.load(frequency + own) != 0) | (tl.load(presence + own) != 0)
+    if shifts | (tl.load(repetition + own) != 1):
+        for start in range(tl.program_id(1) * CHUNK, length, SHARES * CHUNK):
+            position = start + tl.arange(0, CHUNK)
+            token = tl.load(token_ids + own * stride + position, mask=position < length, other=-1)
+            exists = (token >= 0) & (token < vocab_size)
+            is_output = position >= first_output
+            tl.atomic_add(counts_in_row + token, 1, mask=exists & is_output, sem="relaxed")
+            tl.atomic_or(counts_in_row + token, 1 << 30, mask=exists & (position < first_output), sem="relaxed")
+
+
+@jit
+def _penalty_kernel(logits, batch_rows, repetition, frequency, presence, counts, out, vocab_size, BLOCK: tl.constexpr):
+    row, own = tl.program_id(0).to(tl.int64), tl.load(batch_rows + tl.program_id(0)).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < vocab_size
+    seen = tl.load(counts + row * vocab_size + token, mask=exists, other=0)
+    x = tl.load(logits + row * vocab_size + token, mask=exists, other=0.0).to(tl.float32)
+    factor = tl.load(repetition + own)
+    x = tl.where(seen > 0, tl.where(x > 0, x / factor, x * factor), x)
+    count = (seen & ((1 << 30) - 1)).to(tl.float32)
+    x = x - tl.load(frequency + own) * count - tl.where(count > 0, tl.load(presence + own), 0.0)
+    tl.store(out + row * vocab_size + token, x.to(out.dtype.element_ty), mask=exists)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slipstream.sampling.argmax import argmax, check_logits
 from slipstream.sampling.bad_words import ban_bad_words
-from slipstream.sampling.gumbel import add_gumbel
+from slipstream.sampling.check_logits import check_logits
+from slipstream.sampling.draw import draw_tokens
 from slipstream.sampling.logit_bias import apply_logit_bias
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.mask import apply_mask
@@ -86,6 +86,9 @@ class SamplingNeeds:
         return SamplingNeeds(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))
 
 
+_NOTHING, _NOISE_ALONE = SamplingNeeds(), SamplingNeeds(noise=True)
+
+
 class Sampled(NamedTuple):
     token_ids: Tensor  # [padded_reqs] int64
     failed: Tensor  # [padded_reqs] bool: the logits held no usable number
@@ -99,16 +102,18 @@ def sample(
     needs: SamplingNeeds,
     mask: Tensor | None = None,  # [padded_reqs, ceil(vocab / 32)] int32 bits, of positions that a grammar watches
 ) -> Sampled:
+    rest = (rows.temperature, rows.seeds, rows.num_tokens, rows.choice, needs.noise)
+    if mask is None and needs in (_NOTHING, _NOISE_ALONE):
+        return Sampled(*draw_tokens(logits, batch_rows, *rest, scaled=False), None)
     raw, failed = check_logits(logits)
-    logits = process(raw, rows, batch_rows, needs, mask)
-    token_ids = argmax(logits)
+    token_ids, _ = draw_tokens(process(raw, rows, batch_rows, needs, mask), batch_rows, *rest, scaled=True)
     return Sampled(token_ids, failed, pack_logprobs(raw, token_ids) if needs.logprobs else None)
 
 
 def process(
     logits: Tensor, rows: SamplingRows, batch_rows: Tensor, needs: SamplingNeeds, mask: Tensor | None
 ) -> Tensor:
-    """Logits whose argmax is the token to draw."""
+    """Logits of the distribution to draw from; of a greedy row only the largest counts."""
     if mask is not None:
         logits = apply_mask(logits, mask)
     if needs.logit_bias:
@@ -130,13 +135,11 @@ def process(
         )
     if not needs.noise:
         return logits
-    temperature = rows.temperature[batch_rows]
-    logits = apply_temperature(logits, temperature)
+    logits = apply_temperature(logits, rows.temperature[batch_rows])
     if needs.top_k:
         logits = apply_top_k(logits, rows.top_k[batch_rows])
     if needs.top_p:
         logits = apply_top_p(logits, rows.top_p[batch_rows])
     if needs.min_p:
         logits = apply_min_p(logits, rows.min_p[batch_rows])
-    positions, choice = rows.num_tokens[batch_rows], rows.choice[batch_rows]
-    return add_gumbel(logits, temperature, rows.seeds[batch_rows], positions, choice)
+    return logits

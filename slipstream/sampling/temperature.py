@@ -7,6 +7,13 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 
+# So that no logit passes the range of float32: far below it the draw is the argmax anyway.
+LEAST_TEMPERATURE = 1e-30
+
+
+def divisor(temperature: Tensor) -> Tensor:
+    return torch.where(temperature > 0, temperature.clamp(min=LEAST_TEMPERATURE), 1.0)
+
 
 def _shape(logits: Tensor, temperature: Tensor) -> TensorSpec:
     return spec_of(logits)
@@ -17,4 +24,4 @@ def apply_temperature(
     logits: Tensor,  # [n, vocab]
     temperature: Tensor,  # [n] float32
 ) -> Tensor:
-    return logits / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    return logits / divisor(temperature).unsqueeze(1)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.kernels import triton_jit
 from slipstream.kernels.moe import expert_mlp, route_tokens
+from tests.kernels.triton_check import poisoned_allocations, quietly_interpreted
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -107,3 +109,24 @@ def test_tokens_without_meaning_stay_among_themselves() -> None:
     dirty = expert_mlp(x, weights, ids, gate_up, down)
     kept = [0, 1, 3, 4, 6, 7]
     torch.testing.assert_close(dirty[kept], clean[kept], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, where a GPU is silent
+@pytest.mark.parametrize("num_experts", [6, 8])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_kernel_routes_what_is_not_a_number_as_the_definition_does(num_experts: int, renormalise: bool) -> None:
+    logits = torch.randn(6, num_experts)
+    logits[0], logits[1, 2], logits[2, 4], logits[3] = torch.nan, torch.nan, torch.inf, -torch.inf
+    weights, ids = route_tokens(logits, 3, renormalise)
+    with quietly_interpreted(), poisoned_allocations():
+        found_weights, found_ids = route_tokens(logits, 3, renormalise)
+    assert bool(((found_ids >= 0) & (found_ids < num_experts)).all())
+    assert torch.equal(found_ids, ids)
+    torch.testing.assert_close(found_weights, weights, equal_nan=True)
+
+
+@pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
+def test_kernel_cannot_choose_more_than_there_are() -> None:
+    with quietly_interpreted(), pytest.raises(ValueError, match="5 experts cannot be chosen of 4"):
+        route_tokens.body(torch.randn(2, 4), 5, True)

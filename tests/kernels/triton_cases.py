@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from slipstream.device.operation import Operation
+from slipstream.kernels.commit import commit
 from slipstream.kernels.geglu import geglu
+from slipstream.kernels.prepare_inputs import prepare_inputs
+from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
+from slipstream.kernels.row_writes import write_rows
 from slipstream.kernels.swiglu import swiglu
-from tests.kernels.triton_check import Real
-
-
-class Case(NamedTuple):
-    name: str
-    op: Operation[Any, Any]
-    args: Callable[[], dict[str, Any]]  # drawn anew for every run
-    scale: float = 1.0
+from slipstream.kernels.triton_attention import triton_attention
+from slipstream.types import RowStatus
+from tests.kernels.triton_cases_moe import experts, norms, routes
+from tests.kernels.triton_check import Case, Real, poisoned
 
 
 def _gated() -> Iterator[Case]:
@@ -30,4 +30,179 @@ def _gated() -> Iterator[Case]:
             )
 
 
-CASES = [*_gated()]
+def _ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _write_rows() -> Iterator[Case]:
+    for n in (1, 700, 1500):
+
+        def args(n: int = n) -> dict[str, Any]:
+            places = torch.randperm(2000)[:n]
+            staged = torch.cat([places.view(torch.int32), torch.randint(-9, 99, (n,), dtype=torch.int32)])
+            return {"store": torch.arange(2000, dtype=torch.int32), "staged": staged}
+
+        yield Case(f"write_rows-{n}", write_rows, args)
+
+
+def _rope() -> Iterator[Case]:
+    for num_tokens, heads, kv_heads, head_dim, rotary_dim in ((1, 9, 3, 64, 64), (5, 4, 2, 16, 8), (7, 8, 1, 24, 24)):
+
+        def turn(n: int = num_tokens, half: int = rotary_dim // 2) -> dict[str, Any]:
+            table = torch.randn(40, 2, half)
+            return {"cos_sin": table, "positions": torch.randint(0, 40, (n,)), "dtype": torch.float32}
+
+        yield Case(f"rotation-{num_tokens}x{rotary_dim}", rotation, turn)
+
+        def slots(n: int = num_tokens) -> dict[str, Any]:
+            return {"slot_mapping": torch.randint(-1, 40, (n,)), "num_pages": 11, "page_size": 4}
+
+        yield Case(f"cache_slots-{num_tokens}", cache_slots, slots)
+
+        def args(
+            n: int = num_tokens, h: int = heads, kv: int = kv_heads, d: int = head_dim, r: int = rotary_dim
+        ) -> dict[str, Any]:
+            q, k, v = torch.randn(n, h + 2 * kv, d).split([h, kv, kv], dim=1)
+            places = torch.randperm(40)[:n]
+            return {
+                "q": Real(q),
+                "k": Real(k),
+                "v": Real(v),
+                "cos": torch.randn(n, 1, r // 2).repeat(1, 1, 2),
+                "sin": torch.randn(n, 1, r // 2).repeat(1, 1, 2) * torch.tensor([-1.0, 1.0]).repeat_interleave(r // 2),
+                "kv_cache": Real(torch.randn(10, 2, kv, 4, d)),
+                "page_ids": places // 4,
+                "offsets": places % 4,
+            }
+
+        yield Case(f"rope_and_cache-{num_tokens}x{heads}x{head_dim}", rope_and_cache, args)
+
+
+def _rows(num_rows: int, max_len: int) -> dict[str, Tensor]:
+    num_tokens = torch.randint(2, max_len - 1, (num_rows,), dtype=torch.int32)
+    status = torch.full((num_rows,), int(RowStatus.RUNNING), dtype=torch.int32)
+    status[torch.rand(num_rows) < 0.3] = int(RowStatus.STOPPED)
+    status[-1] = int(RowStatus.INERT)
+    return {
+        "token_ids": torch.randint(1, 999, (num_rows, max_len), dtype=torch.int32),
+        "num_computed": (num_tokens * torch.rand(num_rows)).int(),
+        "num_tokens": num_tokens,
+        "status": status,
+    }
+
+
+def _batch(num_rows: int, num_reqs: int, num_padding: int) -> Tensor:
+    return _ints([*torch.randperm(num_rows - 1)[:num_reqs].tolist(), *[num_rows - 1] * num_padding])
+
+
+def _prepare() -> Iterator[Case]:
+    for num_reqs, num_padding, spare_tokens, max_pages in ((1, 0, 0, 3), (4, 3, 9, 1200), (6, 0, 2100, 30)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, spare: int = spare_tokens, p: int = max_pages) -> Any:
+            rows = _rows(9, p * 4)
+            batch = _batch(9, n, pad)
+            query = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
+            query[n:] = 0
+            starts = _ints([0, *query.cumsum(0).tolist()])
+            total = int(starts[-1]) + spare
+            return rows | {
+                "batch_rows": batch,
+                "query_start_loc": starts,
+                "page_table": torch.randint(1, 5000, (9, p), dtype=torch.int32),
+                "page_size": 4,
+                "input_ids": poisoned(total),
+                "positions": poisoned(total, dtype=torch.int64),
+                "slot_mapping": poisoned(total, dtype=torch.int64),
+                "seq_lens": poisoned(n + pad),
+                "last_token_indices": poisoned(n + pad, dtype=torch.int64),
+                "block_table": poisoned(n + pad, p),
+            }
+
+        yield Case(f"prepare_inputs-{num_reqs}+{num_padding}", prepare_inputs, args)
+
+
+def _commit() -> Iterator[Case]:
+    for num_reqs, num_padding in ((1, 0), (6, 3)):
+
+        def args(n: int = num_reqs, pad: int = num_padding) -> dict[str, Any]:
+            rows = _rows(9, 40)
+            batch = _batch(9, n, pad)
+            missing = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
+            query = torch.where(torch.rand(n + pad) < 0.6, missing, missing - 1)  # some draw, some are chunks
+            query[n:] = 0
+            return rows | {
+                "sampled_ids": torch.randint(0, 6, (n + pad,)),
+                "failed": torch.rand(n + pad) < 0.2,
+                "batch_rows": batch,
+                "query_start_loc": _ints([0, *query.cumsum(0).tolist()]),
+                "stop_ids": torch.randint(-1, 9, (9, 3), dtype=torch.int32),
+                "max_total": rows["num_tokens"] + torch.randint(1, 4, (9,), dtype=torch.int32),
+                "out": poisoned(n + pad, 2),
+            }
+
+        for run in range(3):
+            yield Case(f"commit-{num_reqs}+{num_padding}-{run}", commit, args)
+
+
+class _Shape(NamedTuple):
+    query_lens: list[int]
+    seq_lens: list[int]  # 0 for a row that does not run
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 4
+    window: int = 0
+    num_padding: int = 0  # requests; in a uniform batch tokens too
+    query_len: int = 0  # of a uniform batch
+    spare_tokens: int = 0
+
+
+_ATTENTION = {
+    "decode": _Shape([1, 1, 1], [1, 64, 65], query_len=1),
+    "decode-long": _Shape([1, 1], [1100, 700], query_len=1, heads=3, kv_heads=1, head_dim=64, page_size=16),
+    "decode-dead-and-padded": _Shape([1, 1, 1], [130, 0, 200], query_len=1, num_padding=2),
+    "decode-window": _Shape([1, 1, 1], [5, 300, 1300], query_len=1, window=100),
+    "decode-odd-head": _Shape([1, 1], [90, 31], query_len=1, head_dim=24, heads=9, kv_heads=3),
+    "verify": _Shape([4, 4, 4], [4, 129, 600], query_len=4, heads=6),
+    "verify-window-padded": _Shape([3, 3], [200, 77], query_len=3, window=64, num_padding=1),
+    "prefill": _Shape([70, 33], [70, 33]),
+    "mixed": _Shape([1, 40, 1, 7], [90, 100, 3, 7], heads=6, kv_heads=2, head_dim=32, page_size=16),
+    "mixed-dead-and-padded": _Shape([1, 9, 5, 2], [50, 0, 80, 2], num_padding=3, spare_tokens=6),
+    "mixed-window": _Shape([30, 1, 64], [200, 150, 64], window=33),
+    "mixed-one-request": _Shape([20], [100]),
+}
+
+
+def _attention() -> Iterator[Case]:
+    for name, shape in _ATTENTION.items():
+
+        def args(s: _Shape = shape) -> dict[str, Any]:
+            num_tokens = sum(s.query_lens) + s.num_padding * s.query_len + s.spare_tokens
+            num_reqs = len(s.query_lens) + s.num_padding
+            max_pages = -(-max(s.seq_lens) // s.page_size)
+            num_pages = num_reqs * max_pages + 1
+            cache = torch.randn(num_pages, 2, s.kv_heads, s.page_size, s.head_dim)
+            cache[0] = 0
+            table = 1 + torch.randperm(num_pages - 1).view(num_reqs, max_pages).int()
+            for i, seq_len in enumerate([*s.seq_lens, *[0] * s.num_padding]):
+                # What lies behind the last token must not be read, and page 0 may be.
+                pages, offset = divmod(seq_len, s.page_size)
+                if offset:
+                    cache[table[i, pages], :, :, offset:] = float("nan")
+                table[i, pages + bool(offset) :] = 0
+            starts = torch.tensor([0, *s.query_lens]).cumsum(0).int()
+            return {
+                "q": Real(torch.randn(num_tokens, s.heads, s.head_dim)),
+                "kv_cache": Real(cache),
+                "query_start_loc": torch.cat([starts, starts[-1:].repeat(s.num_padding)]),
+                "seq_lens": _ints([*s.seq_lens, *[0] * s.num_padding]),
+                "block_table": table,
+                "scale": s.head_dim**-0.5,
+                "window": s.window,
+                "query_len": s.query_len,
+            }
+
+        yield Case(f"attention-{name}", triton_attention, args)
+
+
+CASES = [*_gated(), *_write_rows(), *_rope(), *_prepare(), *_commit(), *_attention(), *norms(), *routes(), *experts()]

@@ -6,10 +6,11 @@ fill is poisoned before, so that what it leaves out shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +31,14 @@ class Real:
     tensor: Tensor
 
 
-def _prepared(args: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+class Case(NamedTuple):
+    name: str
+    op: Operation[Any, Any]
+    args: Callable[[], dict[str, Any]]  # drawn anew for every run
+    scale: float = 1.0
+
+
+def prepared(args: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments for the kernel, and the same numbers in float64 for the definition."""
     own, wide = {}, {}
     for name, value in args.items():
@@ -44,6 +52,14 @@ def _prepared(args: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[di
         else:
             own[name] = wide[name] = value
     return own, wide
+
+
+@contextmanager
+def quietly_interpreted() -> Iterator[None]:
+    """The interpreter computes with numpy, which warns of overflows, and of habits of the interpreter's own."""
+    with interpreted(), np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 @contextmanager
@@ -78,10 +94,9 @@ def check_kernel(
     scale: float = 1.0,  # of the tolerance, for results that are sums of large numbers
 ) -> Any:
     """Run both, compare results and everything written, and give the kernel's result for further questions."""
-    own, wide = _prepared(args, dtype, device)
+    own, wide = prepared(args, dtype, device)
     expected = op.body(**wide)
-    # The interpreter computes with numpy, which warns where a GPU overflows to infinity in silence.
-    with interpreted() if device == "cpu" else nullcontext(), np.errstate(all="ignore"), poisoned_allocations():
+    with quietly_interpreted() if device == "cpu" else nullcontext(), poisoned_allocations():
         actual = op.body(**own)
     _compare(op.name, actual, expected, dtype, scale)
     for name in op.writes:

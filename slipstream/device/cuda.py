@@ -1,0 +1,99 @@
+"""An NVIDIA GPU as a device: torch's streams, events and graphs, and the guard that proves nobody waits for them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from slipstream.config import Hardware, sync_check_enabled
+from slipstream.device.cpu import POISON
+from slipstream.device.interface import Capture, Event, GraphPool, Stream
+from slipstream.device.sync_guard import CudaSyncGuard, NoGuard, SyncGuard
+from slipstream.errors import ConfigError
+
+_OLDEST = (8, 0)  # Ampere: the first with bfloat16 in its matrix units
+
+
+def is_usable() -> bool:
+    """Whether there is a GPU that the kernels run on. Starts no context."""
+    return torch.cuda.is_available() and find_spec("triton") is not None
+
+
+class CudaDevice:
+    name = "cuda"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("device cuda needs an NVIDIA GPU and a torch built for it; use device cpu")
+        if find_spec("triton") is None:
+            raise ConfigError("device cuda needs Triton, which is not installed; install triton or use device cpu")
+        capability = torch.cuda.get_device_capability()
+        if capability < _OLDEST:
+            raise ConfigError(
+                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; "
+                "8.0 (Ampere) or newer is needed, or device cpu"
+            )
+        self.sync_guard: SyncGuard = CudaSyncGuard() if sync_check_enabled() else NoGuard()
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        # The default stream waits for others and others for it; graphs cannot be recorded on it.
+        compute: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        copy: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.compute_stream: Stream = compute
+        self.copy_stream: Stream = copy
+
+    def hardware(self, dtype: str) -> Hardware:
+        free, total = torch.cuda.mem_get_info()
+        return Hardware(device="cuda", free_memory_bytes=free, total_memory_bytes=total, dtype_works=True)
+
+    def event(self) -> Event:
+        made: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return made  # type: ignore[no-any-return]
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream)
+
+    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def poison(self, tensor: torch.Tensor) -> None:
+        tensor.view(torch.int16).fill_(POISON)
+
+    def graph_pool(self) -> GraphPool:
+        handle: Any = torch.cuda.graph_pool_handle()
+        return handle  # type: ignore[no-any-return]
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        yield
+        torch.cuda.synchronize()
+
+    @contextmanager
+    def record(self, pool: Any) -> Iterator[Capture]:
+        """Without what ``torch.cuda.graph`` does around it: a full collection of garbage takes longer than a recording.
+
+        The collector must not run inside either, for what it frees may ask the driver about events.
+        """
+        capture, graph = Capture(), torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield capture
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        capture.graph = graph

@@ -1,0 +1,236 @@
+"""``paged_attention`` in Triton: pages are read where they are, and the heads of a group share what is read.
+
+A program works on a tile of (query token, head of the group) rows. In a batch of equally few query tokens a request the
+keys are shared out among ``_SPLITS`` programs in chunks: chunk c belongs to program c modulo ``_SPLITS``, whatever the
+batch, and partial results are joined in the programs' order. So a token's result is a function of its own keys. Which
+program of a tile joins them, the last to arrive, is chance; the order of the sum is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels.paged_attention import paged_attention
+from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
+
+_SPLITS = 16
+_CHUNK = 64
+_MAX_DECODE_ROWS = 64  # of a tile: query tokens times heads of a group
+
+
+def _shape(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    query_len: int,
+) -> TensorSpec:
+    return spec_of(q)
+
+
+@operation(_shape)
+def triton_attention(
+    q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
+    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
+    query_start_loc: Tensor,  # [num_reqs + 1] int32, requests padded
+    seq_lens: Tensor,  # [num_reqs] int32
+    block_table: Tensor,  # [num_reqs, max_pages] int32
+    scale: float,
+    window: int,
+    query_len: int,  # of every request and of the padding, or 0 for a mixed batch
+) -> Tensor:  # as paged_attention; padding tokens are zero
+    if not runs_triton(q):
+        return paged_attention.body(q, kv_cache, query_start_loc, seq_lens, block_table, scale, window)
+    num_tokens, num_heads, head_dim = q.shape
+    num_reqs, num_kv_heads = seq_lens.shape[0], kv_cache.shape[2]
+    group = num_heads // num_kv_heads
+    q = q.contiguous()
+    splits = _SPLITS if 0 < query_len * group <= _MAX_DECODE_ROWS else 1
+    if splits > 1:
+        assert num_reqs * query_len == num_tokens, "a batch of equal queries pads requests and tokens together"
+        block_m = max(16, next_power_of_2(query_len * group))
+        num_tiles = num_reqs
+        out = torch.empty_like(q)
+    else:
+        block_m = 64
+        num_tiles = num_tokens // (block_m // group) + num_reqs
+        out = torch.zeros_like(q)
+    rows = query_len * group if splits > 1 else 1
+    shape = (num_tiles, num_kv_heads, splits, rows) if splits > 1 else (1, 1, 1, 1)
+    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
+    _attention_kernel[(num_tiles, num_kv_heads, splits)](
+        *(q, kv_cache, query_start_loc, seq_lens, block_table, out, partial, weight),
+        arrival_counts(q.device, num_tiles * num_kv_heads),
+        *(scale * 1.4426950408889634, window, num_reqs, block_table.stride(0), kv_cache.stride(0)),
+        QUERY_LEN=query_len if splits > 1 else 0,
+        GROUP=group,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        PAGE_SIZE=kv_cache.shape[3],
+        BLOCK_M=block_m,
+        BLOCK_N=_CHUNK,
+        SPLITS=splits,
+        WINDOW=window > 0,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+@jit
+def _attention_kernel(
+    q,
+    kv_cache,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    out,
+    partial,
+    weight,
+    arrivals,
+    scale,  # times log2(e): weights are powers of two
+    window,
+    num_reqs,
+    table_stride,
+    page_stride,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
+    if QUERY_LEN > 0:
+        request, first_query = tile, 0
+        start = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - start
+        first_token = tile * QUERY_LEN
+        num_rows = QUERY_LEN * GROUP
+    else:
+        # A request has one tile more than its tokens fill, so its first tile is known without counting the others.
+        low: tl.int32 = 0
+        high: tl.int32 = num_reqs
+        while low < high:
+            middle = (low + high) // 2
+            begins = tl.load(query_start_loc + middle) // TILE_QUERIES + middle
+            if begins <= tile:
+                low = middle + 1
+            else:
+                high = middle
+        request = low - 1
+        start = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - start
+        first_query = (tile - (start // TILE_QUERIES + request)) * TILE_QUERIES
+        first_token = start + first_query
+        num_rows = tl.minimum(query_len - first_query, TILE_QUERIES) * GROUP
+        if num_rows <= 0:
+            return
+    seq_len = tl.load(seq_lens + request)
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    query = first_query + m // GROUP
+    position = seq_len - query_len + query
+    is_row = (m < num_rows) & (m < TILE_QUERIES * GROUP)
+    sees = is_row & (query < query_len) & (seq_len > 0)
+    head = kv_head * GROUP + m % GROUP
+    place = ((first_token + m // GROUP).to(tl.int64) * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
+    is_value = (d < HEAD_DIM)[None, :]
+    queries = tl.load(q + place[:, None] + d[None, :], mask=sees[:, None] & is_value, other=0.0)
+
+    # Keys from the first that the tile's first query sees to the one of its last query.
+    end = tl.where(seq_len > 0, tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES), 0)
+    first_chunk = 0
+    if WINDOW:
+        first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N
+    end_chunk = (end + BLOCK_N - 1) // BLOCK_N
+    # By the chunk's own number, so that a window that moves on does not move chunks to other programs.
+    begin = first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
+    live = tl.minimum(SPLITS, end_chunk - first_chunk)
+    if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
+        return
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    cache_head = kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM
+    table = block_table + request.to(tl.int64) * table_stride
+    for chunk in range(begin, end_chunk, SPLITS):
+        n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_key = n < end
+        page = tl.load(table + n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        from_keys = cache_head + page * page_stride + (n % PAGE_SIZE) * HEAD_DIM
+        kept = is_key[:, None] & is_value
+        keys = tl.load(from_keys[:, None] + d[None, :], mask=kept, other=0.0)
+        values = tl.load(from_keys[:, None] + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM + d[None, :], mask=kept, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys).to(queries.dtype), input_precision="ieee") * scale
+        visible = sees[:, None] & (n[None, :] <= position[:, None]) & is_key[None, :]
+        if WINDOW:
+            visible = visible & (n[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - anchor[:, None])
+        shrink = tl.exp2(largest - anchor)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), acc, input_precision="ieee")
+        largest = higher
+
+    to = out + place[:, None] + d[None, :]
+    if SPLITS == 1:
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(to, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
+    else:
+        if live <= 1:
+            # The one program with keys, or program 0 of a request without any, is all there is.
+            if (begin < end_chunk) | (end_chunk <= first_chunk):
+                result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+                tl.store(to, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
+        else:
+            if begin < end_chunk:
+                pair = tile.to(tl.int64) * NUM_KV_HEADS + kv_head
+                row = (pair * SPLITS + split) * (QUERY_LEN * GROUP) + m
+                tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_row[:, None] & is_value)
+                tl.store(weight + row * 2, largest, mask=is_row)
+                tl.store(weight + row * 2 + 1, total, mask=is_row)
+                tl.debug_barrier()
+                if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == live - 1:
+                    tl.store(arrivals + pair, 0)
+                    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    total = tl.zeros([BLOCK_M], tl.float32)
+                    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                    for other in range(SPLITS):
+                        # Programs whose first chunk is behind the last one have left nothing.
+                        begins = first_chunk + (other - first_chunk % SPLITS + SPLITS) % SPLITS
+                        there = is_row & (begins < end_chunk)
+                        row = (pair * SPLITS + other) * (QUERY_LEN * GROUP) + m
+                        peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                        mass = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                        part = tl.load(
+                            partial + row[:, None] * HEAD_DIM + d[None, :],
+                            mask=there[:, None] & is_value,
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        higher = tl.maximum(largest, peak)
+                        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+                        grow, shrink = tl.exp2(peak - anchor), tl.exp2(largest - anchor)
+                        total = total * shrink + mass * grow
+                        acc = acc * shrink[:, None] + part * grow[:, None]
+                        largest = higher
+                    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+                    tl.store(to, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)

@@ -1,0 +1,160 @@
+"""Odd vocabularies, ties, bad rows and poisoned memory for the kernels of sampling; run interpreted and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.sampling.draw import draw_tokens
+from slipstream.sampling.penalties import apply_penalties
+from slipstream.sampling.top_k import apply_top_k
+from slipstream.sampling.top_p import apply_top_p
+from tests.kernels.triton_check import POISON, Case, Real
+
+VOCABULARIES = (1, 5, 1000, 5003)
+
+
+def grid_logits(n: int, vocab_size: int) -> Tensor:
+    """Numbers that every float type holds, so that all tie in the same places, with some tokens forbidden."""
+    logits = (torch.randn(n, vocab_size) * 64).round().clamp(-256, 256) / 32
+    if vocab_size > 4:
+        logits[torch.rand(n, vocab_size) < 0.1] = -torch.inf
+    return logits
+
+
+def spoilt(logits: Tensor) -> Tensor:
+    """One row each with NaN, +inf and nothing finite, wherever there are that many."""
+    middle = logits.shape[1] // 2
+    for row, bad in ((1, torch.nan), (2, torch.inf)):
+        logits[row : row + 1, middle] = bad
+    logits[3:4] = -torch.inf
+    return logits
+
+
+def draw_args(logits: Tensor, noise: bool, scaled: bool = False) -> dict[str, Any]:
+    n = len(logits)
+    num_rows = n + 3
+    temperature = torch.rand(num_rows) + 0.2
+    temperature[torch.rand(num_rows) < 0.4] = 0.0
+    num_tokens = torch.randint(0, 2**31, (num_rows,), dtype=torch.int32)
+    num_tokens[0] = 2**31 - 1
+    return {
+        "logits": Real(logits),
+        "batch_rows": torch.randperm(num_rows)[:n].int(),
+        "temperature": temperature,
+        "seeds": torch.randint(-(2**31), 2**31, (num_rows, 2)).int(),
+        "num_tokens": num_tokens,
+        "choice": torch.randint(0, 9, (num_rows,), dtype=torch.int32),
+        "noise": noise,
+        "scaled": scaled,
+    }
+
+
+def _draws() -> Iterator[Case]:
+    for vocab_size in (*VOCABULARIES, 20_011):
+        for n in (1, 6):
+            for noise, scaled in ((False, False), (True, False), (True, True)):
+                yield Case(
+                    f"draw_tokens-{n}x{vocab_size}-noise{noise:d}-scaled{scaled:d}",
+                    draw_tokens,
+                    lambda n=n, v=vocab_size, noise=noise, scaled=scaled: draw_args(
+                        spoilt(grid_logits(n, v)), noise, scaled
+                    ),
+                )
+    # Tokens far apart in different blocks tie for the first place.
+    yield Case(
+        "draw_tokens-ties",
+        draw_tokens,
+        lambda: draw_args(torch.ones(3, 9000).index_fill_(1, torch.arange(2500), 0.0), False),
+    )
+    # Every second entry of wider rows.
+    yield Case("draw_tokens-strided", draw_tokens, lambda: draw_args(torch.randn(3, 200)[:, ::2], True))
+
+
+def _top_k() -> Iterator[Case]:
+    for vocab_size in VOCABULARIES:
+
+        def args(v: int = vocab_size) -> dict[str, Any]:
+            logits = grid_logits(8, v)
+            logits[7] = -torch.inf
+            return {"logits": Real(logits), "top_k": torch.tensor([0, 1, 3, v, v - 1, v // 2, 2 * v, 2]).int()}
+
+        yield Case(f"top_k-{vocab_size}", apply_top_k, args)
+    yield Case(
+        "top_k-one-row", apply_top_k, lambda: {"logits": Real(torch.randn(1, 5003)), "top_k": torch.tensor([50]).int()}
+    )
+    zeros = [0.0, -0.0, 0.0, -0.0, 1.0, -1.0]
+    yield Case(
+        "top_k-signed-zeros",
+        apply_top_k,
+        lambda: {"logits": Real(torch.tensor([zeros])), "top_k": torch.tensor([2]).int()},
+    )
+
+
+def safe_p(logits: Tensor, wanted: float) -> float:
+    """Near what is wanted, but half a token away from where the answer changes."""
+    probs = logits.double().softmax(0).sort(descending=True).values
+    before = probs.cumsum(0) - probs
+    last = int((before < wanted).sum()) - 1
+    assert probs[last] > 4e-5
+    return float(before[last] + probs[last] / 2)
+
+
+def _top_p() -> Iterator[Case]:
+    for vocab_size in VOCABULARIES:
+
+        def args(v: int = vocab_size) -> dict[str, Any]:
+            logits = grid_logits(8, v)
+            logits[:, 0] = 1.0  # nothing finite is a row of its own
+            logits[7] = -torch.inf
+            wanted = (0.5, 0.9, 0.2, 0.75, 1e-6)
+            top_p = [*(safe_p(row, p) for row, p in zip(logits, wanted, strict=False)), 1.0, 1e-9, 0.5]
+            return {"logits": Real(logits), "top_p": torch.tensor(top_p)}
+
+        yield Case(f"top_p-{vocab_size}", apply_top_p, args)
+    for n in (1, 3):
+        # All alike: half the tokens stay, and it is the lower half. Over one block, and of more than one.
+        yield Case(
+            f"top_p-all-alike-{n}",
+            apply_top_p,
+            lambda n=n: {"logits": Real(torch.full((n, 10_001), 2.5)), "top_p": torch.full((n,), 0.5)},
+        )
+
+
+def penalty_args(n: int, vocab_size: int, max_len: int) -> dict[str, Any]:
+    num_rows = n + 2
+    token_ids = torch.randint(0, vocab_size, (num_rows, max_len), dtype=torch.int32)
+    num_tokens = torch.randint(0, max_len - 9, (num_rows,), dtype=torch.int32)
+    batch_rows = torch.randperm(num_rows)[:n].int()
+    # The definition looks as far as the longest row of the batch goes; nobody may look further.
+    token_ids[:, int(num_tokens[batch_rows].max()) :] = POISON << 16
+    repetition = torch.rand(num_rows) + 0.6
+    frequency, presence = torch.randn(2, num_rows)
+    for factor, off in ((repetition, 1.0), (frequency, 0.0), (presence, 0.0)):
+        factor[torch.rand(num_rows) < 0.4] = off
+    return {
+        "logits": Real(grid_logits(n, vocab_size)),
+        "batch_rows": batch_rows,
+        "token_ids": token_ids,
+        "num_tokens": num_tokens,
+        "prompt_len": (num_tokens * torch.rand(num_rows)).int(),
+        "repetition": repetition,
+        "frequency": frequency,
+        "presence": presence,
+    }
+
+
+def _penalties() -> Iterator[Case]:
+    for vocab_size, max_len in ((1, 40), (5, 17), (1000, 300), (5003, 40_000)):
+        for n in (1, 5):
+            yield Case(
+                f"penalties-{n}x{vocab_size}",
+                apply_penalties,
+                lambda n=n, v=vocab_size, m=max_len: penalty_args(n, v, m),
+            )
+
+
+CASES = [*_draws(), *_top_k(), *_top_p(), *_penalties()]
