@@ -351,9 +351,9 @@ def _gpu_cache_bytes(
     if left <= 0:
         raise ConfigError(
             f"no GPU memory is left for the KV cache: of {hardware.total_memory_bytes / GIB:.1f} GiB times "
-            f"gpu_memory_utilization {share}, weights in {dtype} take {weights / GIB:.1f} GiB, work {working / GIB:.1f} "
-            f"and other processes {others / GIB:.1f}; raise gpu_memory_utilization, lower max_num_batched_tokens or "
-            "max_num_seqs, or use a smaller model"
+            f"gpu_memory_utilization {share}, weights in {dtype} take {weights / GIB:.1f} GiB, "
+            f"work {working / GIB:.1f} and other processes {others / GIB:.1f}; raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens or max_num_seqs, or use a smaller model"
         )
     return left
 

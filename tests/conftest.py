@@ -18,6 +18,10 @@ os.environ["SLIPSTREAM_POISON"] = "1"
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--model", help="a model folder for the tests on a GPU, instead of a tiny random one")
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file: in the cache, or fetched once."""

@@ -25,16 +25,12 @@ def _value_of(key):
 
 
 @jit
-def load_block(values, start, size, BLOCK: tl.constexpr):
-    column = start + tl.arange(0, BLOCK)
-    return tl.load(values + column, mask=column < size, other=float("-inf")).to(tl.float32)
-
-
-@jit
 def find_largest(values, size, BLOCK: tl.constexpr):
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, size, BLOCK):
-        largest = tl.maximum(largest, load_block(values, start, size, BLOCK))
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(values + column, mask=column < size, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, x)
     return tl.max(largest, 0)
 
 
@@ -55,7 +51,8 @@ def find_threshold(values, size, largest, target, WEIGHTED: tl.constexpr, BLOCK:
         sum2 = tl.zeros([BLOCK], tl.float32)
         sum3 = tl.zeros([BLOCK], tl.float32)
         for start in range(0, size, BLOCK):
-            x = load_block(values, start, size, BLOCK)
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(values + column, mask=column < size, other=float("-inf")).to(tl.float32)
             weight = tl.exp(x - largest) if WEIGHTED else tl.full([BLOCK], 1.0, tl.float32)
             sum1 += tl.where(x > pivot1, weight, 0.0)
             sum2 += tl.where(x > pivot2, weight, 0.0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
-from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_threshold, keep_at_least, load_block
+from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_threshold, keep_at_least
 
 
 def _shape(logits: Tensor, top_p: Tensor) -> TensorSpec:
@@ -57,7 +57,9 @@ def _top_p_kernel(logits, top_p, out, size, BLOCK: tl.constexpr):
 def _cut(values, out, size, p, largest, BLOCK: tl.constexpr):
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
-        sums += tl.exp(load_block(values, start, size, BLOCK) - largest)
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(values + column, mask=column < size, other=float("-inf")).to(tl.float32)
+        sums += tl.exp(x - largest)
     target = p * tl.sum(sums, 0)
     threshold, above = find_threshold(values, size, largest, target, True, BLOCK)
     # Of the tokens at the threshold the lowest ids stay, and one in any case.

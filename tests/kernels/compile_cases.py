@@ -37,12 +37,13 @@ class _AbsentGpu:
 def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     from tests.kernels.triton_cases import CASES
     from tests.kernels.triton_check import prepared
+    from tests.sampling.triton_cases import CASES as SAMPLING_CASES
 
     triton.runtime.driver.set_active(_AbsentGpu(capability))
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     failures = []
-    for case in CASES:
+    for case in (*CASES, *SAMPLING_CASES):
         args, _ = prepared(case.args(), dtype, "cpu")
         try:
             with interpreted():  # takes the Triton path on a CPU's tensors; nothing is interpreted here

@@ -50,7 +50,7 @@ def test_noise_inside_a_kernel_is_the_noise(purpose: int) -> None:
         with quietly_interpreted():
             _noise_kernel[(1,)](seeds, position, choice, out, first_token, PURPOSE=purpose, BLOCK=block)
         expected = gumbel_noise(seeds, position, choice, first_token + block, purpose)[0, first_token:]
-        assert expected.max() > 7  # the tail, where precision is lost first
+        assert expected.max() > 6.5  # the tail, where precision is lost first
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
 
 
