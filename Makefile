@@ -26,7 +26,7 @@ test-slow: $(VENV)/.installed-dev ## the long matrices too
 	$(BIN)/python -m pytest -m "not gpu" --timeout 3600
 
 test-gpu: ## what needs an NVIDIA GPU, with any python3 that has torch; installs nothing. MODEL=folder for a model of yours
-	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu $(if $(MODEL),--model $(MODEL))
+	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir . tests/gpu $(if $(MODEL),--model $(MODEL))
 
 sim: $(VENV)/.installed-dev ## the whole engine on a simulated GPU: SEEDS=200 worlds, or SEED=123 with a trace
 	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

@@ -54,12 +54,12 @@ class _Caller:
             return
         first = self.requests[0]
         self.timings.total_s = time.monotonic() - first.arrival_time
-        completions = [
-            replace(c, token_ids=list(c.token_ids), logprobs=None if c.logprobs is None else list(c.logprobs))
-            for c in self.completions
-        ]
-        for completion in self.completions:
-            completion.delta_text = ""
+        completions = []
+        for c in self.completions:
+            logprobs = None if c.logprobs is None else c.logprobs[:]
+            ends = (c.finish_reason, c.stop_reason)
+            completions.append(Completion(c.index, c.text, c.token_ids[:], *ends, logprobs, c.delta_text))
+            c.delta_text = ""
         self.sink(
             RequestOutput(
                 request_id=self.request_id,
@@ -85,6 +85,9 @@ class _Stream:
     completion: Completion
     detokenizer: IncrementalDetokenizer
     matcher: StopStringMatcher
+    # Nobody looks at the text before the end, neither a reader nor a search for stop strings: it is made in one go.
+    is_text_late: bool
+    num_shown: int = 0  # tokens whose text has been made
 
     def show(self, text: str) -> None:
         self.completion.text += text
@@ -99,6 +102,7 @@ class OutputProcessor:
         self._end_request = end_request
         self._streams: dict[str, _Stream] = {}
         self._callers: dict[str, _Caller] = {}
+        self._taps: list[Callable[[list[TokenUpdate]], None]] = []
         self._inbox: queue.SimpleQueue[list[TokenUpdate] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="slipstream-output", daemon=True)
         self._thread.start()
@@ -120,10 +124,15 @@ class OutputProcessor:
                 completion,
                 IncrementalDetokenizer(self._decoder, params.skip_special_tokens),
                 StopStringMatcher(params.stop, params.include_stop_str_in_output),
+                is_text_late=not every_token and not params.stop,
             )
 
     def deliver(self, updates: list[TokenUpdate]) -> None:
         self._inbox.put(updates)
+
+    def tap(self, listener: Callable[[list[TokenUpdate]], None]) -> None:
+        """Let a benchmark see tokens as they are collected, before they become anybody's output."""
+        self._taps.append(listener)
 
     def abort(self, request_id: str) -> None:
         caller = self._callers.get(request_id)
@@ -144,13 +153,16 @@ class OutputProcessor:
 
     def _run(self) -> None:
         while (updates := self._inbox.get()) is not None:
+            for tap in self._taps:
+                tap(updates)
             for update in updates:
                 stream = self._streams.get(update.request_id)
                 if stream is None:
                     continue  # ended by a stop string or an abort while these tokens were in flight
                 try:
                     self._process(stream, update)
-                    stream.caller.deliver()
+                    if stream.caller.every_token or stream.completion.finish_reason is not None:
+                        stream.caller.deliver()
                 except Exception as error:  # the fault of one request must not silence the others
                     self._fail(stream, f"delivering the output failed: {type(error).__name__}: {error}")
 
@@ -167,16 +179,26 @@ class OutputProcessor:
             caller.timings.first_token_s = update.time - stream.request.arrival_time
         if update.prompt_logprobs is not None:
             self._take_prompt_logprobs(stream, *update.prompt_logprobs)
-        for i, token_id in enumerate(update.token_ids):
-            stream.completion.token_ids.append(token_id)
-            if update.logprobs is not None and stream.completion.logprobs is not None:
-                wanted = stream.request.params.logprobs or 0
-                stream.completion.logprobs.append(self._logprobs(update.logprobs[i], wanted))
-            # A stop token is part of the tokens but not of the text.
-            if i == len(update.token_ids) - 1 and update.finish_reason == "stop":
-                break
-            stream.show(stream.matcher.add(stream.detokenizer.add([token_id])))
+        if update.logprobs is not None and stream.completion.logprobs is not None:
+            wanted = stream.request.params.logprobs or 0
+            stream.completion.logprobs += [self._logprobs(row, wanted) for row in update.logprobs]
+        known = stream.completion.token_ids
+        known += update.token_ids
+        if stream.is_text_late and update.finish_reason is None:
+            return
+        # A stop token is part of the tokens but not of the text.
+        num_texts = len(known) - (update.finish_reason == "stop" and bool(update.token_ids))
+        if stream.is_text_late:
+            stream.show(stream.detokenizer.add(known[stream.num_shown : num_texts]))
+            stream.num_shown = num_texts
+        while stream.num_shown < num_texts:
+            stream.num_shown += 1
+            stream.show(stream.matcher.add(stream.detokenizer.add(known[stream.num_shown - 1 : stream.num_shown])))
             if stream.matcher.matched is not None:
+                # What came behind the stop string in the same update is not the request's any more.
+                del known[stream.num_shown :]
+                if stream.completion.logprobs is not None:
+                    del stream.completion.logprobs[stream.num_shown :]
                 self._end_request(update.request_id)
                 self._finish(stream, "stop", stream.matcher.matched, None)
                 return

@@ -16,6 +16,9 @@ from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
 from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
 
 
+_STATUS = {int(status): status for status in RowStatus}  # a table is faster than the enumeration's own search
+
+
 class PromptSpan(NamedTuple):
     """Prompt positions whose log probabilities a step computed for one request."""
 
@@ -73,9 +76,9 @@ class InFlightStep:
             self.slot.event.synchronize()
         wait_s = time.monotonic() - start
         count = len(self.plan.requests)
-        values = self.slot.tokens.pinned[:count].tolist()
-        token_ids = [[token] if token >= 0 else [] for token, _ in values]
-        result = StepResult(self.plan, token_ids, [RowStatus(status) for _, status in values], wait_s=wait_s)
+        tokens, statuses = self.slot.tokens.pinned[:count].t().tolist()
+        token_ids = [[token] if token >= 0 else [] for token in tokens]
+        result = StepResult(self.plan, token_ids, [_STATUS[status] for status in statuses], wait_s=wait_s)
         if self.has_logprobs:
             rows = unpack_logprobs(self.slot.logprobs.pinned[:count].numpy())
             result.logprobs = [[row] * len(tokens) for row, tokens in zip(rows, token_ids, strict=True)]

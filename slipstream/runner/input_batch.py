@@ -49,11 +49,13 @@ class InputBuffers:
     def stage(self, plan: StepPlan) -> InputBatch:
         """Send the batch's composition to the device. The batch that comes back has the plan's own size."""
         num_reqs = len(plan.requests)
+        _, _, rows, counts, computed, _ = zip(*plan.requests, strict=True)  # as one column each
+        num_tokens = np.array(counts, dtype=np.int32)
         query_start_loc_cpu = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum([r.num_tokens for r in plan.requests], out=query_start_loc_cpu[1:])
-        self.rows.stage_batch(np.array([r.row for r in plan.requests], dtype=np.int32), query_start_loc_cpu)
+        np.cumsum(num_tokens, out=query_start_loc_cpu[1:])
+        self.rows.stage_batch(np.array(rows, dtype=np.int32), query_start_loc_cpu)
         self.rows.flush()
-        bounds = np.array([r.num_computed_bound + r.num_tokens for r in plan.requests], dtype=np.int32)
+        bounds = np.array(computed, dtype=np.int32) + num_tokens
         return self._batch(num_reqs, plan.num_tokens, query_start_loc_cpu, np.minimum(bounds, self._max_model_len))
 
     def pad(self, batch: InputBatch, num_reqs: int, num_tokens: int) -> InputBatch:

@@ -40,6 +40,7 @@ class Runner:
         self.graphs = StepGraphs(device, self.program, mode, config.cudagraph_sizes, max_reqs)
         self.graphs.capture()
         self._needs_of_row = [SamplingNeeds()] * self.rows.num_rows
+        self._known_needs = {SamplingNeeds(): SamplingNeeds()}  # one object for each kind, so that they compare by identity
         # How many tokens of a row are prompt whose log probabilities are wanted; 0 for most.
         self._scored_prompt_len = [0] * self.rows.num_rows
 
@@ -50,7 +51,8 @@ class Runner:
             for init in plan.row_inits:
                 self.rows.stage_init(init)
                 request = init.request
-                self._needs_of_row[init.row] = SamplingNeeds.of(request)
+                needs = SamplingNeeds.of(request)
+                self._needs_of_row[init.row] = self._known_needs.setdefault(needs, needs)
                 scored = request.params.prompt_logprobs is not None
                 self._scored_prompt_len[init.row] = len(request.prompt_token_ids) if scored else 0
             for diff in plan.page_diffs:
@@ -68,8 +70,10 @@ class Runner:
         return StepOutput(self._out[:num_reqs], logprobs, prompt_logprobs, spans)
 
     def _needs(self, plan: StepPlan) -> SamplingNeeds:
+        of_row = self._needs_of_row
+        kinds = {id(kind): kind for r in plan.requests if r.samples for kind in (of_row[r.row],)}
         needs = SamplingNeeds()
-        for kind in {self._needs_of_row[r.row] for r in plan.requests if r.samples}:
+        for kind in kinds.values():
             needs |= kind
         return needs
 
@@ -79,6 +83,8 @@ class Runner:
         While a prompt is computed the host's lengths are exact, so the ranges are host arithmetic. The state at
         position p scores the token at p + 1; the last prompt position belongs to the first output.
         """
+        if not any(self._scored_prompt_len):
+            return (), None
         spans, packed, start = [], [], 0
         for i, scheduled in enumerate(plan.requests):
             first = scheduled.num_computed_bound

@@ -43,4 +43,4 @@ def gumbel_block(seeds, position, choice, first_token, PURPOSE: tl.constexpr, BL
     u = uniform
     series = 1.0 / 4 + u * (1.0 / 5 + u * (1.0 / 6 + u * (1.0 / 7)))
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * series)))
-    return -tl.log(tl.where(u < 0.25, series, -tl.log(1.0 - u)))
+    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1.0 - u)))

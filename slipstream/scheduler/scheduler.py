@@ -99,8 +99,13 @@ class Scheduler:
             return None
         plan = StepPlan(self._next_step_id, [])
         budget = self._config.max_num_batched_tokens
+        wanting = [state for state in self.running if state.wants_step]
+        prefills = [state for state in wanting if state.num_tokens_bound - state.num_computed > 1]
         # Decodes first: each needs one token, and they are the ones somebody is watching.
-        for state in sorted((s for s in self.running if s.wants_step), key=_is_prefill):
+        decodes = [state for state in wanting if state not in prefills] if prefills else wanting
+        for state in decodes:
+            budget -= self._schedule_one(plan, state, budget)
+        for state in prefills:
             budget -= self._schedule_one(plan, state, budget)
         self._admit(plan, budget)
         if not plan.requests:
@@ -113,6 +118,7 @@ class Scheduler:
         """Take a finished step's tokens in, and turn bounds into facts."""
         self._num_in_flight -= 1
         updates = []
+        remembers = self._config.prefix_caching
         for i, (scheduled, token_ids, status) in enumerate(
             zip(result.plan.requests, result.token_ids, result.statuses, strict=True)
         ):
@@ -125,12 +131,12 @@ class Scheduler:
             if state.finished:
                 continue
             update = self._take_tokens(state, token_ids, status)
-            if i in result.prompt_logprobs:
+            if result.prompt_logprobs and i in result.prompt_logprobs:
                 update = update or TokenUpdate(scheduled.request_id, [])
                 update.prompt_logprobs = result.prompt_logprobs[i]
             if update is not None and result.logprobs is not None and state.request.params.logprobs is not None:
                 update.logprobs = result.logprobs[i]
-            if status != RowStatus.ERROR:
+            if remembers and status is not RowStatus.ERROR:
                 # The step's last token is drawn, not computed; a chunk of a prompt is computed to its end.
                 self._remember_pages(state, len(state.token_ids) - 1 if scheduled.samples else _end(scheduled))
             if update is not None:
@@ -143,9 +149,9 @@ class Scheduler:
     def _take_tokens(self, state: RequestState, token_ids: list[int], status: RowStatus) -> TokenUpdate | None:
         request = state.request
         state.token_ids.extend(token_ids)
-        reason = _FINISH_REASONS.get(status)
+        reason = None if status is RowStatus.RUNNING else _FINISH_REASONS.get(status)
         stop_reason: int | None = None
-        if reason != "error":
+        if reason != "error" and request.stop_token_ids:
             # The device knows only the first few stop ids; a longer list is completed here.
             stop_reason = next((t for t in token_ids if t in request.stop_token_ids), None)
             reason = "stop" if stop_reason is not None else reason
@@ -157,13 +163,15 @@ class Scheduler:
     # --- one request's share ----------------------------------------------------------------------
 
     def _schedule_one(self, plan: StepPlan, state: RequestState, budget: int) -> int:
-        num_tokens = min(_num_missing(state), budget, self._config.max_prefill_chunk)
+        computed, bound = state.num_computed, state.num_tokens_bound
+        num_tokens = bound - computed  # whose keys and values no launched step computes: 1 for a decode
+        if num_tokens > 1 or budget < 1:
+            num_tokens = min(num_tokens, budget, self._config.max_prefill_chunk)
         if num_tokens <= 0:
             return 0
-        samples = state.num_computed + num_tokens == state.num_tokens_bound
-        request = state.request
+        samples = computed + num_tokens == bound
         plan.requests.append(
-            ScheduledRequest(request.request_id, state.generation, state.row, num_tokens, state.num_computed, samples)
+            ScheduledRequest(state.request.request_id, state.generation, state.row, num_tokens, computed, samples)
         )
         if len(state.page_ids) > state.num_staged_pages:
             new_pages = state.page_ids[state.num_staged_pages :]
@@ -217,8 +225,6 @@ class Scheduler:
 
     def _remember_pages(self, state: RequestState, num_computed: int) -> None:
         """Offer to the cache the pages that a collected step has filled."""
-        if not self._config.prefix_caching:
-            return
         num_full = num_computed // self.pool.page_size
         if num_full > state.num_remembered_pages:
             hashes = self._hashes(state, num_full)
@@ -238,7 +244,9 @@ class Scheduler:
 
     def _reserve_pages_for_running(self) -> bool:
         """Give every running request the pages of its next token; False when that needs older steps collected first."""
-        for state in list(self.running):
+        page_size = self.pool.page_size
+        # Most have the pages of their next tokens already.
+        for state in [s for s in self.running if s.num_tokens_bound > len(s.page_ids) * page_size]:
             while state.row != NO_ROW and state.wants_step and not self._reserve_pages(state):
                 if self._num_in_flight:
                     return False  # a step in flight may end a request; bounds only tighten
@@ -325,12 +333,3 @@ def _rank(state: RequestState) -> tuple[int, int]:
 
 def _end(scheduled: ScheduledRequest) -> int:
     return scheduled.num_computed_bound + scheduled.num_tokens
-
-
-def _num_missing(state: RequestState) -> int:
-    """Tokens whose keys and values no launched step computes yet: 1 for a decode, more for a prompt."""
-    return state.num_tokens_bound - state.num_computed
-
-
-def _is_prefill(state: RequestState) -> bool:
-    return _num_missing(state) > 1

@@ -85,8 +85,10 @@ def test_scaled_before_or_inside_is_the_same() -> None:
     assert drawn(args) == drawn({**args, "logits": before, "scaled": True})
 
 
-def test_top_p_without_ties() -> None:
+@pytest.mark.parametrize(("n", "size", "copies"), [(2, 5003, 1), (12, 200, 5)])
+def test_top_p_of_uneven_numbers(n: int, size: int, copies: int) -> None:
+    """Numbers with all their bits in use, alone and with equals far away."""
     torch.manual_seed(4)
-    logits = torch.randn(5, 5003) * 3
-    top_p = torch.tensor([safe_p(row, p) for row, p in zip(logits, (0.1, 0.5, 0.8, 0.95, 0.7), strict=True)])
+    logits = (torch.randn(n, size) * 3).repeat(1, copies)
+    top_p = torch.tensor([safe_p(row, p) for row, p in zip(logits, torch.rand(n).tolist(), strict=True)])
     check_kernel(apply_top_p, {"logits": Real(logits), "top_p": top_p})

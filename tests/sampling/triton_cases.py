@@ -110,8 +110,9 @@ def _top_p() -> Iterator[Case]:
             logits = grid_logits(6, v)
             logits[:, 0] = 1.0  # nothing finite is a row of its own
             logits[5] = -torch.inf
+            logits[3, -1] = -200.0  # off is off, also for what has no mass
             wanted = (0.5, 0.9, 0.2)
-            top_p = [*(safe_p(row, p) for row, p in zip(logits, wanted, strict=False)), 1.0, 1e-9, 0.5]
+            top_p = [*(safe_p(row, p) for row, p in zip(logits, wanted, strict=False)), 1.0, 0.0, 0.5]
             return {"logits": Real(logits), "top_p": torch.tensor(top_p)}
 
         yield Case(f"top_p-{vocab_size}", apply_top_p, args)
