@@ -2,7 +2,8 @@
 
 Greedy, prompts of 128 tokens, 256 output tokens, end of sequence ignored, prefix caching off, best of three, the rate
 of the decode part. vLLM's column was measured on an NVIDIA H200 (vLLM 0.26.0, torch 2.11, CUDA 13.0); on another GPU
-compare with a figure of your own. The limit is the time to read the weights, and the cache at its mean length, once a step.
+compare with a figure of your own. The limit is the time to read the weights, and the cache at its mean length, once a
+step.
 
     python benchmarks/decode_throughput.py [--case smollm2-135m] [--model FILE] [--batch 1,8] [--repeat 3]
 """

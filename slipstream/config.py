@@ -47,6 +47,12 @@ def sync_check_enabled() -> bool:
     return _flag("SLIPSTREAM_SYNC_CHECK")
 
 
+def trace_path() -> Path | None:
+    """$SLIPSTREAM_TRACE: where to write a trace of host and device, for Perfetto or chrome://tracing."""
+    given = os.environ.get("SLIPSTREAM_TRACE", "").strip()
+    return Path(given).expanduser() if given else None
+
+
 # --- what the user says ---------------------------------------------------------------------------
 
 

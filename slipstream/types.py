@@ -179,7 +179,7 @@ class Request:
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step. Made for every request in every step, hence a tuple: it takes a third of the time."""
+    """One request's share of a step. One is made for every request in every step, and a tuple is made fastest."""
 
     request_id: str
     generation: int  # how often the request was admitted; an output of an older generation is dropped

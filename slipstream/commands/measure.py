@@ -1,4 +1,4 @@
-"""Decode speed of a batch, measured where a caller stands: by the tokens that arrive and when.
+"""Decode speed of a batch of ``LLM.generate``: by the tokens that leave the engine and when.
 
 The rate counts whole steps in which every request of the batch decodes. The clock starts when the last request to begin
 gets its first token and stops at that request's last token before any request ends. Prefill is outside, and so is the
@@ -13,14 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.types import RequestOutput, SamplingParams, TokenUpdate
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
 
 
+_LOOK_EVERY_S = 0.05
+
+
 class Arrival(NamedTuple):
-    """New tokens of one request, as they reached the caller."""
+    """New tokens of one request, when they left the engine."""
 
     request_idx: int
     time: float
@@ -48,25 +51,28 @@ def run_batch(
     """Run the prompts as one batch, greedy and with end-of-sequence ignored; ``on_tokens`` hears of progress."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     requests = [client.prepare(prompt, params) for prompt in prompts]
-    arrived: queue.SimpleQueue[tuple[int, float, RequestOutput]] = queue.SimpleQueue()
-
-    def sink_of(idx: int) -> Callable[[RequestOutput], None]:
-        return lambda output: arrived.put((idx, time.monotonic(), output))
-
+    place = {request.request_id: idx for idx, request in enumerate(requests)}
+    collected: queue.SimpleQueue[list[TokenUpdate]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
     run = BatchRun(time.monotonic(), [])
-    for idx, request in enumerate(requests):
-        client.submit(request, sink_of(idx))
-    counts = [0] * len(requests)
-    num_running = len(requests)
-    while num_running:
-        idx, now, output = arrived.get()
-        if output.error is not None:
-            raise EngineError(output.error)
-        new = len(output.token_ids) - counts[idx]
-        counts[idx] += new
-        num_running -= output.finished
-        run.arrivals.append(Arrival(idx, now, new, output.finished))
-        on_tokens(new)
+    with client.tapped(collected.put):
+        for request in requests:
+            client.submit(request, done.put, every_token=False)
+        num_running = len(requests)
+        while num_running:
+            # What is not ready yet is looked for later: a reader that wakes up at every step would slow the engine.
+            time.sleep(_LOOK_EVERY_S)
+            while not collected.empty():
+                for update in collected.get():
+                    arrival = Arrival(
+                        place[update.request_id], update.time, len(update.token_ids), update.finish_reason is not None
+                    )
+                    run.arrivals.append(arrival)
+                    num_running -= arrival.finished
+                    on_tokens(arrival.num_tokens)
+        for _ in requests:
+            if (output := done.get()).error is not None:
+                raise EngineError(output.error)
     return run
 
 

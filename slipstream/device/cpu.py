@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Hardware
-from slipstream.device.interface import Capture, Event, GraphPool, Stream
+from slipstream.device.interface import Capture, Event, GraphPool, Stream, Timestamp
 from slipstream.device.sync_guard import NoGuard, SyncGuard
 
 POISON = 0x7FF1
@@ -49,6 +49,9 @@ class CpuDevice:
 
     def event(self) -> Event:
         return CpuEvent()
+
+    def timestamp(self) -> Timestamp | None:
+        return None
 
     @contextmanager
     def use_stream(self, stream: Stream) -> Iterator[None]:

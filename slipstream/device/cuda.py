@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ import torch
 
 from slipstream.config import Hardware, sync_check_enabled
 from slipstream.device.cpu import POISON
-from slipstream.device.interface import Capture, Event, GraphPool, Stream
+from slipstream.device.interface import Capture, Event, GraphPool, Stream, Timestamp
 from slipstream.device.sync_guard import CudaSyncGuard, NoGuard, SyncGuard
 from slipstream.errors import ConfigError
 
@@ -43,6 +44,7 @@ class CudaDevice:
         # The default stream waits for others and others for it; graphs cannot be recorded on it.
         compute: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         copy: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._clock: tuple[Any, float] | None = None
         self.compute_stream: Stream = compute
         self.copy_stream: Stream = copy
 
@@ -53,6 +55,23 @@ class CudaDevice:
     def event(self) -> Event:
         made: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return made  # type: ignore[no-any-return]
+
+    def timestamp(self) -> Timestamp | None:
+        if self._clock is None:
+            # Once, and before the first step: the two clocks are brought together.
+            zero: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            zero.record()
+            zero.synchronize()
+            self._clock = (zero, time.monotonic())
+        zero, zero_s = self._clock
+        here: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        here.record()
+
+        def seconds() -> float:
+            here.synchronize()
+            return zero_s + float(zero.elapsed_time(here)) / 1000
+
+        return seconds
 
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
         return torch.cuda.stream(stream)

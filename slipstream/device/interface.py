@@ -6,6 +6,7 @@ done from an event, never by looking at memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,9 @@ import torch
 
 from slipstream.config import Hardware
 from slipstream.device.sync_guard import SyncGuard
+
+# Seconds on the host's monotonic clock. Waits for the work before it, so it is asked for when nothing runs any more.
+Timestamp = Callable[[], float]
 
 
 class Event(Protocol):
@@ -69,6 +73,10 @@ class Device(Protocol):
         ...
 
     def event(self) -> Event: ...
+
+    def timestamp(self) -> Timestamp | None:
+        """When the current stream gets here, to be asked for later; None where host and device are in step."""
+        ...
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
         """Queue what is launched inside the context on this stream."""

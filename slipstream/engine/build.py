@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from slipstream.attention.backend import AttentionBackend
 from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.reference import ReferenceBackend
@@ -82,14 +84,21 @@ def _assemble(
     options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
 ) -> Engine:
     architecture, device, config = plan_engine(options, hf_config)
-    with device.sync_guard.allow("build"):
-        model = build_model(architecture, config, device.torch_device)
-        if checkpoint is None:
-            randomize_weights(model)
-        else:
-            load_weights(model, checkpoint.tensors())
-        model.pack()
-        runner = Runner(config, device, model, _backend(config))
+    try:
+        with device.sync_guard.allow("build"):
+            model = build_model(architecture, config, device.torch_device)
+            if checkpoint is None:
+                randomize_weights(model)
+            else:
+                load_weights(model, checkpoint.tensors())
+            model.pack()
+            runner = Runner(config, device, model, _backend(config))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU's memory ran out while the engine was built: lower gpu_memory_utilization (now "
+            f"{options.gpu_memory_utilization}), max_num_batched_tokens ({config.scheduler.max_num_batched_tokens}) or "
+            f"max_num_seqs ({config.scheduler.max_num_seqs}), or free memory that other processes hold"
+        ) from error
     core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
     generation = checkpoint.generation_config if checkpoint is not None else {}
     defaults, eos_token_ids = sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer)

@@ -6,7 +6,8 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from slipstream.engine.build import Engine
@@ -18,7 +19,7 @@ from slipstream.errors import EngineError, RequestError
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.request_state import MAX_DEVICE_STOP_IDS
 from slipstream.scheduler.pages import check_fits
-from slipstream.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_SEED, Request, SamplingParams
+from slipstream.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_SEED, Request, SamplingParams, TokenUpdate
 
 Prompt = str | Sequence[int]
 
@@ -146,6 +147,15 @@ class EngineClient:
         except EngineError:
             self._output.forget(submission.request_id)
             raise
+
+    @contextmanager
+    def tapped(self, listener: Callable[[list[TokenUpdate]], None]) -> Iterator[None]:
+        """Let a benchmark see every token when it is collected, whoever it is for."""
+        self._output.taps.append(listener)
+        try:
+            yield
+        finally:
+            self._output.taps.remove(listener)
 
     def abort(self, request_id: str) -> None:
         self._output.abort(request_id)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 from slipstream.engine.stats import EngineStats
+from slipstream.engine.trace import open_trace
 from slipstream.runner.async_output import InFlightStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
@@ -19,6 +20,7 @@ class EngineCore:
         self._max_in_flight = steps_in_flight
         self._in_flight: deque[InFlightStep] = deque()
         self._stats = EngineStats()
+        self._trace = open_trace(runner.device)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -48,15 +50,22 @@ class EngineCore:
 
     def step(self) -> list[TokenUpdate]:
         """Launch until enough steps are in flight, then collect the oldest one."""
-        start = time.monotonic()
-        while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()) is not None:
-            self._in_flight.append(self.runner.launch(plan))
+        start, trace = time.monotonic(), self._trace
+        while len(self._in_flight) < self._max_in_flight:
+            with trace.host("schedule"):
+                plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            with trace.host("launch"), trace.device(plan):
+                self._in_flight.append(self.runner.launch(plan))
             self._stats.num_steps += 1
             self._stats.num_tokens_computed += plan.num_tokens
         if not self._in_flight:
             return []
-        result = self._in_flight.popleft().collect()
-        updates = self.scheduler.collect(result)
+        with trace.host("wait"):
+            result = self._in_flight.popleft().collect()
+        with trace.host("collect"):
+            updates = self.scheduler.collect(result)
         now = time.monotonic()
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)

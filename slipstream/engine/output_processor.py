@@ -102,7 +102,7 @@ class OutputProcessor:
         self._end_request = end_request
         self._streams: dict[str, _Stream] = {}
         self._callers: dict[str, _Caller] = {}
-        self._taps: list[Callable[[list[TokenUpdate]], None]] = []
+        self.taps: list[Callable[[list[TokenUpdate]], None]] = []  # see tokens before they become anybody's output
         self._inbox: queue.SimpleQueue[list[TokenUpdate] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="slipstream-output", daemon=True)
         self._thread.start()
@@ -130,10 +130,6 @@ class OutputProcessor:
     def deliver(self, updates: list[TokenUpdate]) -> None:
         self._inbox.put(updates)
 
-    def tap(self, listener: Callable[[list[TokenUpdate]], None]) -> None:
-        """Let a benchmark see tokens as they are collected, before they become anybody's output."""
-        self._taps.append(listener)
-
     def abort(self, request_id: str) -> None:
         caller = self._callers.get(request_id)
         for request in caller.requests if caller is not None else ():
@@ -153,7 +149,7 @@ class OutputProcessor:
 
     def _run(self) -> None:
         while (updates := self._inbox.get()) is not None:
-            for tap in self._taps:
+            for tap in self.taps:
                 tap(updates)
             for update in updates:
                 stream = self._streams.get(update.request_id)

@@ -15,7 +15,6 @@ from slipstream.runner.rings import Ring
 from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
 from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
 
-
 _STATUS = {int(status): status for status in RowStatus}  # a table is faster than the enumeration's own search
 
 

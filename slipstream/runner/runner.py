@@ -40,7 +40,9 @@ class Runner:
         self.graphs = StepGraphs(device, self.program, mode, config.cudagraph_sizes, max_reqs)
         self.graphs.capture()
         self._needs_of_row = [SamplingNeeds()] * self.rows.num_rows
-        self._known_needs = {SamplingNeeds(): SamplingNeeds()}  # one object for each kind, so that they compare by identity
+        self._known_needs = {
+            SamplingNeeds(): SamplingNeeds()
+        }  # one object for each kind, so that they compare by identity
         # How many tokens of a row are prompt whose log probabilities are wanted; 0 for most.
         self._scored_prompt_len = [0] * self.rows.num_rows
 

@@ -192,7 +192,7 @@ def test_sixteen_bits(make_engine: MakeEngine, dtype: str) -> None:
     assert all(outcome.error is None and outcome.finish_reason for outcome in outcomes.values())
 
 
-def test_memory_is_measured(make_engine: MakeEngine) -> None:
+def test_memory_is_measured(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(max_model_len=None)
     free, total = torch.cuda.mem_get_info()
     cache = (
@@ -203,6 +203,11 @@ def test_memory_is_measured(make_engine: MakeEngine) -> None:
     assert cache < total
     with pytest.raises(ConfigError, match="raise gpu_memory_utilization"):
         make_engine(gpu_memory_utilization=0.001)
-    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
-        make_engine(kv_cache_memory_bytes=2 * total, max_model_len=512, max_num_seqs=4096, max_num_batched_tokens=4096)
+    with pytest.raises(ConfigError, match="or kv_cache_memory_bytes"):
+        make_engine(num_gpu_blocks_override=2 * total // 1000)
+    # What nobody could foresee: the memory is gone when it is asked for.
+    monkeypatch.setattr("slipstream.engine.build.randomize_weights", None)
+    monkeypatch.setattr("slipstream.engine.build.build_model", lambda *_: torch.empty(1 << 46, device="cuda"))
+    with pytest.raises(ConfigError, match="lower gpu_memory_utilization"):
+        make_engine()
     assert free > 0

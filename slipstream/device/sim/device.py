@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Hardware
-from slipstream.device.interface import Capture, GraphPool
+from slipstream.device.interface import Capture, GraphPool, Timestamp
 from slipstream.device.interface import Event as EventProtocol
 from slipstream.device.interface import Stream as StreamProtocol
 from slipstream.device.operation import Operation, TensorSpec
@@ -79,6 +79,9 @@ class SimDevice:
 
     def event(self) -> EventProtocol:
         return Event(self)
+
+    def timestamp(self) -> Timestamp | None:
+        return None  # its pace is drawn from a seed and means nothing
 
     @contextmanager
     def use_stream(self, stream: StreamProtocol) -> Iterator[None]:

@@ -1,0 +1,82 @@
+"""Where a decode step's time goes on a GPU: host microseconds, kernels by name, and the gaps between them.
+
+python benchmarks/step_profile.py [--shape smollm2-135m] [--batch 1,128] [--trace FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from slipstream.config import EngineOptions
+from slipstream.engine.build import build_shape
+from slipstream.types import Request, SamplingParams
+
+NUM_STEPS = 30
+
+
+def device_ranges(prof: Any) -> list[tuple[str, float, float]]:
+    """Kernels and copies on the GPU as (name, start, end) in microseconds, in order."""
+    found = []
+    for event in prof.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.append((event.name, event.time_range.start, event.time_range.end))
+    return sorted(found, key=lambda r: r[1])
+
+
+def profile_batch(core: Any, shape: str, batch: int, num_layers: int, trace: Path | None) -> None:
+    params = SamplingParams(temperature=0.0, seed=0).with_defaults(SamplingParams())
+    for i in range(batch):
+        core.add(Request(f"{batch}-{i}", tuple(range(100, 228)), params, (), 128 + 200))
+    for _ in range(30):
+        core.step()
+    before, start = core.stats.host_s.total, time.perf_counter()
+    for _ in range(60):
+        core.step()
+    step_us = 1e6 * (time.perf_counter() - start) / 60
+    host_us = 1e6 * (core.stats.host_s.total - before) / 60
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(NUM_STEPS):
+            core.step()
+        torch.cuda.synchronize()
+    if trace is not None:
+        prof.export_chrome_trace(str(trace / f"{shape}-{batch}.json"))
+    ranges = device_ranges(prof)
+    busy: dict[str, list[float]] = defaultdict(list)
+    for name, begin, end in ranges:
+        busy[name].append(end - begin)
+    total, span = sum(map(sum, busy.values())), ranges[-1][2] - ranges[0][1]
+    num_kernels = len(ranges) / NUM_STEPS
+    print(f"{shape}, batch {batch}: {step_us:.0f} us a step, host {host_us:.0f} us of it;", end=" ")
+    print(f"{num_kernels:.0f} kernels, {num_kernels / num_layers:.1f} a layer;", end=" ")
+    print(f"GPU busy {total / NUM_STEPS:.0f} us, gaps {(span - total) / NUM_STEPS:.0f} us a step")
+    for name, times in sorted(busy.items(), key=lambda item: -sum(item[1]))[:14]:
+        a_step, each = sum(times) / NUM_STEPS, sum(times) / len(times)
+        print(f"  {a_step:8.1f} us  {len(times) / NUM_STEPS:6.1f} x {each:7.2f} us  {name[:90]}")
+    while core.has_work:
+        core.step()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--batch", default="1,8,128")
+    parser.add_argument("--trace", type=Path, help="where to leave a Chrome trace of every batch")
+    options = parser.parse_args()
+    batches = [int(size) for size in options.batch.split(",")]
+    engine = build_shape(EngineOptions(device="cuda", dtype="bfloat16", max_num_seqs=max(batches)), options.shape)
+    for batch in batches:
+        profile_batch(engine.core, options.shape, batch, engine.config.model.num_layers, options.trace)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
