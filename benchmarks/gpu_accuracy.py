@@ -39,6 +39,7 @@ def transformers_model(path: Path, dtype: torch.dtype, device: str) -> Any:
     missing, unexpected = model.load_state_dict(dict(checkpoint.tensors()), strict=False)
     assert not unexpected and all(name.startswith("lm_head") for name in missing), (missing, unexpected)
     model.tie_weights()
+    model.generation_config.eos_token_id = None  # nobody ends early
     return model.to(dtype).to(device).eval()
 
 
@@ -50,7 +51,6 @@ def continuations(model: Any, prompts: list[list[int]], device: str) -> tuple[li
         out = model.generate(
             torch.tensor([prompt], device=device),
             max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
             do_sample=False,
             pad_token_id=0,
         )[0].tolist()

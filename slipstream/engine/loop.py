@@ -6,6 +6,7 @@ them; a second pool makes the workers sleep between kernels, which was measured 
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -46,6 +47,8 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, args=(build, built), name="slipstream-engine", daemon=True)
         self._thread.start()
         self._engine = built.result()  # raises what the build raised
+        # An interpreter that ends under a thread in the middle of CUDA calls takes the process down with it.
+        atexit.register(self.close)
 
     @property
     def info(self) -> EngineInfo:
@@ -64,6 +67,7 @@ class EngineLoop:
         self._inbox.put(Finish(request_id))
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._inbox.put(Stop())
         self._thread.join()
 

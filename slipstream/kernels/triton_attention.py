@@ -85,6 +85,126 @@ def triton_attention(
 
 
 @jit
+def _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES: tl.constexpr):
+    """The request of a tile in a mixed batch.
+
+    A request has one tile more than its tokens may fill, so its first tile is known without counting the others.
+    """
+    low: tl.int32 = 0
+    high: tl.int32 = num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        begins = tl.load(query_start_loc + middle) // TILE_QUERIES + middle
+        if begins <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@jit
+def _first_of(split, first_chunk, SPLITS: tl.constexpr):
+    """A program's first chunk. By the chunk's own number: a window that moves on moves no chunk to another program."""
+    return first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
+
+
+@jit
+def _attend(
+    queries,
+    sees,
+    position,
+    cache_head,
+    table,
+    begin,
+    end_chunk,
+    end,
+    scale,
+    window,
+    page_stride,
+    VALUES: tl.constexpr,  # how far a value lies behind its key
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """A tile over its chunks: largest score, sum of weights and weighted values of each row."""
+    d = tl.arange(0, BLOCK_D)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for chunk in range(begin, end_chunk, SPLITS):
+        n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_key = n < end
+        page = tl.load(table + n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        from_keys = (cache_head + page * page_stride + (n % PAGE_SIZE) * HEAD_DIM)[:, None] + d[None, :]
+        kept = is_key[:, None] & (d < HEAD_DIM)[None, :]
+        keys = tl.load(from_keys, mask=kept, other=0.0)
+        values = tl.load(from_keys + VALUES, mask=kept, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys).to(queries.dtype), input_precision="ieee") * scale
+        visible = sees[:, None] & (n[None, :] <= position[:, None]) & is_key[None, :]
+        if WINDOW:
+            visible = visible & (n[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - anchor[:, None])
+        shrink = tl.exp2(largest - anchor)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), acc, input_precision="ieee")
+        largest = higher
+    return largest, total, acc
+
+
+@jit
+def _arrive(weight, largest, total, is_row, arrivals):
+    """Leave the rest of a partial result, and say how many of the tile's programs have been here before."""
+    tl.store(weight, largest, mask=is_row)
+    tl.store(weight + 1, total, mask=is_row)
+    tl.debug_barrier()
+    return tl.atomic_add(arrivals, 1, sem="acq_rel")
+
+
+@jit
+def _join(
+    partial,
+    weight,
+    pair,
+    first_chunk,
+    end_chunk,
+    is_row,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """What the programs of a tile have left, in their order: sum of weights and weighted values."""
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(SPLITS):
+        # Programs whose first chunk is behind the last one have left nothing.
+        there = is_row & (_first_of(split, first_chunk, SPLITS) < end_chunk)
+        row = (pair * SPLITS + split) * ROWS + m
+        peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        mass = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        from_part = partial + row[:, None] * HEAD_DIM + d[None, :]
+        part = tl.load(from_part, mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(largest, peak)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        grow, shrink = tl.exp2(peak - anchor), tl.exp2(largest - anchor)
+        total = total * shrink + mass * grow
+        acc = acc * shrink[:, None] + part * grow[:, None]
+        largest = higher
+    return total, acc
+
+
+@jit
 def _attention_kernel(
     q,
     kv_cache,
@@ -113,124 +233,51 @@ def _attention_kernel(
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
-    if QUERY_LEN > 0:
-        request, first_query = tile, 0
-        start = tl.load(query_start_loc + request)
-        query_len = tl.load(query_start_loc + request + 1) - start
-        first_token = tile * QUERY_LEN
-        num_rows = QUERY_LEN * GROUP
-    else:
-        # A request has one tile more than its tokens fill, so its first tile is known without counting the others.
-        low: tl.int32 = 0
-        high: tl.int32 = num_reqs
-        while low < high:
-            middle = (low + high) // 2
-            begins = tl.load(query_start_loc + middle) // TILE_QUERIES + middle
-            if begins <= tile:
-                low = middle + 1
-            else:
-                high = middle
-        request = low - 1
-        start = tl.load(query_start_loc + request)
-        query_len = tl.load(query_start_loc + request + 1) - start
-        first_query = (tile - (start // TILE_QUERIES + request)) * TILE_QUERIES
-        first_token = start + first_query
-        num_rows = tl.minimum(query_len - first_query, TILE_QUERIES) * GROUP
-        if num_rows <= 0:
-            return
-    seq_len = tl.load(seq_lens + request)
+    request = tile if QUERY_LEN > 0 else _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
+    start = tl.load(query_start_loc + request)
+    query_len, seq_len = tl.load(query_start_loc + request + 1) - start, tl.load(seq_lens + request)
+    # Padding of a batch of equal queries has no tokens, but a place where zeros are to be.
+    first_query = 0 if QUERY_LEN > 0 else (tile - (start // TILE_QUERIES + request)) * TILE_QUERIES
+    first_token = tile * QUERY_LEN if QUERY_LEN > 0 else start + first_query
+    num_rows = (QUERY_LEN if QUERY_LEN > 0 else tl.minimum(query_len - first_query, TILE_QUERIES)) * GROUP
 
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = first_query + m // GROUP
-    position = seq_len - query_len + query
     is_row = (m < num_rows) & (m < TILE_QUERIES * GROUP)
     sees = is_row & (query < query_len) & (seq_len > 0)
     head = kv_head * GROUP + m % GROUP
     place = ((first_token + m // GROUP).to(tl.int64) * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
-    is_value = (d < HEAD_DIM)[None, :]
-    queries = tl.load(q + place[:, None] + d[None, :], mask=sees[:, None] & is_value, other=0.0)
+    is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
+    queries = tl.load(q + place[:, None] + d[None, :], mask=is_value & sees[:, None], other=0.0)
 
     # Keys from the first that the tile's first query sees to the one of its last query.
     end = tl.where(seq_len > 0, tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES), 0)
-    first_chunk = 0
-    if WINDOW:
-        first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N
-    end_chunk = (end + BLOCK_N - 1) // BLOCK_N
-    # By the chunk's own number, so that a window that moves on does not move chunks to other programs.
-    begin = first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
-    live = tl.minimum(SPLITS, end_chunk - first_chunk)
+    first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
+    end_chunk = tl.where(num_rows > 0, (end + BLOCK_N - 1) // BLOCK_N, 0)
+    begin = _first_of(split, first_chunk, SPLITS)
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
-
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     cache_head = kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM
     table = block_table + request.to(tl.int64) * table_stride
-    for chunk in range(begin, end_chunk, SPLITS):
-        n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_key = n < end
-        page = tl.load(table + n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-        from_keys = cache_head + page * page_stride + (n % PAGE_SIZE) * HEAD_DIM
-        kept = is_key[:, None] & is_value
-        keys = tl.load(from_keys[:, None] + d[None, :], mask=kept, other=0.0)
-        values = tl.load(from_keys[:, None] + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM + d[None, :], mask=kept, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys).to(queries.dtype), input_precision="ieee") * scale
-        visible = sees[:, None] & (n[None, :] <= position[:, None]) & is_key[None, :]
-        if WINDOW:
-            visible = visible & (n[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, 1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - anchor[:, None])
-        shrink = tl.exp2(largest - anchor)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), acc, input_precision="ieee")
-        largest = higher
-
-    to = out + place[:, None] + d[None, :]
-    if SPLITS == 1:
+    largest, total, acc = _attend(
+        *(queries, sees, seq_len - query_len + query, cache_head, table, begin, end_chunk, end, scale, window),
+        *(page_stride, NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
+        *(SPLITS, WINDOW),
+    )
+    # The only program with keys, or program 0 of a request without any, is all there is.
+    is_all = (end_chunk - first_chunk <= 1) & ((begin < end_chunk) | (end_chunk <= first_chunk))
+    if SPLITS > 1 and (begin < end_chunk) & (end_chunk - first_chunk > 1):
+        pair = tile.to(tl.int64) * NUM_KV_HEADS + kv_head
+        row = (pair * SPLITS + split) * (QUERY_LEN * GROUP) + m
+        tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_value)
+        num_before = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair)
+        is_all = num_before == tl.minimum(SPLITS, end_chunk - first_chunk) - 1
+        if is_all:
+            tl.store(arrivals + pair, 0)
+            total, acc = _join(
+                *(partial, weight, pair, first_chunk, end_chunk, is_row),
+                *(QUERY_LEN * GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS),
+            )
+    if SPLITS == 1 or is_all:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(to, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
-    else:
-        if live <= 1:
-            # The one program with keys, or program 0 of a request without any, is all there is.
-            if (begin < end_chunk) | (end_chunk <= first_chunk):
-                result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                tl.store(to, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
-        else:
-            if begin < end_chunk:
-                pair = tile.to(tl.int64) * NUM_KV_HEADS + kv_head
-                row = (pair * SPLITS + split) * (QUERY_LEN * GROUP) + m
-                tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_row[:, None] & is_value)
-                tl.store(weight + row * 2, largest, mask=is_row)
-                tl.store(weight + row * 2 + 1, total, mask=is_row)
-                tl.debug_barrier()
-                if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == live - 1:
-                    tl.store(arrivals + pair, 0)
-                    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                    total = tl.zeros([BLOCK_M], tl.float32)
-                    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                    for other in range(SPLITS):
-                        # Programs whose first chunk is behind the last one have left nothing.
-                        begins = first_chunk + (other - first_chunk % SPLITS + SPLITS) % SPLITS
-                        there = is_row & (begins < end_chunk)
-                        row = (pair * SPLITS + other) * (QUERY_LEN * GROUP) + m
-                        peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-                        mass = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-                        part = tl.load(
-                            partial + row[:, None] * HEAD_DIM + d[None, :],
-                            mask=there[:, None] & is_value,
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
-                        higher = tl.maximum(largest, peak)
-                        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-                        grow, shrink = tl.exp2(peak - anchor), tl.exp2(largest - anchor)
-                        total = total * shrink + mass * grow
-                        acc = acc * shrink[:, None] + part * grow[:, None]
-                        largest = higher
-                    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                    tl.store(to, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
+        tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_value)

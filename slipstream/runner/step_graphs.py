@@ -17,6 +17,7 @@ from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import StepProgram, TargetOutput
 from slipstream.sampling.sampler import Sampled, SamplingNeeds
 
+_SMALLEST_MIXED = 16  # tokens of the smallest mixed batch that is recorded before the first step
 # What a graph with sampling inside can do: greedy and noise at any temperature, row by row.
 _FAST_NEEDS = SamplingNeeds(noise=True)
 
@@ -28,6 +29,16 @@ def usable_mode(mode: CUDAGraphMode, caps: Caps) -> CUDAGraphMode:
     if caps.graph_support == "decode":
         return CUDAGraphMode.FULL_AND_PIECEWISE if mode is CUDAGraphMode.FULL else mode
     return CUDAGraphMode.NONE if mode is CUDAGraphMode.FULL_DECODE_ONLY else CUDAGraphMode.PIECEWISE
+
+
+def _is_urgent(desc: BatchExecutionDescriptor, largest_decode: int) -> bool:
+    """What most first requests need: sampling inside, and sizes of which every batch fits one at twice its own or less.
+
+    The rest is recorded when the engine is idle; until then such batches run in a larger graph or launch by launch.
+    """
+    size = desc.num_tokens
+    common = size & (size - 1) == 0 or size == largest_decode
+    return common and desc.tier == "fast" and (desc.query_len is not None or size >= _SMALLEST_MIXED)
 
 
 class StepGraphs:
@@ -46,7 +57,7 @@ class StepGraphs:
             sizes,
             max_num_reqs,
             tiers=("fast", "full"),
-            urgent=lambda desc: desc.num_tokens in (largest, 1 << desc.num_tokens.bit_length() - 1),
+            urgent=lambda desc: _is_urgent(desc, largest),
         )
         # Where each recording leaves its results.
         self._outputs: dict[BatchExecutionDescriptor, TargetOutput] = {}
