@@ -43,7 +43,7 @@ def prepare_inputs(
         num_tokens_padded = input_ids.shape[0]
         # Blocks of a request share its tokens and its pages; the last row of programs fills the padding.
         num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
-        _prepare_kernel[(num_reqs + 1, num_blocks)](
+        _prepare_kernel[(num_blocks, num_reqs + 1)](
             *(batch_rows, query_start_loc, token_ids, page_table, num_computed, num_tokens, status),
             *(input_ids, positions, slot_mapping, seq_lens, last_token_indices, block_table),
             *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size),
@@ -97,7 +97,7 @@ def _prepare_kernel(
     RUNNING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i, block, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(1) * BLOCK
+    block, i, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(0) * BLOCK
     slot = block * BLOCK + tl.arange(0, BLOCK)
     start = tl.load(query_start_loc + i)
     if i == num_reqs:

@@ -83,6 +83,8 @@ def _dynamic(exponents: Tensor, rope: RopeConfig, max_position: int) -> Tensor:
 
 def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:
     """[max_position, 2, rotary_dim / 2] float32, the attention factor included."""
-    angles = torch.arange(max_position).float().unsqueeze(1) * inverse_frequencies(rope, max_position)
-    table = torch.stack([angles.cos(), angles.sin()], dim=1)
+    # On the CPU, whatever is being built: the same numbers everywhere, and no arithmetic where there is no memory.
+    with torch.device("cpu"):
+        angles = torch.arange(max_position).float().unsqueeze(1) * inverse_frequencies(rope, max_position)
+        table = torch.stack([angles.cos(), angles.sin()], dim=1)
     return (table if rope.attention_factor == 1.0 else table * rope.attention_factor).to(device)
