@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,44 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
     assert cache_dir() == tmp_path / "slipstream"
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "own"))
     assert cache_dir() == tmp_path / "own"
+
+
+GPU = Hardware(device="cuda", free_memory_bytes=70 * 2**30, total_memory_bytes=80 * 2**30, dtype_works=True)
+
+
+def test_a_gpu_has_its_own_defaults() -> None:
+    config = resolve(EngineOptions(), GPU, MODEL, num_params=10**9)
+    assert (config.dtype, config.attention_backend, config.cudagraph_mode) == ("bfloat16", "triton", "full")
+    assert (config.steps_in_flight, config.scheduler.max_num_seqs) == (2, 256)
+    assert resolve(EngineOptions(), GPU, replace(MODEL, dtype="float16")).dtype == "float16"
+    # A batch of all rows has a graph of its own.
+    assert 100 in resolve(EngineOptions(max_num_seqs=100), GPU, MODEL).cudagraph_sizes
+
+
+def test_the_cache_of_a_gpu_is_what_others_and_weights_leave() -> None:
+    long = replace(MODEL, max_position=2**20)
+    page_bytes = 16 * long.kv_bytes_per_token("bfloat16")
+
+    def cache_bytes(num_params: int, share: float = 0.9) -> int:
+        options = EngineOptions(gpu_memory_utilization=share, max_num_seqs=4096)
+        return resolve(options, GPU, long, num_params).cache.num_pages * page_bytes
+
+    light, heavy = cache_bytes(10**9), cache_bytes(11 * 10**9)
+    assert light < 0.9 * 80 * 2**30 - 10 * 2**30 - 2 * 10**9
+    assert light - heavy == pytest.approx(2 * 10**10, abs=page_bytes)
+    assert light - cache_bytes(10**9, 0.8) == pytest.approx(8 * 2**30, abs=page_bytes)
+    with pytest.raises(ConfigError, match="raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"):
+        cache_bytes(40 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float64"}, "float64 runs on a CPU only"),
+        ({"attention_backend": "cpu"}, "attention_backend cpu does not run on cuda; use triton"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0 and at most 1, not 1.5"),
+    ],
+)
+def test_what_a_gpu_cannot_do(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineOptions.from_dict(options), GPU, MODEL)

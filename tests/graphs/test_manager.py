@@ -93,3 +93,29 @@ def test_waiting_is_allowed_while_graphs_are_made_and_not_after() -> None:
     manager.capture(create_forward, "recording")
     assert seen == [False] * len(seen)
     assert device.sync_guard.forbidden
+
+
+def test_what_is_not_urgent_is_recorded_later_and_used_only_then() -> None:
+    device = SimDevice(1)
+    manager = CudaGraphManager(device, M.FULL, (2, 4, 8), 8, urgent=lambda desc: desc.num_tokens == 8)
+    x = torch.ones(8, device=device.torch_device)
+
+    def create(desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
+        return Forward(lambda: x[: desc.num_tokens].mul_(2), AttentionState(desc))
+
+    manager.capture(create, "recording")
+    assert manager.dispatch(2, 2, query_len=1).num_tokens == 8
+    assert manager.capture_one_more(create)  # the largest that is missing comes first: a mixed batch of 4
+    assert manager.dispatch(2, 3, query_len=None).num_tokens == 4
+    while manager.capture_one_more(create):
+        pass
+    desc = manager.dispatch(2, 2, query_len=1)
+    assert desc.num_tokens == 2
+    manager.replay(desc)
+
+
+def test_mixed_batches_are_recorded_up_to_512_tokens() -> None:
+    manager = make(M.FULL, sizes=(512, 544), max_num_reqs=544)
+    assert manager.dispatch(2, 500, query_len=None).mode is M.FULL
+    assert manager.dispatch(2, 520, query_len=None).mode is M.NONE
+    assert manager.dispatch(520, 520, query_len=1).mode is M.FULL
