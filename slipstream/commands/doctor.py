@@ -5,7 +5,6 @@ Looks at everything itself and fails at nothing: where torch is missing, that is
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -220,14 +219,14 @@ def _native_kernels() -> Finding:
 def _gpu() -> Finding:
     names = gpu_names()
     found = ", ".join(names) if names else "no NVIDIA GPU found"
-    with contextlib.suppress(ConfigError, ImportError, OSError):
+    try:
         from slipstream.device import open_device
 
         open_device("cuda")
-        return Finding("gpu", "ok" if names else "note", found)
-    if names:
-        return Finding("gpu", "note", f"{found}; this version has no GPU runtime", "nothing: cpu is used")
-    return Finding("gpu", "note", f"{found}; this version would not use one", "nothing: cpu is used")
+    except (ConfigError, ImportError, OSError, RuntimeError) as error:
+        reason = f"; {error}" if names else ""
+        return Finding("gpu", "note", f"{found}{reason}", "nothing: cpu is used")
+    return Finding("gpu", "ok", found)
 
 
 def _cache_folder() -> Finding:

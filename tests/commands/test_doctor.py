@@ -86,12 +86,12 @@ def test_broken_torch_is_a_finding(cli: RunCli, monkeypatch: pytest.MonkeyPatch)
     assert "import torch" in [finding["name"] for finding in json.loads(outcome.out)["findings"]]
 
 
-def test_gpu_without_a_runtime_is_said_honestly(cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_says_why(cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpu_names", lambda: ["NVIDIA H200"])
     finding = report_of(cli)["gpu"]
     assert finding["status"] == "note"
     assert "NVIDIA H200" in finding["detail"]
-    assert "no GPU runtime" in finding["detail"]
+    assert "a torch built for it" in finding["detail"]
 
 
 def test_cache_that_cannot_be_written(cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
