@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,6 +100,11 @@ def _assemble(
             f"{options.gpu_memory_utilization}), max_num_batched_tokens ({config.scheduler.max_num_batched_tokens}) or "
             f"max_num_seqs ({config.scheduler.max_num_seqs}), or free memory that other processes hold"
         ) from error
+    if device.name == "cuda":
+        # A full collection of garbage walks every object that torch has made, longer than a hundred steps take.
+        # What is here now stays for good, so the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
     core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
     generation = checkpoint.generation_config if checkpoint is not None else {}
     defaults, eos_token_ids = sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer)
