@@ -11,7 +11,7 @@ MODEL ?=
 PROMPT ?= What is the capital of France, and what is it known for?
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-gpu sim check format docs bench clean
+.PHONY: help demo serve test test-slow test-gpu memcheck sim check format docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,10 @@ test-slow: $(VENV)/.installed-dev ## the long matrices too
 
 test-gpu: ## what needs an NVIDIA GPU, with any python3 that has torch; installs nothing. MODEL=folder for a model of yours
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir . tests/gpu $(if $(MODEL),--model $(MODEL))
+
+memcheck: ## the kernels' tests under compute-sanitizer, every tensor in an allocation of its own
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+		$(PYTHON) -m pytest -q -c tests/gpu/pytest.ini --rootdir . --confcutdir . tests/gpu/test_kernels.py
 
 sim: $(VENV)/.installed-dev ## the whole engine on a simulated GPU: SEEDS=200 worlds, or SEED=123 with a trace
 	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

@@ -26,7 +26,9 @@ class TritonBackend:
 
     def build(self, common: CommonAttentionMetadata) -> TritonMetadata:
         num_reqs, num_tokens = common.seq_lens.shape[0], common.slot_mapping.shape[0]
-        is_uniform = num_reqs * common.max_query_len == num_tokens
+        # Of the step itself and with its padding: either alone may be a mixed batch that only happens to add up.
+        is_uniform = common.num_reqs * common.max_query_len == common.num_actual_tokens
+        is_uniform = is_uniform and num_reqs * common.max_query_len == num_tokens
         return TritonMetadata(common, common.max_query_len if is_uniform else 0)
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.config import trace_path
 from slipstream.device.interface import Device, Timestamp
+from slipstream.errors import ConfigError
 from slipstream.types import StepPlan
 
 _MAX_STEPS = 100_000  # a trace nobody can open helps nobody
@@ -30,6 +31,10 @@ class Trace:
     """Ranges are kept in memory and written when the process ends; the device's times are asked for only then."""
 
     def __init__(self, path: Path, device: Device) -> None:
+        try:
+            path.write_text("", encoding="utf-8")  # what cannot be written is said now, not when all is done
+        except OSError as error:
+            raise ConfigError(f"SLIPSTREAM_TRACE names {path}, which cannot be written: {error.strerror}") from error
         self._path = path
         self._device = device
         self._host: list[tuple[str, float, float]] = []

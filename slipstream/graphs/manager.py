@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from slipstream.device.interface import Device, Graph, GraphPool
 from slipstream.graphs.descriptor import AttentionState, AttentionStatePair, BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
+
+logger = logging.getLogger("slipstream.graphs")
 
 _MAX_MIXED_TOKENS = 512
 
@@ -41,7 +45,7 @@ class CudaGraphManager:
         tiers: Sequence[Tier] = ("full",),
         query_len: int = 1,  # tokens of a request in a batch of decodes
         pool: GraphPool | None = None,
-        urgent: Callable[[BatchExecutionDescriptor], bool] = lambda _desc: True,  # recorded before the first step
+        order: Callable[[BatchExecutionDescriptor], int] = lambda _desc: 0,  # 0: before the first step; else when idle
     ) -> None:
         self.mode = mode
         self._device = device
@@ -49,8 +53,9 @@ class CudaGraphManager:
         self._graphs: dict[BatchExecutionDescriptor, Graph] = {}
         self.descriptors = list(_descriptors(mode, sorted(set(sizes)), max_num_reqs, tiers, query_len))
         # Largest first: later graphs then fit into the memory of earlier ones.
-        self._urgent = [desc for desc in self.descriptors[::-1] if urgent(desc)]
-        self._missing = [desc for desc in self.descriptors if not urgent(desc)]
+        ordered = sorted(self.descriptors, key=lambda desc: (order(desc), -desc.num_tokens))
+        self._urgent = [desc for desc in ordered if not order(desc)]
+        self._missing = [desc for desc in ordered if order(desc)]
         # By what must match exactly; values are sorted by size.
         self._by_kind: dict[tuple[int | None, Tier], list[BatchExecutionDescriptor]] = {}
         for desc in self._urgent:
@@ -85,11 +90,16 @@ class CudaGraphManager:
         return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
 
     def capture_one_more(self, create_forward_fn: CreateForwardFn) -> bool:
-        """Record the largest graph that is still missing; False if none is. For when there is nothing else to do."""
+        """Record the next graph that is still missing; False if none is. For when there is nothing else to do."""
         if not self._missing:
             return False
-        desc = self._missing.pop()
-        self._capture_one(desc, create_forward_fn)
+        desc = self._missing.pop(0)
+        try:
+            self._capture_one(desc, create_forward_fn)
+        except torch.OutOfMemoryError:
+            logger.warning("no memory for more graphs; %d sizes run in larger ones", 1 + len(self._missing))
+            self._missing.clear()
+            return False
         self._offer(desc)
         return True
 

@@ -58,7 +58,12 @@ class PiecewiseForward:
             context.backend, context.metadata, context.kv_caches, context.positions, context.slot_mapping, recorder=self
         )
         self.begin_piece()
-        self.output = forward(splitting)
+        try:
+            self.output = forward(splitting)
+        except BaseException as error:
+            if self._open is not None:
+                self._open[0].__exit__(type(error), error, error.__traceback__)
+            raise
         self.end_piece()
 
     def begin_piece(self) -> None:

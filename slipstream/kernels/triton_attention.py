@@ -2,8 +2,9 @@
 
 A program works on a tile of (query token, head of the group) rows. In a batch of equally few query tokens a request the
 keys are shared out among ``_SPLITS`` programs in chunks: chunk c belongs to program c modulo ``_SPLITS``, whatever the
-batch, and partial results are joined in the programs' order. So a token's result is a function of its own keys. Which
-program of a tile joins them, the last to arrive, is chance; the order of the sum is not.
+batch, and partial results are joined in the programs' order. So a token's result in such batches is a function of its
+own keys. Which program of a tile joins them, the last to arrive, is chance; the order of the sum is not. In a mixed
+batch one program goes over all keys of a tile.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def triton_attention(
     num_reqs, num_kv_heads = seq_lens.shape[0], kv_cache.shape[2]
     group = num_heads // num_kv_heads
     q = q.contiguous()
+    # Tiles of wide heads are smaller, for the shared memory of small GPUs.
+    row_bytes = next_power_of_2(head_dim) * q.element_size()
+    is_wide = row_bytes >= 512
+        next_power_of_2(head_dim) * q.element_size() >= 512
+    )  # a chunk then fills half of a small GPU's shared memory
     splits = _SPLITS if 0 < query_len * group <= _MAX_DECODE_ROWS else 1
     if splits > 1:
         assert num_reqs * query_len == num_tokens, "a batch of equal queries pads requests and tokens together"
@@ -57,7 +63,7 @@ def triton_attention(
         num_tiles = num_reqs
         out = torch.empty_like(q)
     else:
-        block_m = 64
+        block_m = max(32 if is_wide else 64, next_power_of_2(group))
         num_tiles = num_tokens // (block_m // group) + num_reqs
         out = torch.zeros_like(q)
     rows = query_len * group if splits > 1 else 1
@@ -75,11 +81,11 @@ def triton_attention(
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         PAGE_SIZE=kv_cache.shape[3],
         BLOCK_M=block_m,
-        BLOCK_N=_CHUNK,
+        BLOCK_N=_CHUNK if row_bytes < 1024 else _CHUNK // 2,
         SPLITS=splits,
         WINDOW=window > 0,
         num_warps=4,
-        num_stages=2,
+        num_stages=1 if is_wide else 2,
     )
     return out
 

@@ -51,16 +51,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-_counts: dict[torch.device, list[Tensor]] = {}
+_counts: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 def arrival_counts(device: torch.device, num_counts: int) -> Tensor:
     """Zeros with which programs of one launch find out who is the last of them.
 
-    The last to arrive clears its count, so they are zero again when the launch ends, and all kernels of a stream can
+    The last to arrive clears its count, so they are zero again when the launch ends, and all kernels of one stream
     share them. Outgrown ones are kept: recorded launches go on using them.
     """
-    made = _counts.setdefault(device, [])
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    made = _counts.setdefault((device, stream), [])
     if not made or made[-1].shape[0] < num_counts:
         made.append(torch.zeros(max(num_counts, 1 << 14), dtype=torch.int32, device=device))
     return made[-1]

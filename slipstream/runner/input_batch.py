@@ -58,6 +58,11 @@ class InputBuffers:
         bounds = np.array(computed, dtype=np.int32) + num_tokens
         return self._batch(num_reqs, plan.num_tokens, query_start_loc_cpu, np.minimum(bounds, self._max_model_len))
 
+    def stage_nothing(self) -> None:
+        """Make the batch on the device one of padding alone, as it was before the first step."""
+        self.rows.stage_batch(np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32))
+        self.rows.flush()
+
     def pad(self, batch: InputBatch, num_reqs: int, num_tokens: int) -> InputBatch:
         """The same step over more memory; what lies behind the batch is padding. The host's numbers stay the step's."""
         common = batch.attention

@@ -37,7 +37,12 @@ class Runner:
         self._outputs = OutputRing(device, max_reqs, config.scheduler.max_num_batched_tokens, depth)
         self.program = StepProgram(model, backend, self.rows, self.buffers, self.kv_caches, self._out)
         mode = CUDAGraphMode(config.cudagraph_mode)
-        self.graphs = StepGraphs(device, self.program, mode, config.cudagraph_sizes, max_reqs)
+        logits = torch.zeros(
+            *(max_reqs, config.model.vocab_size if mode is not CUDAGraphMode.NONE else 0),
+            dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
+            device=device.torch_device,
+        )
+        self.graphs = StepGraphs(device, self.program, mode, config.cudagraph_sizes, logits)
         self.graphs.capture()
         self._needs_of_row = [SamplingNeeds()] * self.rows.num_rows
         self._known_needs = {

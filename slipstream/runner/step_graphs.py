@@ -31,22 +31,32 @@ def usable_mode(mode: CUDAGraphMode, caps: Caps) -> CUDAGraphMode:
     return CUDAGraphMode.NONE if mode is CUDAGraphMode.FULL_DECODE_ONLY else CUDAGraphMode.PIECEWISE
 
 
-def _is_urgent(desc: BatchExecutionDescriptor, largest_decode: int) -> bool:
-    """What most first requests need: sampling inside, and sizes of which every batch fits one at twice its own or less.
+def _order(desc: BatchExecutionDescriptor, largest_decode: int) -> int:
+    """0 for what most first requests need: sampling inside, and sizes of which every batch fits one at twice its own.
 
     The rest is recorded when the engine is idle; until then such batches run in a larger graph or launch by launch.
     """
     size = desc.num_tokens
-    common = size & (size - 1) == 0 or size == largest_decode
-    return common and desc.tier == "fast" and (desc.query_len is not None or size >= _SMALLEST_MIXED)
+    is_mixed = desc.query_len is None
+    if size & (size - 1) and (is_mixed or size != largest_decode):
+        return 3
+    if desc.tier == "fast" and (not is_mixed or size >= _SMALLEST_MIXED):
+        return 0
+    return 2 if is_mixed else 1
 
 
 class StepGraphs:
     """Recorded steps of one runner. Without graphs every batch runs at its own size, launch by launch."""
 
     def __init__(
-        self, device: Device, program: StepProgram, mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int
+        self,
+        device: Device,
+        program: StepProgram,
+        mode: CUDAGraphMode,
+        sizes: Sequence[int],
+        logits: Tensor,  # [max_num_reqs, vocab], where graphs without sampling leave theirs
     ) -> None:
+        max_num_reqs = logits.shape[0]
         self._device = device
         self._program = program
         self.mode = usable_mode(mode, program.backend.caps)
@@ -57,10 +67,11 @@ class StepGraphs:
             sizes,
             max_num_reqs,
             tiers=("fast", "full"),
-            urgent=lambda desc: _is_urgent(desc, largest),
+            order=lambda desc: _order(desc, largest),
         )
-        # Where each recording leaves its results.
-        self._outputs: dict[BatchExecutionDescriptor, TargetOutput] = {}
+        # Where each recording leaves its hidden states. Logits are large: all recordings that leave any share memory.
+        self._hidden: dict[BatchExecutionDescriptor, Tensor] = {}
+        self._logits = logits
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
 
     @torch.inference_mode()
@@ -69,6 +80,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_one_more(self) -> bool:
+        """With nothing else to do. A warm-up really runs, so the last step's batch must not be there any more."""
+        with self._device.use_stream(self._device.compute_stream):
+            self._program.buffers.stage_nothing()
         return self._manager.capture_one_more(self._create_forward)
 
     def run(self, batch: InputBatch, needs: SamplingNeeds) -> tuple[Tensor, Sampled | None]:
@@ -81,9 +95,9 @@ class StepGraphs:
         batch = program.buffers.pad(batch, desc.num_reqs, desc.num_tokens)
         if desc.mode is CUDAGraphMode.FULL:
             self._manager.replay(desc)
-            target = self._outputs[desc]
             if desc.tier == "fast":
-                return target.hidden, None
+                return self._hidden[desc], None
+            target = TargetOutput(self._hidden[desc], self._logits[: desc.num_reqs])
         elif desc.mode is CUDAGraphMode.PIECEWISE:
             program.buffers.prepare(batch)
             target = program.with_logits(batch, self._pieces[desc].replay(program.context(batch)))
@@ -110,10 +124,12 @@ class StepGraphs:
             program.buffers.prepare(batch)
             context = program.context(batch)
             state.metadata = context.metadata
-            target = program.with_logits(batch, program.model.forward(batch.input_ids, context))
+            hidden, logits = program.with_logits(batch, program.model.forward(batch.input_ids, context))
             if desc.tier == "fast":
-                program.finish(batch, target.logits, _FAST_NEEDS)
+                program.finish(batch, logits, _FAST_NEEDS)
+            else:
+                self._logits[: desc.num_reqs].copy_(logits)
             if not warmup:
-                self._outputs[desc] = target
+                self._hidden[desc] = hidden
 
         return Forward(run_pieces if desc.mode is CUDAGraphMode.PIECEWISE else run_whole, state)

@@ -97,7 +97,7 @@ def test_waiting_is_allowed_while_graphs_are_made_and_not_after() -> None:
 
 def test_what_is_not_urgent_is_recorded_later_and_used_only_then() -> None:
     device = SimDevice(1)
-    manager = CudaGraphManager(device, M.FULL, (2, 4, 8), 8, urgent=lambda desc: desc.num_tokens == 8)
+    manager = CudaGraphManager(device, M.FULL, (2, 4, 8), 8, order=lambda desc: desc.num_tokens != 8)
     x = torch.ones(8, device=device.torch_device)
 
     def create(desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
@@ -105,8 +105,9 @@ def test_what_is_not_urgent_is_recorded_later_and_used_only_then() -> None:
 
     manager.capture(create, "recording")
     assert manager.dispatch(2, 2, query_len=1).num_tokens == 8
-    assert manager.capture_one_more(create)  # the largest that is missing comes first: a mixed batch of 4
-    assert manager.dispatch(2, 3, query_len=None).num_tokens == 4
+    assert manager.capture_one_more(create)  # the largest that is missing comes first
+    assert manager.dispatch(3, 3, query_len=1).num_tokens == 4
+    assert manager.dispatch(2, 3, query_len=None).num_tokens == 8
     while manager.capture_one_more(create):
         pass
     desc = manager.dispatch(2, 2, query_len=1)

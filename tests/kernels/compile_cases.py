@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # overrides what tests/__init__.py has set: kernels are defined below
 
@@ -16,6 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from slipstream.kernels.triton_jit import interpreted
+
+# What one program may have: Ampere's large one, Ada, Hopper, Blackwell's large and small one.
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+_RUN = JITFunction.run
 
 
 class _AbsentGpu:
@@ -40,20 +47,26 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     from tests.sampling.triton_cases import CASES as SAMPLING_CASES
 
     triton.runtime.driver.set_active(_AbsentGpu(capability))
-    run = JITFunction.run
-    JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     failures = []
+
+    def compile_only(self: JITFunction[Any], *args: Any, **kwargs: Any) -> None:
+        kernel = _RUN(self, *args, **{**kwargs, "warmup": True})
+        # A launch would find out; the compiler does not look.
+        if kernel.metadata.shared > SHARED_BYTES[capability]:
+            raise MemoryError(f"{kernel.metadata.shared} bytes of shared memory")
+
+    JITFunction.run = compile_only
     for case in (*CASES, *SAMPLING_CASES):
         args, _ = prepared(case.args(), dtype, "cpu")
         try:
             with interpreted():  # takes the Triton path on a CPU's tensors; nothing is interpreted here
                 case.op.body(**args)
         except Exception as error:
-            failures.append(f"{case.name}: {type(error).__name__}: {error}")
+            failures.append(f"{case.name} in {dtype}: {type(error).__name__}: {error}")
     return failures
 
 
 if __name__ == "__main__":
-    found = compile_all(int(sys.argv[1]), torch.bfloat16)
+    found = [line for dtype in (torch.bfloat16, torch.float32) for line in compile_all(int(sys.argv[1]), dtype)]
     print("\n".join(found) or "all compile")
     sys.exit(bool(found))

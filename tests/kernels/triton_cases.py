@@ -170,6 +170,11 @@ _ATTENTION = {
     "mixed-dead-and-padded": _Shape([1, 9, 5, 2], [50, 0, 80, 2], num_padding=3, spare_tokens=6),
     "mixed-window": _Shape([30, 1, 64], [200, 150, 64], window=33),
     "mixed-one-request": _Shape([20], [100]),
+    "decode-wide-head": _Shape([1, 1], [70, 3], query_len=1, heads=2, kv_heads=1, head_dim=128, page_size=16),
+    "decode-widest-head": _Shape([1], [70], query_len=1, heads=2, kv_heads=1, head_dim=256, page_size=16),
+    "mixed-wide-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=128, page_size=16),
+    "mixed-widest-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=256, page_size=16),
+    "mixed-large-group": _Shape([2, 1], [9, 5], heads=96, kv_heads=1),
 }
 
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from slipstream.attention.backend import Caps
+from slipstream.config import resolve
+from slipstream.device.sim import SimDevice
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.runner.step_graphs import usable_mode
-from tests.sim.world import World
+from tests.engine.drive import make_request
+from tests.sim.world import MODEL_CONFIG, World
 
 M = CUDAGraphMode
 
@@ -42,3 +46,20 @@ def test_a_decode_step_in_a_graph_is_few_launches() -> None:
         launches[mode] = world.num_launched / world.num_steps - num_poisoned
     assert launches["full"] <= 5, "copy in, scatter, replay, copy to a slot, copy out"
     assert launches["none"] > 14
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_recording_when_idle_does_not_run_the_last_step_again(aborted: bool) -> None:
+    """The last step may have had more tokens than the graph, and a row that was ended from outside believes it runs."""
+    world = World(1, {"cudagraph_mode": "full", "max_num_seqs": 4, "max_num_batched_tokens": 48})
+    world.device = SimDevice(1)
+    core = world._build(resolve(world.options, world.device.hardware("float64"), MODEL_CONFIG))
+    core.add(make_request("r", range(1, 40), 1 if not aborted else 9))
+    core.step()
+    core.finish("r")
+    while core.has_work:
+        core.step()
+    before = world.device.peek(core.runner.rows.num_computed).clone()
+    while core.use_idle_time():
+        pass
+    assert torch.equal(world.device.peek(core.runner.rows.num_computed), before)
