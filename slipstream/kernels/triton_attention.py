@@ -54,8 +54,6 @@ def triton_attention(
     # Tiles of wide heads are smaller, for the shared memory of small GPUs.
     row_bytes = next_power_of_2(head_dim) * q.element_size()
     is_wide = row_bytes >= 512
-        next_power_of_2(head_dim) * q.element_size() >= 512
-    )  # a chunk then fills half of a small GPU's shared memory
     splits = _SPLITS if 0 < query_len * group <= _MAX_DECODE_ROWS else 1
     if splits > 1:
         assert num_reqs * query_len == num_tokens, "a batch of equal queries pads requests and tokens together"
