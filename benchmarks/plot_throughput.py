@@ -35,9 +35,7 @@ def draw(rows: list[dict[str, Any]]) -> str:
     widest = max(max(row["ratio"] for row in rows), 1.0)
     parts, y = [], 28
     parts.append(
-        text(
-            LEFT, 16, "output tokens per second, one NVIDIA H200: Slipstream (blue), vLLM 0.26.0 (grey)", weight="bold"
-        )
+        text(10, 16, "output tokens per second, one NVIDIA H200: Slipstream (blue), vLLM 0.26.0 (grey)", weight="bold")
     )
     for row in rows:
         parts.append(text(LEFT - 10, y + BAR + 4, f"{row['case']}, batch {row['batch']}", anchor="end"))
