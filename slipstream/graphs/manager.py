@@ -89,9 +89,14 @@ class CudaGraphManager:
         """
         return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to record."""
+        return not self._missing
+
     def capture_one_more(self, create_forward_fn: CreateForwardFn) -> bool:
         """Record the next graph that is still missing; False if none is. For when there is nothing else to do."""
-        if not self._missing:
+        if self.is_complete:
             return False
         desc = self._missing.pop(0)
         try:

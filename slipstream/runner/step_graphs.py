@@ -81,6 +81,8 @@ class StepGraphs:
     @torch.inference_mode()
     def capture_one_more(self) -> bool:
         """With nothing else to do. A warm-up really runs, so the last step's batch must not be there any more."""
+        if self._manager.is_complete:
+            return False
         with self._device.use_stream(self._device.compute_stream):
             self._program.buffers.stage_nothing()
         return self._manager.capture_one_more(self._create_forward)
