@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,20 @@ def test_graphs_recorded_after_any_last_step(make_engine: MakeEngine, expected: 
         pass
     assert torch.equal(core.runner.rows.num_computed, before)
     assert {i: outcome.token_ids for i, outcome in run(core, some_requests()).items()} == expected
+
+
+def test_two_engines_at_once(
+    make_engine: MakeEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its streams; what kernels count in must not be shared between them."""
+    monkeypatch.delenv(
+        "SLIPSTREAM_SYNC_CHECK"
+    )  # the detector is the process's, and one may wait while the other launches
+    engines = [make_engine(), make_engine()]
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            for found in pool.map(lambda engine: tokens_of(engine, some_requests()), engines):
+                assert found == expected
 
 
 def test_chunks_of_prompts(make_engine: MakeEngine, expected: dict[str, list[int]]) -> None:
