@@ -164,12 +164,21 @@ def _attend(
 
 
 @jit
-def _arrive(weight, largest, total, is_row, arrivals):
-    """Leave the rest of a partial result, and say how many of the tile's programs have been here before."""
+def _arrive(weight, largest, total, is_row, arrivals, num_programs):
+    """Leave the rest of a partial result, and say whether the tile's other programs have all been here before."""
     tl.store(weight, largest, mask=is_row)
     tl.store(weight + 1, total, mask=is_row)
     tl.debug_barrier()
-    return tl.atomic_add(arrivals, 1, sem="acq_rel")
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == num_programs - 1
+    tl.store(arrivals, 0, mask=is_last)
+    return is_last
+
+
+@jit
+def _store(out, acc, total, is_value):
+    """Weighted values by the sum of weights; zero for rows that saw nothing."""
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
 
 
 @jit
@@ -244,16 +253,13 @@ def _attention_kernel(
     first_query = 0 if QUERY_LEN > 0 else (tile - (start // TILE_QUERIES + request)) * TILE_QUERIES
     first_token = tile * QUERY_LEN if QUERY_LEN > 0 else start + first_query
     num_rows = (QUERY_LEN if QUERY_LEN > 0 else tl.minimum(query_len - first_query, TILE_QUERIES)) * GROUP
-
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = first_query + m // GROUP
     is_row = (m < num_rows) & (m < TILE_QUERIES * GROUP)
     sees = is_row & (query < query_len) & (seq_len > 0)
-    head = kv_head * GROUP + m % GROUP
-    place = ((first_token + m // GROUP).to(tl.int64) * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
+    place = (((first_token + m // GROUP).to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + m % GROUP) * HEAD_DIM
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     queries = tl.load(q + place[:, None] + d[None, :], mask=is_value & sees[:, None], other=0.0)
-
     # Keys from the first that the tile's first query sees to the one of its last query.
     end = tl.where(seq_len > 0, tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES), 0)
     first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
@@ -261,11 +267,10 @@ def _attention_kernel(
     begin = _first_of(split, first_chunk, SPLITS)
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
-    cache_head = kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM
-    table = block_table + request.to(tl.int64) * table_stride
     largest, total, acc = _attend(
-        *(queries, sees, seq_len - query_len + query, cache_head, table, begin, end_chunk, end, scale, window),
-        *(page_stride, NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
+        *(queries, sees, seq_len - query_len + query, kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
+        *(block_table + request.to(tl.int64) * table_stride, begin, end_chunk, end, scale, window, page_stride),
+        *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
         *(SPLITS, WINDOW),
     )
     # The only program with keys, or program 0 of a request without any, is all there is.
@@ -274,14 +279,12 @@ def _attention_kernel(
         pair = tile.to(tl.int64) * NUM_KV_HEADS + kv_head
         row = (pair * SPLITS + split) * (QUERY_LEN * GROUP) + m
         tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_value)
-        num_before = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair)
-        is_all = num_before == tl.minimum(SPLITS, end_chunk - first_chunk) - 1
+        num_programs = tl.minimum(SPLITS, end_chunk - first_chunk)
+        is_all = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair, num_programs)
         if is_all:
-            tl.store(arrivals + pair, 0)
             total, acc = _join(
                 *(partial, weight, pair, first_chunk, end_chunk, is_row),
                 *(QUERY_LEN * GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS),
             )
     if SPLITS == 1 or is_all:
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_value)
+        _store(out + place[:, None] + d[None, :], acc, total, is_value)
