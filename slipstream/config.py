@@ -6,12 +6,13 @@ The only reader of the environment. After ``resolve`` nothing is guessed or patc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from slipstream.errors import ConfigError, nearest
+from slipstream.speculative_config import SpeculativeConfig, read_speculative
 
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
@@ -90,6 +91,16 @@ class EngineOptions:
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(None, "Padded numbers of tokens to record graphs for.")
     enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
+    speculate: str | None = _option(None, "Draft tokens ahead by this method: ngram or draft_model; none if unset.")
+    k: int | None = _option(None, "Most tokens to draft ahead.")
+    draft_model: str | None = _option(
+        None, "Checkpoint of the draft_model method: any smaller model with the same vocabulary."
+    )
+    speculative_config: Mapping[str, Any] | None = _option(
+        None,
+        'Speculation in vLLM\'s spelling, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Also '
+        "prompt_lookup_min, prompt_lookup_max, model, verify (match, rejection, synthetic) and acceptance_rates.",
+    )
     seed: int | None = _option(
         None, "Makes the seeds of requests that name none repeatable; different in every run if unset."
     )
@@ -211,6 +222,11 @@ class SchedulerConfig:
     prefix_caching: bool = True
     # Pages taken beyond the need while the pool is well filled, so that most decode steps change no page table.
     lookahead_pages: int = 4
+    num_drafts: int = 0  # most drafts a step checks for one request
+    # Slots of the cache beyond a step's own tokens that drafting after it may write.
+    num_draft_slots: int = 0
+    # Whether the drafter keeps keys of its own in the pages. A page without them is of no use to a request that drafts.
+    drafts_in_pages: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,9 +243,35 @@ class EngineConfig:
     cudagraph_sizes: tuple[int, ...]
     # Overwrite every per-step buffer before each step, so that a stale read shows at once.
     poison: bool
+    speculative: SpeculativeConfig | None = None
+    draft_model: ModelConfig | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        return self.scheduler.num_drafts
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values, the draft model's included."""
+        models = (self.model, self.draft_model) if self.draft_model else (self.model,)
+        of_a_token = sum(model.kv_bytes_per_token(self.dtype) for model in models)
+        return self.cache.num_pages * self.cache.page_size * of_a_token
 
 
-def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig, num_params: int = 0) -> EngineConfig:
+class DraftModel(NamedTuple):
+    """A second checkpoint, that drafts for the first."""
+
+    config: ModelConfig
+    num_params: int = 0
+
+
+def resolve(
+    options: EngineOptions,
+    hardware: Hardware,
+    model: ModelConfig,
+    num_params: int = 0,
+    draft: DraftModel | None = None,
+) -> EngineConfig:
     """Turn wishes, machine and model into the one configuration the engine runs with."""
     _check_choice("device", options.device, ("auto", "cpu", "cuda", "sim"))
     _check_choice("attention_backend", options.attention_backend, ("auto", "cpu", "triton", "reference"))
@@ -242,14 +284,22 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig, num_
         raise ConfigError(
             f"max_model_len {max_model_len} is beyond the model's context of {model.max_position}; lower it"
         )
-    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 256 if has_gpu else 32)
-    budget = _positive(
-        "max_num_batched_tokens", options.max_num_batched_tokens, max(8192 if has_gpu else 512, max_num_seqs)
-    )
-    if budget < max_num_seqs:
+    speculative = speculation_of(options)
+    num_drafts = 0 if speculative is None else speculative.num_drafts
+    if draft is not None and draft.config.max_position < max_model_len:
         raise ConfigError(
-            f"max_num_batched_tokens {budget} is below max_num_seqs {max_num_seqs}; "
-            "every running request needs a token a step"
+            f"the draft model's context of {draft.config.max_position} is shorter than the target's {max_model_len}; "
+            f"set max_model_len to at most {draft.config.max_position} or use another draft model"
+        )
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 256 if has_gpu else 32)
+    usual = max(8192 if has_gpu else 512, max_num_seqs * (1 + num_drafts))
+    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, usual)
+    if budget < max_num_seqs * (1 + num_drafts):
+        each = f"a token and {num_drafts} drafts a step" if num_drafts else "a token a step"
+        times = f" x {1 + num_drafts}" if num_drafts else ""
+        raise ConfigError(
+            f"max_num_batched_tokens {budget} is below max_num_seqs {max_num_seqs}{times}; "
+            f"every running request needs {each}"
         )
     if options.block_size < 1 or options.block_size & (options.block_size - 1):
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
@@ -259,10 +309,13 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig, num_
         max_prefill_chunk=_positive("long_prefill_token_threshold", options.long_prefill_token_threshold, budget),
         max_model_len=max_model_len,
         prefix_caching=options.enable_prefix_caching,
+        num_drafts=num_drafts,
+        num_draft_slots=num_drafts if draft is not None else 0,
+        drafts_in_pages=draft is not None,
     )
     return EngineConfig(
         model=model,
-        cache=_resolve_cache(options, hardware, model, dtype, scheduler, num_params),
+        cache=_resolve_cache(options, hardware, model, dtype, scheduler, num_params, draft),
         scheduler=scheduler,
         device=hardware.device,
         dtype=dtype,
@@ -272,7 +325,14 @@ def resolve(options: EngineOptions, hardware: Hardware, model: ModelConfig, num_
         cudagraph_mode=_resolve_graph_mode(options.cudagraph_mode, hardware),
         cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs),
         poison=_flag("SLIPSTREAM_POISON"),
+        speculative=speculative,
+        draft_model=None if draft is None else draft.config,
     )
+
+
+def speculation_of(options: EngineOptions) -> SpeculativeConfig | None:
+    """What the options say of drafts, checked."""
+    return read_speculative(options.speculative_config, options.speculate, options.k, options.draft_model)
 
 
 def _resolve_dtype(wish: str, hardware: Hardware, model: ModelConfig) -> DTypeName:
@@ -320,14 +380,17 @@ def _resolve_cache(
     dtype: str,
     scheduler: SchedulerConfig,
     num_params: int,
+    draft: DraftModel | None,
 ) -> CacheConfig:
-    page_bytes = model.kv_bytes_per_token(dtype) * options.block_size
+    token_bytes = sum(part.kv_bytes_per_token(dtype) for part in (model, *((draft.config,) if draft else ())))
+    page_bytes = token_bytes * options.block_size
     if options.num_gpu_blocks_override is not None:
         num_pages = _positive("num_gpu_blocks_override", options.num_gpu_blocks_override, 0)
     else:
         wish = min(hardware.free_memory_bytes // 4, 4 * GIB)
         if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
-            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, num_params)
+            all_params = num_params + (draft.num_params if draft else 0)
+            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, all_params)
         memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
         pages_per_request = -(-scheduler.max_model_len // options.block_size)
         num_pages = min(memory // page_bytes, scheduler.max_num_seqs * pages_per_request)
@@ -372,7 +435,8 @@ def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerCon
         widest = max(widest, model.experts.num_experts_per_token * (3 * model.experts.intermediate_size))
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     activations = tokens * (4 * model.hidden_size + heads + 2 * widest) * DTYPE_BYTES[dtype]
-    logits = 6 * rows * model.vocab_size * 4  # float32, and copies that sampling parameters make
+    # Float32, and copies that sampling parameters make.
+    logits = 6 * rows * (1 + scheduler.num_drafts) * model.vocab_size * 4
     return activations + logits + rows * scheduler.max_model_len * 8 + GIB
 
 

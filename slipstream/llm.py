@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from types import TracebackType
@@ -10,13 +11,15 @@ from typing import Any
 
 from rich.progress import Progress, TextColumn
 
-from slipstream.config import EngineConfig, EngineOptions
+from slipstream.config import EngineConfig, EngineOptions, speculation_of
 from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.client import EngineClient, Prompt
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.types import SYNTHETIC_WARNING, RequestOutput, SamplingParams
+
+logger = logging.getLogger("slipstream")
 
 Message = Mapping[str, Any]
 
@@ -39,6 +42,9 @@ class _FrontDoor:
         if model is not None:
             options["model"] = model
         chosen = EngineOptions.from_dict(options)
+        speculative = speculation_of(chosen)  # first of all: a wrong word here must not cost the loading of a model
+        if speculative is not None and speculative.is_synthetic:
+            logger.warning(SYNTHETIC_WARNING)
         if own_process:
             from slipstream.engine.process import EngineProcess  # wants the packages of the server
 

@@ -58,6 +58,8 @@ class SamplingParams:
     skip_special_tokens: bool = True  # in the text
     logprobs: int | None = None  # for each token its log probability, and those of this many of the likeliest
     prompt_logprobs: int | None = None  # the same for the prompt
+    speculate: bool = True  # whether tokens may be drafted ahead for this request, where the engine drafts at all
+    max_k: int | None = None  # most tokens drafted ahead for it; default: as many as the engine drafts
 
     def __post_init__(self) -> None:
         # Users pass lists and single strings; frozen data wants tuples.
@@ -83,6 +85,9 @@ class SamplingParams:
         _check_integer("seed", self.seed, low=0, high=MAX_SEED)
         _check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         _check_integer("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS)
+        _check_integer("max_k", self.max_k, low=0)
+        if not isinstance(self.speculate, bool):
+            raise RequestError(f"speculate must be true or false, not {self.speculate!r}")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
                 raise RequestError(f"{name} must be non-empty strings")
@@ -177,6 +182,11 @@ class Request:
         """Whether cached keys and values may stand in for the prompt. Its logprobs need every position computed."""
         return self.params.prompt_logprobs is None
 
+    def num_drafts(self, most: int) -> int:
+        """How many tokens may be drafted ahead for it, of the most the engine drafts."""
+        params = self.params
+        return 0 if not params.speculate else most if params.max_k is None else min(most, params.max_k)
+
 
 class ScheduledRequest(NamedTuple):
     """One request's share of a step. One is made for every request in every step, and a tuple is made fastest."""
@@ -184,9 +194,10 @@ class ScheduledRequest(NamedTuple):
     request_id: str
     generation: int  # how often the request was admitted; an output of an older generation is dropped
     row: int
-    num_tokens: int  # query tokens in this step
+    num_tokens: int  # query tokens in this step, places for drafts included
     num_computed_bound: int  # computed length before this step, never below the device's
-    samples: bool  # whether the step reaches the end of the request's tokens and so draws a new one
+    samples: bool  # whether the step reaches the end of the request's tokens and so draws new ones
+    num_drafts: int = 0  # places for drafts among its tokens; how many there are the device knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +248,8 @@ class StepResult:
     plan: StepPlan
     token_ids: list[list[int]]
     statuses: list[RowStatus]
+    num_drafts: list[int]  # drafts that were checked
+    num_accepted: list[int]  # of those, accepted
     logprobs: list[list[LogprobRow]] | None = None  # one for each token, where any request asked
     wait_s: float = 0.0  # how long the host waited for it
     # By place in the plan: the position of the first, then one for each prompt token from there on.
@@ -255,6 +268,8 @@ class TokenUpdate:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     logprobs: list[LogprobRow] | None = None
     prompt_logprobs: tuple[int, list[LogprobRow]] | None = None
+    num_drafts: int = 0  # drafts that the step checked
+    num_accepted: int = 0  # of those, accepted
     time: float = 0.0  # when the tokens were collected
 
 
@@ -270,6 +285,64 @@ class RequestTimings:
         if self.first_token_s is None or num_tokens < 2:
             return 0.0
         return (num_tokens - 1) / max(self.total_s - self.first_token_s, 1e-9)
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """How drafts fared: counted by their place behind a known token."""
+
+    num_steps: int = 0  # steps that checked drafts
+    num_drafts_at: list[int] = field(default_factory=list)
+    num_accepted_at: list[int] = field(default_factory=list)
+    # Acceptance was forced at given rates, for a benchmark: the text means nothing.
+    is_synthetic: bool = False
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        self.num_steps += 1
+        missing = num_drafts - len(self.num_drafts_at)
+        if missing > 0:
+            self.num_drafts_at += [0] * missing
+            self.num_accepted_at += [0] * missing
+        for i in range(num_drafts):
+            self.num_drafts_at[i] += 1
+        for i in range(num_accepted):
+            self.num_accepted_at[i] += 1
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.num_drafts_at)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.num_accepted_at)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens a checking step gives on average: the accepted drafts and the target's own."""
+        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """Of the drafts at each place, the share that was accepted."""
+        return [taken / made for taken, made in zip(self.num_accepted_at, self.num_drafts_at, strict=True)]
+
+    def copy(self) -> DraftStats:
+        return replace(self, num_drafts_at=self.num_drafts_at[:], num_accepted_at=self.num_accepted_at[:])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For people and programs that look at a result."""
+        found: dict[str, Any] = {
+            "drafts": self.num_drafts,
+            "accepted": self.num_accepted,
+            "mean_length": round(self.mean_length, 4),
+            "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_at],
+        }
+        return found | ({"synthetic": SYNTHETIC_NOTICE} if self.is_synthetic else {})
+
+
+SYNTHETIC_NOTICE = "acceptance is forced at given rates for a benchmark; the text means nothing"
+# For headers, logs and metrics, where nothing beside it says what it is about.
+SYNTHETIC_WARNING = f"synthetic acceptance: {SYNTHETIC_NOTICE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +367,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[Logprobs] | None = None  # one for each token, if asked for
+    speculation: DraftStats | None = None  # where the engine drafts
     delta_text: str = ""  # what the latest update added
 
 
@@ -327,3 +401,7 @@ class RequestOutput:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.outputs[0].finish_reason
+
+    @property
+    def speculation(self) -> DraftStats | None:
+        return self.outputs[0].speculation

@@ -28,12 +28,14 @@ FLOORS: list[set[str]] = [
     {"distributed"},
     {"device"},
     {"config"},
+    {"speculative_config"},
+    {"speculative_config"},
     {"types"},
     {"errors"},
 ]
 RANK = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The scheduler is pure decision: it can be tested, and reasoned about, without a tensor library.
-NO_TORCH = ("scheduler", "types", "config", "errors")
+NO_TORCH = ("scheduler", "types", "config", "speculative_config", "errors")
 
 
 def room_of(path: Path) -> str:

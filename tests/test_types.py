@@ -36,6 +36,10 @@ from slipstream.types import SamplingParams
         ({"logit_bias": {1: 101}}, "values in logit_bias must be a number of at least -100 and at most 100, not 101"),
         ({"logit_bias": dict.fromkeys(range(301), 0.0)}, "logit_bias has 301 entries; at most 300"),
         ({"stop_token_ids": [-5]}, "stop_token_ids must be"),
+        ({"max_k": -1}, "max_k must be an integer of at least 0, not -1"),
+        ({"max_k": True}, "max_k must be an integer"),
+        ({"speculate": "no"}, "speculate must be true or false, not 'no'"),
+        ({"speculate": None}, "speculate must be true or false, not None"),
         ({"temprature": 1.0}, r"unknown sampling parameter 'temprature'; did you mean 'temperature'\?"),
     ],
 )

@@ -91,7 +91,7 @@ class CpuBackend:
             max_query=max_query,
             max_keys=int(common.seq_lens_cpu_upper_bound[first:end].max()),
             seq_lens=common.seq_lens[first:end],
-            query_lens=common.query_start_loc[first : end + 1].diff(),
+            query_lens=common.query_lens[first:end],
             block_table=common.block_table[first:end],
             grid=grid,
         )
@@ -99,8 +99,8 @@ class CpuBackend:
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice] | InPlace) -> Tensor:
         if isinstance(metadata, InPlace):
             common = metadata.common
-            starts, seq_lens, table = common.query_start_loc, common.seq_lens, common.block_table
-            return in_place_attention(q, kv_cache, starts, seq_lens, table, layer.scale, layer.window)
+            tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
+            return in_place_attention(q, kv_cache, *tables, layer.scale, layer.window)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

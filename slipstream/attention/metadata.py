@@ -18,6 +18,8 @@ class CommonAttentionMetadata:
     max_query_len: int
     query_start_loc: Tensor  # [padded_reqs + 1] int32, device
     query_start_loc_cpu: npt.NDArray[np.int32]  # [num_reqs + 1], the same numbers, from the plan
+    # How many of a request's query tokens are alive, from the first on; behind them stand drafts that were not made.
+    query_lens: Tensor  # [padded_reqs] int32, device
     seq_lens: Tensor  # [padded_reqs] int32, device: exact, 0 for rows that do not run
     # Host arithmetic on the optimistic mirror: exact for prefill, never below the device's value.
     seq_lens_cpu_upper_bound: npt.NDArray[np.int32]  # [num_reqs]

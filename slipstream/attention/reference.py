@@ -23,6 +23,5 @@ class ReferenceBackend:
         return common
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
-        return paged_attention(
-            q, kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, layer.scale, layer.window
-        )
+        tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
+        return paged_attention(q, kv_cache, *tables, layer.scale, layer.window)

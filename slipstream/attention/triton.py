@@ -33,5 +33,5 @@ class TritonBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         common = metadata.common
-        tables = (common.query_start_loc, common.seq_lens, common.block_table)
+        tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
         return triton_attention(q, kv_cache, *tables, layer.scale, layer.window, metadata.query_len)

@@ -15,13 +15,17 @@ from rich.table import Table
 
 from slipstream.commands.measure import BatchRun, decode_rate, run_batch
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
-from slipstream.config import EngineConfig, EngineOptions
+from slipstream.commands.session import warn_if_synthetic
+from slipstream.config import EngineConfig, EngineOptions, speculation_of
 from slipstream.errors import ConfigError
-from slipstream.models.hub import resolve_model
+from slipstream.models.hub import resolve_models
 from slipstream.models.shapes import shape_config
+from slipstream.speculative_config import SpeculativeConfig
+from slipstream.types import SYNTHETIC_NOTICE, DraftStats
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
+    from slipstream.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +94,16 @@ def run(
 ) -> int:
     if model is not None and shape is not None:
         raise ConfigError("--model and --shape are two things to measure; give one of them")
+    warn_if_synthetic(options)
     options = workload.fit(options if model is None else replace(options, model=model))
-    case = shape or case_name(options.model)
+    name = shape or case_name(options.model)
     if shape is not None:
-        check_room(options, workload, shape_config(shape), case)
+        check_room(options, workload, shape_config(shape), None, name)
     else:
-        options = replace(options, model=str(resolve_model(options.model)))  # shows its own progress
-        check_room(options, workload, _checkpoint_config(options.model), case)
+        options = resolve_models(options)  # shows its own progress
+        check_room(options, workload, *_open(options), name)
+    speculative = speculation_of(options)
+    case = name if speculative is None else f"{name}+{speculative.method}"
     prepare_folder(output_dir)
     rows, device = _measure_all(options, workload, shape, case)
     results = collect_results(rows, device=device)
@@ -114,10 +121,13 @@ def case_name(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").lower()
 
 
-def _checkpoint_config(model: str) -> dict[str, Any]:
+def _open(options: EngineOptions) -> tuple[dict[str, Any], Tokenizer | None]:
+    """Configuration and, where a draft model's has to fit it, the tokenizer of a checkpoint."""
     from slipstream.models.weights import open_checkpoint
 
-    return open_checkpoint(Path(model)).config
+    checkpoint, speculative = open_checkpoint(Path(options.model)), speculation_of(options)
+    wanted = speculative is not None and speculative.model is not None
+    return checkpoint.config, checkpoint.tokenizer() if wanted else None
 
 
 def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, case: str) -> tuple[list[Row], str]:
@@ -157,6 +167,7 @@ def _measure_batch(client: EngineClient, workload: Workload, batch: int, *, seed
 
 def _row(case: str, batch: int, workload: Workload, config: EngineConfig, runs: list[BatchRun], *, weights: str) -> Row:
     rates = [decode_rate(run.arrivals) for run in runs]
+    best = runs[rates.index(max(rates))]
     return {
         "case": case,
         "batch": batch,
@@ -169,27 +180,48 @@ def _row(case: str, batch: int, workload: Workload, config: EngineConfig, runs: 
         "device": config.device,
         "dtype": config.dtype,
         "attention_backend": config.attention_backend,
+        **_speculation(config.speculative, best.drafts),
     }
 
 
-def check_room(options: EngineOptions, workload: Workload, hf_config: dict[str, Any], name: str) -> None:
+def _speculation(speculative: SpeculativeConfig | None, drafts: DraftStats) -> Row:
+    """How the drafts of the best run fared; nothing where the engine does not draft."""
+    if speculative is None:
+        return {}
+    drafts.is_synthetic = speculative.is_synthetic
+    figures = drafts.as_dict()
+    accepted_len = figures.pop("mean_length")
+    return {"k": speculative.num_drafts, "verify": speculative.verify, "accepted_len": accepted_len, **figures}
+
+
+def check_room(
+    options: EngineOptions, workload: Workload, hf_config: dict[str, Any], tokenizer: Tokenizer | None, name: str
+) -> None:
     """Refuse what does not fit into the model's context, the KV cache or memory, before anything is allocated."""
-    from slipstream.engine.build import plan_engine
+    from slipstream.engine.build import open_draft, plan_engine
     from slipstream.models.registry import architecture_of
 
     max_position = architecture_of(hf_config).read_config(hf_config).max_position
     workload.check_length(f"the context of {name}", max_position)
-    workload.check(plan_engine(options, hf_config).config)
+    draft = open_draft(options, hf_config, tokenizer)
+    workload.check(plan_engine(options, hf_config, None if draft is None else draft.config).config)
 
 
 def _table(rows: list[Row], hardware: str) -> Table:
     table = Table("case", title=f"output tokens per second, decode part, best run, on {hardware}")
     for name in ("batch", "tokens per second", "a request", "time to first token"):
         table.add_column(name, justify="right")
+    drafts = any("accepted_len" in row for row in rows)
+    if drafts:
+        table.add_column("drafts accepted", justify="right")
+        table.add_column("mean length", justify="right")
     for row in rows:
         rate, batch = row["tok_s"], row["batch"]
         first = f"{1000 * row['first_token_s']:,.0f} ms"
-        table.add_row(row["case"], str(batch), f"{rate:,.1f}", f"{rate / batch:,.1f}", first)
+        fared = (f"{row['accepted']} of {row['drafts']}", f"{row['accepted_len']:.2f}") if drafts else ()
+        table.add_row(row["case"], str(batch), f"{rate:,.1f}", f"{rate / batch:,.1f}", first, *fared)
+    if any("synthetic" in row for row in rows):
+        table.caption = f"SYNTHETIC: {SYNTHETIC_NOTICE}"
     return table
 
 

@@ -192,6 +192,7 @@ def _attention() -> Iterator[Finding]:
         max_query_len=1,
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
         query_start_loc_cpu=np.array([0, 1], dtype=np.int32),
+        query_lens=torch.tensor([1], dtype=torch.int32),
         seq_lens=torch.tensor([1], dtype=torch.int32),
         seq_lens_cpu_upper_bound=np.array([1], dtype=np.int32),
         block_table=torch.tensor([[1]], dtype=torch.int32),

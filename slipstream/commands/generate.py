@@ -13,7 +13,7 @@ from rich.table import Table
 from slipstream.commands.session import check, open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError
-from slipstream.types import Logprobs, RequestOutput, SamplingParams
+from slipstream.types import Completion, DraftStats, Logprobs, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -36,10 +36,10 @@ def run(
             output = check(llm.generate([token_ids], sampling)[0])
             for completion in output.outputs:
                 sys.stdout.write(f"[{completion.index + 1}] {completion.text}\n")
-            Console(stderr=True).print(_figures(output))
+            _show_figures(output)
         else:
             output = show_stream(llm.stream(token_ids, sampling))
-            Console(stderr=True).print(_figures(output))
+            _show_figures(output)
     return 0
 
 
@@ -64,7 +64,9 @@ def _as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
         extras["prompt_logprobs"] = [entry and _logprobs(entry) for entry in output.prompt_logprobs]
     if len(output.outputs) > 1:
         names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
-        extras["choices"] = [{name: getattr(choice, name) for name in names} for choice in output.outputs]
+        extras["choices"] = [
+            {name: getattr(choice, name) for name in names} | _speculation(choice) for choice in output.outputs
+        ]
     return {
         "model": model,
         "text": completion.text,
@@ -79,13 +81,36 @@ def _as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
             "total_s": timings.total_s,
             "tok_s": timings.tokens_per_s(len(completion.token_ids)),
         },
+        **_speculation(completion),
         **extras,
     }
+
+
+def _speculation(completion: Completion) -> dict[str, Any]:
+    """Nothing where the engine does not draft."""
+    return {} if completion.speculation is None else {"speculation": completion.speculation.as_dict()}
 
 
 def _logprobs(entry: Logprobs) -> list[dict[str, Any]]:
     """The token that stands there first, then the likeliest."""
     return [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in entry.items()]
+
+
+def _show_figures(output: RequestOutput) -> None:
+    console = Console(stderr=True)
+    console.print(_figures(output))
+    for completion in output.outputs:
+        if completion.speculation is not None:
+            which = f"[{completion.index + 1}] " if len(output.outputs) > 1 else ""
+            line = which + drafts_line(completion.speculation)
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def drafts_line(drafts: DraftStats) -> str:
+    line = f"{drafts.num_accepted} of {drafts.num_drafts} drafts accepted, mean length {drafts.mean_length:.2f}"
+    if drafts.num_drafts:
+        line += ", by position " + " ".join(f"{rate:.0%}" for rate in drafts.acceptance_at)
+    return line + (" (SYNTHETIC)" if drafts.is_synthetic else "")
 
 
 def _figures(output: RequestOutput) -> Table:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.types import RequestOutput, SamplingParams, TokenUpdate
+from slipstream.types import DraftStats, RequestOutput, SamplingParams, TokenUpdate
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
@@ -29,17 +29,29 @@ class Arrival(NamedTuple):
     time: float
     num_tokens: int
     finished: bool
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class BatchRun(NamedTuple):
     start: float
     arrivals: list[Arrival]
+    token_ids: list[list[int]]  # of each request, in order
 
     @property
     def first_token_s(self) -> float:
         """Time to the first token, mean over the batch."""
         firsts = {arrival.request_idx: arrival.time for arrival in reversed(self.arrivals) if arrival.num_tokens}
         return sum(firsts.values()) / len(firsts) - self.start
+
+    @property
+    def drafts(self) -> DraftStats:
+        """How drafts fared, all requests together."""
+        stats = DraftStats()
+        for arrival in self.arrivals:
+            if arrival.num_drafts:
+                stats.add(arrival.num_drafts, arrival.num_accepted)
+        return stats
 
 
 def run_batch(
@@ -54,7 +66,7 @@ def run_batch(
     place = {request.request_id: idx for idx, request in enumerate(requests)}
     collected: queue.SimpleQueue[list[TokenUpdate]] = queue.SimpleQueue()
     done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    run = BatchRun(time.monotonic(), [])
+    run = BatchRun(time.monotonic(), [], [[] for _ in requests])
     with client.tapped(collected.put):
         for request in requests:
             client.submit(request, done.put, every_token=False)
@@ -65,7 +77,12 @@ def run_batch(
             while not collected.empty():
                 for update in collected.get():
                     arrival = Arrival(
-                        place[update.request_id], update.time, len(update.token_ids), update.finish_reason is not None
+                        place[update.request_id],
+                        update.time,
+                        len(update.token_ids),
+                        update.finish_reason is not None,
+                        update.num_drafts,
+                        update.num_accepted,
                     )
                     run.arrivals.append(arrival)
                     num_running -= arrival.finished
@@ -73,6 +90,7 @@ def run_batch(
         for _ in requests:
             if (output := done.get()).error is not None:
                 raise EngineError(output.error)
+            run.token_ids[place[output.request_id]] = output.token_ids
     return run
 
 

@@ -46,14 +46,20 @@ SAMPLING_HELP: dict[str, str] = {
     "stop": "Stop before this text; may be given several times.",
     "stop_token_ids": "Stop after this token id; may be given several times.",
     "ignore_eos": "Go on after the model's end-of-sequence token.",
+    "speculate": "Whether tokens may be drafted ahead for this request, where the engine drafts at all.",
+    "max_k": "Most tokens drafted ahead for this request; as many as the engine drafts if unset.",
 }
+# Switches of single requests that a command for one request does not need. `--speculate` is the engine's: it names a
+# method, and without it nothing is drafted.
+_WITHOUT_OPTION: dict[type, tuple[str, ...]] = {SamplingParams: ("speculate",)}
 
 
 def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Spread every dataclass parameter of a command into one option a field.
 
     ``defaults`` stand in for the fields' own. A name is used once: the command's own parameters come first, then the
-    dataclasses in the order of the signature; a field whose name is taken gets no option and keeps its default.
+    dataclasses in the order of the signature; a field whose name is taken gets no option and keeps its default, and
+    so does one that no command needs.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
@@ -64,7 +70,7 @@ def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., 
         names: dict[str, list[str]] = {}
         for group, kind in groups.items():
             hints = get_type_hints(kind)
-            own = [f for f in fields(kind) if f.name not in taken]
+            own = [f for f in fields(kind) if f.name not in (*taken, *_WITHOUT_OPTION.get(kind, ()))]
             options += [_option(f, hints[f.name], kind, defaults.get(f.name, f.default)) for f in own]
             names[group] = [f.name for f in own]
             taken.update(names[group])

@@ -19,12 +19,14 @@ from slipstream.errors import ConfigError
 from slipstream.server.settings import ServerSettings
 from slipstream.types import SamplingParams
 
+# What an engine option is if nobody sets it and nothing is derived from the model and the machine.
+_UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
 _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def engine_options_table() -> str:
     rows = [
-        (_code(_flag(option)), _code(option.name), _engine_default(option.default), option.metadata["help"])
+        (_code(_flag(option)), _code(option.name), _engine_default(option), option.metadata["help"])
         for option in fields(EngineOptions)
     ]
     return _table(("option", "in Python", "default", "what it does"), rows)
@@ -101,8 +103,8 @@ def _type(parameter: Field[Any]) -> str:
     return _code(str(parameter.type).removesuffix(" | None"))
 
 
-def _engine_default(value: Any) -> str:
-    return "chosen" if value is None else _code(str(value))
+def _engine_default(option: Field[Any]) -> str:
+    return _UNSET.get(option.name, "chosen") if option.default is None else _code(str(option.default))
 
 
 def _sampling_default(value: Any, resolved: Any) -> str:

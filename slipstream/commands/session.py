@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from slipstream.config import EngineOptions
+from slipstream.config import EngineOptions, speculation_of
 from slipstream.errors import RequestError
-from slipstream.models.hub import resolve_model
-from slipstream.types import RequestOutput
+from slipstream.models.hub import resolve_models
+from slipstream.types import SYNTHETIC_WARNING, RequestOutput
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -22,18 +22,25 @@ if TYPE_CHECKING:
 @contextmanager
 def open_model(options: EngineOptions) -> Iterator[LLM]:
     """Fetch and load the model, with progress on standard error where that is a terminal."""
-    path = resolve_model(options.model)  # shows its own progress
-    with Console(stderr=True).status(f"loading {options.model}"):
+    warn_if_synthetic(options)
+    name, options = options.model, resolve_models(options)  # shows its own progress
+    with Console(stderr=True).status(f"loading {name}"):
         from slipstream.engine.build import build_engine
         from slipstream.llm import LLM  # with torch, which takes seconds of its own
 
         if options.max_num_seqs is None:
             # One request at a time: a KV cache for many would only take memory and start-up time.
             options = replace(options, max_num_seqs=1)
-        options = replace(options, model=str(path))
         llm = LLM(build=lambda: build_engine(options))
     with llm:
         yield llm
+
+
+def warn_if_synthetic(options: EngineOptions) -> None:
+    """Before anything else is said: nobody is to read such output as a model's. Refuses what cannot be speculation."""
+    speculative = speculation_of(options)
+    if speculative is not None and speculative.is_synthetic:
+        Console(stderr=True).print(f"WARNING: {SYNTHETIC_WARNING}", style="bold red", soft_wrap=True, highlight=False)
 
 
 def show_stream(outputs: Iterable[RequestOutput]) -> RequestOutput:

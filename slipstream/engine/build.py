@@ -12,12 +12,22 @@ from slipstream.attention.backend import AttentionBackend
 from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.attention.triton import TritonBackend
-from slipstream.config import DTYPE_BYTES, GIB, EngineConfig, EngineOptions, resolve
+from slipstream.config import (
+    DTYPE_BYTES,
+    GIB,
+    DraftModel,
+    EngineConfig,
+    EngineOptions,
+    ModelConfig,
+    resolve,
+    speculation_of,
+)
 from slipstream.device import open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
+from slipstream.models.decoder import Decoder
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import build_model, count_parameters, load_weights, randomize_weights
 from slipstream.models.registry import Architecture, architecture_of
@@ -26,6 +36,9 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
+from slipstream.speculate.draft_model import DraftModelSpeculator
+from slipstream.speculate.ngram import NgramSpeculator
+from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
 from slipstream.types import SamplingParams
 
 
@@ -45,6 +58,7 @@ class Engine(EngineInfo):
 
 
 def build_engine(options: EngineOptions) -> Engine:
+    speculation_of(options)  # what is said wrongly of drafts is said before a model is looked for
     checkpoint = open_checkpoint(resolve_model(options.model))
     tokenizer = checkpoint.tokenizer()
     return _assemble(options, checkpoint.config, checkpoint, tokenizer)
@@ -61,39 +75,55 @@ class EnginePlan(NamedTuple):
     architecture: Architecture
     device: Device
     config: EngineConfig
+    draft_architecture: Architecture | None = None
 
 
-def plan_engine(options: EngineOptions, hf_config: dict[str, Any]) -> EnginePlan:
+def plan_engine(
+    options: EngineOptions, hf_config: dict[str, Any], draft_config: dict[str, Any] | None = None
+) -> EnginePlan:
     """Resolve the configuration, and refuse a model that this machine's memory cannot hold."""
     architecture = architecture_of(hf_config)
     device = open_device(options.device)
     hardware = device.hardware(options.dtype)
     model = architecture.read_config(hf_config)
     num_params = count_parameters(architecture, model)
-    config = resolve(options, hardware, model, num_params)
-    cache_bytes = config.cache.num_pages * config.cache.page_size * config.model.kv_bytes_per_token(config.dtype)
-    needed, free = num_params * DTYPE_BYTES[config.dtype] + cache_bytes, hardware.free_memory_bytes
+    draft, draft_architecture = None, None
+    if draft_config is not None:
+        draft_architecture = architecture_of(draft_config)
+        draft_model = draft_architecture.read_config(draft_config)
+        draft = DraftModel(draft_model, count_parameters(draft_architecture, draft_model))
+    config = resolve(options, hardware, model, num_params, draft)
+    if draft is not None:
+        num_params += draft.num_params
+    needed = num_params * DTYPE_BYTES[config.dtype] + config.cache_bytes
+    free = hardware.free_memory_bytes
     if needed > free:
         raise ConfigError(
             f"the model in {config.dtype} needs {needed / GIB:.1f} GiB for weights and KV cache, "
             f"{free / GIB:.1f} GiB are free; use a smaller model, a 16-bit dtype or kv_cache_memory_bytes"
         )
-    return EnginePlan(architecture, device, config)
+    return EnginePlan(architecture, device, config, draft_architecture)
 
 
 def _assemble(
     options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
 ) -> Engine:
-    architecture, device, config = plan_engine(options, hf_config)
+    draft = open_draft(options, hf_config, tokenizer)
+    architecture, device, config, draft_architecture = plan_engine(
+        options, hf_config, None if draft is None else draft.config
+    )
     try:
         with device.sync_guard.allow("build"):
-            model = build_model(architecture, config, device.torch_device)
-            if checkpoint is None:
-                randomize_weights(model)
-            else:
-                load_weights(model, checkpoint.tensors())
-            model.pack()
-            runner = Runner(config, device, model, _backend(config))
+            model = _load(build_model(architecture, config, device.torch_device), checkpoint)
+            draft_model: Decoder | None = None
+            if draft_architecture is not None:
+                empty = build_model(draft_architecture, config, device.torch_device, config.draft_model)
+                draft_model = _load(empty, draft)
+
+            def make_speculator(rows: DraftRows) -> Speculator:
+                return _speculator(config, device, draft_model, rows)
+
+            runner = Runner(config, device, model, _backend(config, config.model), make_speculator)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the GPU's memory ran out while the engine was built: lower gpu_memory_utilization (now "
@@ -111,13 +141,50 @@ def _assemble(
     return Engine(config, tokenizer, defaults, eos_token_ids, core)
 
 
-def _backend(config: EngineConfig) -> AttentionBackend:
+def _load(model: Decoder, checkpoint: Checkpoint | None) -> Decoder:
+    if checkpoint is None:
+        randomize_weights(model)
+    else:
+        load_weights(model, checkpoint.tensors())
+    model.pack()
+    return model
+
+
+def _speculator(config: EngineConfig, device: Device, draft_model: Decoder | None, rows: DraftRows) -> Speculator:
+    if config.speculative is None:
+        return NoSpeculator()
+    if draft_model is None or config.draft_model is None:
+        return NgramSpeculator(config.speculative, rows)
+    return DraftModelSpeculator(config, device, draft_model, _backend(config, config.draft_model), rows)
+
+
+def open_draft(options: EngineOptions, hf_config: dict[str, Any], tokenizer: Tokenizer | None) -> Checkpoint | None:
+    """The draft model's checkpoint, its weights not yet read, if one is wanted and knows the target's tokens."""
+    speculative = speculation_of(options)
+    if speculative is None or speculative.model is None:
+        return None
+    draft = open_checkpoint(resolve_model(speculative.model))
+    other = draft.tokenizer()
+    if tokenizer is None:
+        sizes = [architecture_of(config).read_config(config).vocab_size for config in (hf_config, draft.config)]
+        same = sizes[0] == sizes[1]
+    else:
+        sizes, same = [tokenizer.vocab_size, other.vocab_size], tokenizer.has_tokens_of(other)
+    if not same:
+        raise ConfigError(
+            f"the draft model {speculative.model} has another vocabulary than the target ({sizes[1]} tokens, "
+            f"{sizes[0]} there): a draft would mean another text; use a draft model of the same family"
+        )
+    return draft
+
+
+def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
     if config.attention_backend == "reference":
         return ReferenceBackend()
     if config.attention_backend == "triton":
         return TritonBackend()
     in_place = config.dtype == "float32" and native.library() is not None
-    return CpuBackend(config.cache.page_size, in_place, config.model.head_dim)
+    return CpuBackend(config.cache.page_size, in_place, model.head_dim)
 
 
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:

@@ -51,7 +51,8 @@ class EngineClient:
         self._seeds = random.Random(self.config.seed)
         self._lock = threading.Lock()
         self._closed = False
-        self._output = OutputProcessor(self._engine.tokenizer or _NoText(), self.running.finish)
+        decoder = self._engine.tokenizer or _NoText()
+        self._output = OutputProcessor(decoder, self.running.finish, self.config.speculative)
 
     @classmethod
     def in_thread(cls, build: Callable[[], Engine]) -> EngineClient:

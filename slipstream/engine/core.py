@@ -72,6 +72,8 @@ class EngineCore:
         for update in updates:
             update.time = now
             self._stats.num_tokens_out += len(update.token_ids)
+            if update.num_drafts:
+                self._stats.count_drafts(update.num_drafts, update.num_accepted)
             self._stats.num_requests_finished += update.finish_reason is not None
         if not self.has_work:
             self.scheduler.check_idle()

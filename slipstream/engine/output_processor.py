@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.engine.detokenizer import Decoder, IncrementalDetokenizer, StopStringMatcher
 from slipstream.errors import RequestError
+from slipstream.speculative_config import SpeculativeConfig
 from slipstream.types import (
     Completion,
+    DraftStats,
     FinishReason,
     Logprob,
     LogprobRow,
@@ -57,8 +59,9 @@ class _Caller:
         completions = []
         for c in self.completions:
             logprobs = None if c.logprobs is None else c.logprobs[:]
+            drafts = None if c.speculation is None else c.speculation.copy()
             ends = (c.finish_reason, c.stop_reason)
-            completions.append(Completion(c.index, c.text, c.token_ids[:], *ends, logprobs, c.delta_text))
+            completions.append(Completion(c.index, c.text, c.token_ids[:], *ends, logprobs, drafts, c.delta_text))
             c.delta_text = ""
         self.sink(
             RequestOutput(
@@ -95,11 +98,14 @@ class _Stream:
 
 
 class OutputProcessor:
-    """``end_request`` tells the engine to stop computing a request that ended here."""
+    """``end_request`` tells the engine to stop computing a request that ended here. ``speculative``: if it drafts."""
 
-    def __init__(self, decoder: Decoder, end_request: Callable[[str], None]) -> None:
+    def __init__(
+        self, decoder: Decoder, end_request: Callable[[str], None], speculative: SpeculativeConfig | None = None
+    ) -> None:
         self._decoder = decoder
         self._end_request = end_request
+        self._speculative = speculative
         self._streams: dict[str, _Stream] = {}
         self._callers: dict[str, _Caller] = {}
         self.taps: list[Callable[[list[TokenUpdate]], None]] = []  # see tokens before they become anybody's output
@@ -116,7 +122,8 @@ class OutputProcessor:
         self._callers[request_id] = caller
         for request in requests:
             params = request.params
-            completion = Completion(request.choice, logprobs=None if params.logprobs is None else [])
+            logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+            completion = Completion(request.choice, logprobs=logprobs, speculation=self._no_drafts())
             caller.completions.append(completion)
             self._streams[request.request_id] = _Stream(
                 request,
@@ -126,6 +133,12 @@ class OutputProcessor:
                 StopStringMatcher(params.stop, params.include_stop_str_in_output),
                 is_text_late=not every_token and not params.stop,
             )
+
+    def _no_drafts(self) -> DraftStats | None:
+        """Figures to begin with, where the engine drafts."""
+        if self._speculative is None:
+            return None
+        return DraftStats(is_synthetic=self._speculative.is_synthetic)
 
     def deliver(self, updates: list[TokenUpdate]) -> None:
         self._inbox.put(updates)
@@ -179,7 +192,17 @@ class OutputProcessor:
             wanted = stream.request.params.logprobs or 0
             stream.completion.logprobs += [self._logprobs(row, wanted) for row in update.logprobs]
         known = stream.completion.token_ids
+        num_known = len(known)
         known += update.token_ids
+        self._show_text(stream, update)
+        if update.num_drafts and stream.completion.speculation is not None:
+            # A draft behind a stop string is not accepted, as one behind a stop token is not.
+            num_accepted = min(update.num_accepted, len(known) - num_known)
+            stream.completion.speculation.add(update.num_drafts, num_accepted)
+
+    def _show_text(self, stream: _Stream, update: TokenUpdate) -> None:
+        """Make the text of the new tokens, and end the stream where it ends."""
+        known = stream.completion.token_ids
         if stream.is_text_late and update.finish_reason is None:
             return
         # A stop token is part of the tokens but not of the text.

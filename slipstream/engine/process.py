@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from slipstream.engine.driver import Add, Deliver, Finish, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.wire import Ready, Refused, Stats, Updates, decode, encode
 from slipstream.errors import EngineError, SlipstreamError
-from slipstream.models.hub import resolve_model
+from slipstream.models.hub import resolve_models
 from slipstream.models.weights import open_checkpoint
 from slipstream.types import Request, TokenUpdate
 
@@ -100,8 +99,7 @@ class EngineProcess:
 
     def __init__(self, options: EngineOptions, deliver: Deliver) -> None:
         # Fetched here, where progress can be shown; the process finds it in the cache.
-        path = resolve_model(options.model)
-        self._options = replace(options, model=str(path))
+        self._options = resolve_models(options)
         self._deliver = deliver
         self._known: set[str] = set()
         self._lock = threading.Lock()
@@ -114,7 +112,7 @@ class EngineProcess:
         self._child = _Child(self._options)
         try:
             ready = self._wait_until_ready()
-            tokenizer = open_checkpoint(path).tokenizer()
+            tokenizer = open_checkpoint(Path(self._options.model)).tokenizer()
         except BaseException:  # Ctrl-C too: nothing may be left behind
             self._child.end()
             raise

@@ -34,11 +34,34 @@ class EngineStats:
     num_prompt_tokens: int = 0  # of all requests admitted so far
     num_cached_tokens: int = 0  # of those, found in the prefix cache
     num_sync_violations: int = 0  # waits for the device that the guard refused
+    num_draft_steps: int = 0  # times drafts of a request were checked
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # of those
+    # The same two by place behind the last known token.
+    num_draft_tokens_at: list[int] = field(default_factory=list)
+    num_accepted_tokens_at: list[int] = field(default_factory=list)
     step_s: Histogram = field(default_factory=Histogram)  # from one collect to the next, while there was work
     host_s: Histogram = field(default_factory=Histogram)  # of that, everything but waiting for the device
 
     @property
     def prefix_hit_rate(self) -> float:
         return self.num_cached_tokens / max(1, self.num_prompt_tokens)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a check of drafts gives on average: the accepted ones and the target's own."""
+        return 1.0 + self.num_accepted_tokens / max(1, self.num_draft_steps)
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Drafts of one request that a step has checked."""
+        self.num_draft_steps += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        missing = num_drafts - len(self.num_draft_tokens_at)
+        if missing > 0:
+            self.num_draft_tokens_at += [0] * missing
+            self.num_accepted_tokens_at += [0] * missing
+        for i in range(num_drafts):
+            self.num_draft_tokens_at[i] += 1
+        for i in range(num_accepted):
+            self.num_accepted_tokens_at[i] += 1

@@ -40,10 +40,10 @@ class CudaGraphManager:
         self,
         device: Device,
         mode: CUDAGraphMode,
-        sizes: Sequence[int],  # padded token counts to record
+        sizes: Sequence[int],  # to record: requests of batches of decodes, tokens of mixed ones
         max_num_reqs: int,
         tiers: Sequence[Tier] = ("full",),
-        query_len: int = 1,  # tokens of a request in a batch of decodes
+        query_lens: Sequence[int] = (1,),  # tokens of a request in batches of decodes
         pool: GraphPool | None = None,
         order: Callable[[BatchExecutionDescriptor], int] = lambda _desc: 0,  # 0: before the first step; else when idle
     ) -> None:
@@ -51,7 +51,7 @@ class CudaGraphManager:
         self._device = device
         self._pool = pool
         self._graphs: dict[BatchExecutionDescriptor, Graph] = {}
-        self.descriptors = list(_descriptors(mode, sorted(set(sizes)), max_num_reqs, tiers, query_len))
+        self.descriptors = list(_descriptors(mode, sorted(set(sizes)), max_num_reqs, tiers, query_lens))
         # Largest first: later graphs then fit into the memory of earlier ones.
         ordered = sorted(self.descriptors, key=lambda desc: (order(desc), -desc.num_tokens))
         self._urgent = [desc for desc in ordered if not order(desc)]
@@ -144,7 +144,7 @@ def _num_tokens(desc: BatchExecutionDescriptor) -> int:
 
 
 def _descriptors(
-    mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int, tiers: Sequence[Tier], query_len: int
+    mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int, tiers: Sequence[Tier], query_lens: Sequence[int]
 ) -> Iterator[BatchExecutionDescriptor]:
     """Smallest first. Batches of decodes pad requests and tokens together; mixed ones may have a token a request.
 
@@ -152,10 +152,10 @@ def _descriptors(
     """
     decode, mixed = mode.decode_mode(), mode.mixed_mode()
     for size in sizes:
-        num_reqs = size // query_len
-        if decode is CUDAGraphMode.FULL and size % query_len == 0 and num_reqs <= max_num_reqs:
-            for tier in tiers:
-                yield BatchExecutionDescriptor(decode, size, num_reqs, query_len, tier)
+        if decode is CUDAGraphMode.FULL and size <= max_num_reqs:
+            for query_len in query_lens:
+                for tier in tiers:
+                    yield BatchExecutionDescriptor(decode, size * query_len, size, query_len, tier)
         if mixed is not CUDAGraphMode.NONE and size <= _MAX_MIXED_TOKENS:
             for tier in tiers:
                 yield BatchExecutionDescriptor(mixed, size, min(size, max_num_reqs), tier=tier)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from slipstream.attention.backend import Caps
+
 
 class CUDAGraphMode(enum.Enum):
     """A mode for all batches, or one for batches of decodes and another for mixed ones."""
@@ -34,3 +36,12 @@ class CUDAGraphMode(enum.Enum):
         A piecewise graph pads tokens, not requests, and a decode's attention wants one token a request.
         """
         return CUDAGraphMode.FULL_DECODE_ONLY if self.decode_mode() is CUDAGraphMode.FULL else CUDAGraphMode.NONE
+
+
+def usable_mode(mode: CUDAGraphMode, caps: Caps) -> CUDAGraphMode:
+    """The part of the mode that the backend's attention can be recorded for."""
+    if caps.graph_support == "always" or mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+        return mode
+    if caps.graph_support == "decode":
+        return CUDAGraphMode.FULL_AND_PIECEWISE if mode is CUDAGraphMode.FULL else mode
+    return CUDAGraphMode.NONE if mode is CUDAGraphMode.FULL_DECODE_ONLY else CUDAGraphMode.PIECEWISE

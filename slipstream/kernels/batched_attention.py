@@ -92,6 +92,7 @@ def in_place_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim] float32
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32
     query_start_loc: Tensor,  # [num_reqs + 1] int32
+    query_lens: Tensor,  # [num_reqs] int32
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
     scale: float,
@@ -102,7 +103,7 @@ def in_place_attention(
     assert lib is not None
     q = q.contiguous()
     out = torch.empty_like(q)
-    arrays = [x.data_ptr() for x in (q, kv_cache, query_start_loc, seq_lens, block_table, out)]
+    arrays = [x.data_ptr() for x in (q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, out)]
     sizes = (seq_lens.shape[0], q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], block_table.stride(0))
     if lib.slip_paged_attention(*arrays, *sizes, scale, window, torch.get_num_threads()):
         raise MemoryError("no memory for attention scores")

@@ -1,4 +1,4 @@
-"""The end of a step on the device: rows take their sampled token, advance, and stop themselves."""
+"""The end of a step on the device: rows take their new tokens, advance, and stop themselves."""
 
 from __future__ import annotations
 
@@ -9,106 +9,139 @@ from slipstream.device.operation import operation, writes_only
 from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 from slipstream.types import RowStatus
 
+# Columns of a result before its tokens: status, drafts that were checked, drafts that were accepted.
+NUM_HEADER_COLUMNS = 3
 
-@operation(writes_only, writes=("token_ids", "num_computed", "num_tokens", "status", "out"))
+
+@operation(writes_only, writes=("token_ids", "num_computed", "num_tokens", "num_drafts", "status", "out"))
 def commit(
-    sampled_ids: Tensor,  # [padded_reqs] int64
-    failed: Tensor,  # [padded_reqs] bool: the logits held no usable number
+    new_ids: Tensor,  # [padded_reqs, k + 1] int32: accepted drafts, then the target's own token
+    num_accepted: Tensor,  # [padded_reqs] int32
+    failed: Tensor,  # [padded_reqs] bool: the logits behind the accepted drafts held no usable number
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     query_start_loc: Tensor,  # [padded_reqs + 1] int32
+    logit_start_loc: Tensor,  # [padded_reqs + 1] int32
+    query_lens: Tensor,  # [padded_reqs] int32: living tokens
     stop_ids: Tensor,  # [num_rows, max_stop_ids] int32, padded with -1
     max_total: Tensor,  # [num_rows] int32
     # written:
     token_ids: Tensor,  # [num_rows, max_len] int32
     num_computed: Tensor,  # [num_rows] int32
     num_tokens: Tensor,  # [num_rows] int32
+    num_drafts: Tensor,  # [num_rows] int32: the old drafts are gone
     status: Tensor,  # [num_rows] int32
-    out: Tensor,  # [padded_reqs, 2] int32: new token or -1, status
+    out: Tensor,  # [padded_reqs, NUM_HEADER_COLUMNS + k + 1] int32; tokens that are none are -1
 ) -> None:
     if runs_triton(batch_rows):
-        num_stop_ids = stop_ids.shape[1]
+        num_stop_ids, width = stop_ids.shape[1], new_ids.shape[1]
         _commit_kernel[(batch_rows.shape[0],)](
-            *(sampled_ids, failed, batch_rows, query_start_loc, stop_ids, max_total),
-            *(token_ids, num_computed, num_tokens, status, out),
-            *(token_ids.stride(0), num_stop_ids),
+            *(new_ids, num_accepted, failed, batch_rows, query_start_loc, logit_start_loc, query_lens),
+            *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, out),
+            *(token_ids.stride(0), num_stop_ids, width),
             RUNNING=int(RowStatus.RUNNING),
             STOPPED=int(RowStatus.STOPPED),
             LENGTH=int(RowStatus.LENGTH),
             ERROR=int(RowStatus.ERROR),
-            BLOCK=next_power_of_2(num_stop_ids),
+            HEADER=NUM_HEADER_COLUMNS,
+            STOPS=next_power_of_2(num_stop_ids),
+            WIDTH=next_power_of_2(width),
             num_warps=1,
         )
         return
     rows = batch_rows.long()
-    runs = status[rows] == RowStatus.RUNNING
-    query_lens = query_start_loc.diff()
-    computed = num_computed[rows] + torch.where(runs, query_lens, 0)
-    length = num_tokens[rows]
+    runs = (status[rows] == RowStatus.RUNNING) & (query_lens > 0)
+    known = query_start_loc.diff() - logit_start_loc.diff() + 1
+    length, limit = num_tokens[rows], max_total[rows]
     # A prompt chunk that ends before the last known token draws nothing.
-    draws = runs & (query_lens > 0) & (computed == length)
+    draws = runs & (num_computed[rows] + known == length)
     takes = draws & ~failed
-    new_ids = sampled_ids.to(torch.int32)
 
-    slots = length.clamp(max=token_ids.shape[1] - 1).long()
-    token_ids[rows, slots] = torch.where(takes, new_ids, token_ids[rows, slots])
-    length = length + takes.int()
-    stopped = (stop_ids[rows] == new_ids.unsqueeze(1)).any(1)
+    idx = torch.arange(new_ids.shape[1])
+    count = torch.minimum(num_accepted + 1, limit - length)
+    ends = (stop_ids[rows].unsqueeze(1) == new_ids.unsqueeze(2)).any(2) & (idx < count.unsqueeze(1))
+    stopped = ends.any(1)
+    count = torch.where(stopped, ends.int().argmax(1) + 1, count)
+    count = torch.where(takes, count, 0).int()
 
+    written = idx < count.unsqueeze(1)
+    slots = (length.unsqueeze(1) + idx).clamp(max=token_ids.shape[1] - 1).long()
+    for j in idx.tolist():
+        here = token_ids[rows, slots[:, j]]
+        token_ids[rows, slots[:, j]] = torch.where(written[:, j], new_ids[:, j].int(), here)
     after = status[rows]
-    after = torch.where(takes & (length >= max_total[rows]), int(RowStatus.LENGTH), after)
+    after = torch.where(takes & (length + count >= limit), int(RowStatus.LENGTH), after)
     after = torch.where(takes & stopped, int(RowStatus.STOPPED), after)
     after = torch.where(draws & failed, int(RowStatus.ERROR), after)
+    checked = torch.where(draws, query_lens - known, 0)
+    computed = num_computed[rows] + torch.where(runs, known + (count - 1).clamp(min=0), 0)
     num_computed[rows] = computed
-    num_tokens[rows] = length
+    num_tokens[rows] = length + count
+    num_drafts[rows] = torch.where(runs, 0, num_drafts[rows])
     status[rows] = after
-    out[:, 0] = torch.where(takes, new_ids, -1)
-    out[:, 1] = after
+    out[:, 0], out[:, 1], out[:, 2] = after, checked, torch.where(takes, torch.minimum(num_accepted, count), 0)
+    out[:, NUM_HEADER_COLUMNS:] = torch.where(written, new_ids.int(), -1)
 
 
 @jit
 def _commit_kernel(
-    sampled_ids,
+    new_ids,
+    num_accepted,
     failed,
     batch_rows,
     query_start_loc,
+    logit_start_loc,
+    query_lens,
     stop_ids,
     max_total,
     token_ids,
     num_computed,
     num_tokens,
+    num_drafts,
     status,
     out,
     max_len,
     num_stop_ids,
+    width,
     RUNNING: tl.constexpr,
     STOPPED: tl.constexpr,
     LENGTH: tl.constexpr,
     ERROR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADER: tl.constexpr,
+    STOPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """One program a request. Padding shares the scratch row, which does not run, so nobody writes to it."""
     i = tl.program_id(0)
     row = tl.load(batch_rows + i).to(tl.int64)
-    before = tl.load(status + row)
-    query_len = tl.load(query_start_loc + i + 1) - tl.load(query_start_loc + i)
+    before, query_len = tl.load(status + row), tl.load(query_lens + i)
     runs = (before == RUNNING) & (query_len > 0)
-    computed = tl.load(num_computed + row) + query_len
-    length = tl.load(num_tokens + row)
-    draws = runs & (computed == length)
+    planned = tl.load(query_start_loc + i + 1) - tl.load(query_start_loc + i)
+    known = planned - (tl.load(logit_start_loc + i + 1) - tl.load(logit_start_loc + i)) + 1
+    computed, length, limit = tl.load(num_computed + row), tl.load(num_tokens + row), tl.load(max_total + row)
+    draws = runs & (computed + known == length)
     bad = tl.load(failed + i) != 0
     takes = draws & (bad == 0)
-    new_id = tl.load(sampled_ids + i).to(tl.int32)
 
-    slot = tl.arange(0, BLOCK)
+    idx, slot = tl.arange(0, WIDTH), tl.arange(0, STOPS)
+    ids = tl.load(new_ids + i.to(tl.int64) * width + idx, mask=idx < width, other=-2).to(tl.int32)
+    accepted = tl.load(num_accepted + i)
+    count = tl.minimum(accepted + 1, limit - length)
     stops = tl.load(stop_ids + row * num_stop_ids + slot, mask=slot < num_stop_ids, other=-1)
-    stopped = tl.sum((stops == new_id).to(tl.int32), 0) > 0
-    tl.store(token_ids + row * max_len + tl.minimum(length, max_len - 1), new_id, mask=takes)
-    length += takes.to(tl.int32)
-    after = tl.where(takes & (length >= tl.load(max_total + row)), LENGTH, before)
+    ends = tl.sum((ids[:, None] == stops[None, :]).to(tl.int32), 1) > 0
+    first_end = tl.min(tl.where(ends & (idx < count), idx, WIDTH), 0)
+    stopped = first_end < WIDTH
+    count = tl.where(takes, tl.where(stopped, first_end + 1, count), 0)
+
+    tl.store(token_ids + row * max_len + tl.minimum(length + idx, max_len - 1), ids, mask=idx < count)
+    after = tl.where(takes & (length + count >= limit), LENGTH, before)
     after = tl.where(takes & stopped, STOPPED, after)
     after = tl.where(draws & bad, ERROR, after)
-    tl.store(num_computed + row, computed, mask=runs)
-    tl.store(num_tokens + row, length, mask=takes)
+    tl.store(num_computed + row, computed + known + tl.maximum(count - 1, 0), mask=runs)
+    tl.store(num_tokens + row, length + count, mask=takes)
+    tl.store(num_drafts + row, 0, mask=runs)
     tl.store(status + row, after, mask=runs)
-    tl.store(out + 2 * i, tl.where(takes, new_id, -1))
-    tl.store(out + 2 * i + 1, after)
+    result = out + i.to(tl.int64) * (width + HEADER)
+    tl.store(result, after)
+    tl.store(result + 1, tl.where(draws, query_len - known, 0))
+    tl.store(result + 2, tl.where(takes, tl.minimum(accepted, count), 0))
+    tl.store(result + HEADER + idx, tl.where(idx < count, ids, -1), mask=idx < width)

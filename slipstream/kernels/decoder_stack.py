@@ -56,7 +56,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "requests", "table_stride")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine", "page_ids", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("starts", "seq_lens", "block_table")),
+        *((name, ctypes.c_void_p) for name in ("starts", "query_lens", "seq_lens", "block_table")),
         ("num_threads", ctypes.c_int),
     )
 
@@ -104,6 +104,7 @@ def _shape(
     page_ids: Tensor,
     offsets: Tensor,
     query_start_loc: Tensor,
+    query_lens: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
 ) -> tuple[TensorSpec, TensorSpec]:
@@ -120,6 +121,7 @@ def decoder_stack(
     page_ids: Tensor,  # [num_tokens] int64, from cache_slots
     offsets: Tensor,  # [num_tokens] int64, from cache_slots
     query_start_loc: Tensor,  # [num_reqs + 1] int32
+    query_lens: Tensor,  # [num_reqs] int32
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
 ) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
@@ -137,7 +139,7 @@ def decoder_stack(
         stack.eps,
         stack.scale,
     )
-    arrays = [x.data_ptr() for x in (cos, sin, page_ids, offsets, query_start_loc, seq_lens, block_table)]
+    arrays = [x.data_ptr() for x in (cos, sin, page_ids, offsets, query_start_loc, query_lens, seq_lens, block_table)]
     step = _Step(hidden.shape[0], seq_lens.shape[0], block_table.stride(0), *arrays, torch.get_num_threads())
     out, residual = hidden.clone(), torch.zeros_like(hidden)
     pointers = (ctypes.addressof(layers), len(layers), ctypes.addressof(sizes), ctypes.addressof(step))

@@ -12,6 +12,7 @@ def _shape(
     q: Tensor,
     kv_cache: Tensor,
     query_start_loc: Tensor,
+    query_lens: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
     scale: float,
@@ -24,17 +25,18 @@ def _shape(
 def paged_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    query_start_loc: Tensor,  # [num_reqs + 1] int32
-    seq_lens: Tensor,  # [num_reqs] int32, query tokens included; 0 for a row that does not run
+    query_start_loc: Tensor,  # [num_reqs + 1] int32: where each request's tokens begin
+    query_lens: Tensor,  # [num_reqs] int32: how many of them are alive, from the first on
+    seq_lens: Tensor,  # [num_reqs] int32, living query tokens included; 0 for a row that does not run
     block_table: Tensor,  # [num_reqs, max_pages] int32
     scale: float,
     window: int,  # how many positions a token sees, itself included; 0 means all
-) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for tokens of rows that do not run
+) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for tokens that are not alive
     out = torch.zeros_like(q)
     starts = query_start_loc.tolist()
-    for i, seq_len in enumerate(seq_lens.tolist()):
-        tokens = slice(starts[i], starts[i + 1])
-        if seq_len and tokens.stop > tokens.start:
+    for i, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        tokens = slice(starts[i], starts[i] + query_len)
+        if seq_len and query_len:
             k, v = _gather(kv_cache, block_table[i], seq_len, q.dtype)
             out[tokens] = _attend(q[tokens], k, v, scale, window)
     return out

@@ -25,6 +25,7 @@ def _shape(
     q: Tensor,
     kv_cache: Tensor,
     query_start_loc: Tensor,
+    query_lens: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
     scale: float,
@@ -39,6 +40,7 @@ def triton_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
     query_start_loc: Tensor,  # [num_reqs + 1] int32, requests padded
+    query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
     scale: float,
@@ -46,7 +48,7 @@ def triton_attention(
     query_len: int,  # of every request and of the padding, or 0 for a mixed batch
 ) -> Tensor:  # as paged_attention; padding tokens are zero
     if not runs_triton(q):
-        return paged_attention.body(q, kv_cache, query_start_loc, seq_lens, block_table, scale, window)
+        return paged_attention.body(q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, scale, window)
     num_tokens, num_heads, head_dim = q.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], kv_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -69,7 +71,7 @@ def triton_attention(
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     _attention_kernel[(num_tiles, num_kv_heads, splits)](
-        *(q, kv_cache, query_start_loc, seq_lens, block_table, out, partial, weight),
+        *(q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, out, partial, weight),
         arrival_counts(q.device, num_tiles * num_kv_heads),
         *(scale * 1.4426950408889634, window, num_reqs, block_table.stride(0), kv_cache.stride(0)),
         QUERY_LEN=query_len if splits > 1 else 0,
@@ -164,12 +166,12 @@ def _attend(
 
 
 @jit
-def _arrive(weight, largest, total, is_row, arrivals, num_programs):
+def _arrive(weight, largest, total, is_row, arrivals, num_chunks, SPLITS: tl.constexpr):
     """Leave the rest of a partial result, and say whether the tile's other programs have all been here before."""
     tl.store(weight, largest, mask=is_row)
     tl.store(weight + 1, total, mask=is_row)
     tl.debug_barrier()
-    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == num_programs - 1
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == tl.minimum(SPLITS, num_chunks) - 1
     tl.store(arrivals, 0, mask=is_last)
     return is_last
 
@@ -222,6 +224,7 @@ def _attention_kernel(
     q,
     kv_cache,
     query_start_loc,
+    query_lens,
     seq_lens,
     block_table,
     out,
@@ -248,7 +251,7 @@ def _attention_kernel(
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     request = tile if QUERY_LEN > 0 else _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
     start = tl.load(query_start_loc + request)
-    query_len, seq_len = tl.load(query_start_loc + request + 1) - start, tl.load(seq_lens + request)
+    query_len, seq_len = tl.load(query_lens + request), tl.load(seq_lens + request)
     # Padding of a batch of equal queries has no tokens, but a place where zeros are to be.
     first_query = 0 if QUERY_LEN > 0 else (tile - (start // TILE_QUERIES + request)) * TILE_QUERIES
     first_token = tile * QUERY_LEN if QUERY_LEN > 0 else start + first_query
@@ -276,11 +279,10 @@ def _attention_kernel(
     # The only program with keys, or program 0 of a request without any, is all there is.
     is_all = (end_chunk - first_chunk <= 1) & ((begin < end_chunk) | (end_chunk <= first_chunk))
     if SPLITS > 1 and (begin < end_chunk) & (end_chunk - first_chunk > 1):
-        pair = tile.to(tl.int64) * NUM_KV_HEADS + kv_head
+        pair, num_chunks = tile.to(tl.int64) * NUM_KV_HEADS + kv_head, end_chunk - first_chunk
         row = (pair * SPLITS + split) * (QUERY_LEN * GROUP) + m
         tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_value)
-        num_programs = tl.minimum(SPLITS, end_chunk - first_chunk)
-        is_all = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair, num_programs)
+        is_all = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair, num_chunks, SPLITS)
         if is_all:
             total, acc = _join(
                 *(partial, weight, pair, first_chunk, end_chunk, is_row),

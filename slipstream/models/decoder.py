@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         self, stack: DecoderStack, hidden: Tensor, context: AttentionContext, common: CommonAttentionMetadata
     ) -> Tensor:
         turn = context.rotation(self.cos_sin[0], hidden.dtype)
-        tables = (common.query_start_loc, common.seq_lens, common.block_table)
+        tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
         hidden, residual = decoder_stack(hidden, stack, context.kv_caches, *turn, *context.slots, *tables)
         return self.model.norm.add(hidden, residual)[0]
 

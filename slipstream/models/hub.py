@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
-from slipstream.config import cache_dir
+from slipstream.config import EngineOptions, cache_dir, speculation_of
 from slipstream.errors import ModelError, nearest
 from slipstream.models import wheel_download
 from slipstream.models.verified_file import Fingerprint, exclusive, is_verified
@@ -93,6 +93,21 @@ def resolve_model(name: str) -> Path:
     raise ModelError(
         f"unknown model '{name}'{hint or '; give a folder, a .gguf file or an org/name'} (see `slipstream models`)"
     )
+
+
+def resolve_models(options: EngineOptions) -> EngineOptions:
+    """The options with paths for names, of the draft model too; fetches what is not here yet.
+
+    What they say of speculation is checked first: a wrong word there must not cost a download.
+    """
+    speculative = speculation_of(options)
+    options = replace(options, model=str(resolve_model(options.model)))
+    if speculative is None or speculative.model is None:
+        return options
+    draft_path = str(resolve_model(speculative.model))
+    if options.speculative_config is None:
+        return replace(options, draft_model=draft_path)
+    return replace(options, speculative_config={**options.speculative_config, "model": draft_path})
 
 
 def _find_local(name: str, is_alias: bool) -> Path | None:

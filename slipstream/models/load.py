@@ -16,12 +16,15 @@ from slipstream.models.registry import Architecture
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", "rope_freqs.weight")
 
 
-def build_model(architecture: Architecture, config: EngineConfig, device: torch.device) -> Decoder:
+def build_model(
+    architecture: Architecture, config: EngineConfig, device: torch.device, model: ModelConfig | None = None
+) -> Decoder:
+    """The target, unless another model is named."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.dtype))
     try:
         with device:
-            return architecture(config.model, config.scheduler.max_model_len)
+            return architecture(model or config.model, config.scheduler.max_model_len)
     finally:
         torch.set_default_dtype(before)
 

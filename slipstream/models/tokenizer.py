@@ -87,6 +87,10 @@ class Tokenizer:
         """How many tokens the tokenizer knows; the model's embedding may have more rows."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Whether every token means the same in both vocabularies."""
+        return bool(self._backend.get_vocab(True) == other._backend.get_vocab(True))
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from slipstream.device.interface import Device, Event
 from slipstream.device.sync_guard import SyncGuard
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.rings import Ring
 from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
 from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
@@ -29,8 +31,8 @@ class PromptSpan(NamedTuple):
 class StepOutput(NamedTuple):
     """What a step leaves on the device for the host; the next step may overwrite all of it."""
 
-    tokens: Tensor  # [n, 2] int32: new token or -1, status
-    logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32
+    tokens: Tensor  # [n, NUM_HEADER_COLUMNS + k + 1] int32, as `commit` writes it
+    logprobs: Tensor | None  # [num_logits, LOGPROB_WIDTH] int32
     prompt_logprobs: Tensor | None  # [num_tokens of all spans, LOGPROB_WIDTH] int32
     prompt_spans: tuple[PromptSpan, ...] = ()
 
@@ -75,14 +77,23 @@ class InFlightStep:
             self.slot.event.synchronize()
         wait_s = time.monotonic() - start
         count = len(self.plan.requests)
-        tokens, statuses = self.slot.tokens.pinned[:count].t().tolist()
-        token_ids = [[token] if token >= 0 else [] for token in tokens]
-        result = StepResult(self.plan, token_ids, [_STATUS[status] for status in statuses], wait_s=wait_s)
+        statuses, num_drafts, num_accepted, *columns = self.slot.tokens.pinned[:count].t().tolist()
+        if len(columns) == 1:
+            token_ids = [[token] if token >= 0 else [] for token in columns[0]]
+        else:
+            token_ids = [[token for token in row if token >= 0] for row in zip(*columns, strict=True)]
+        states = [_STATUS[status] for status in statuses]
+        result = StepResult(self.plan, token_ids, states, num_drafts, num_accepted, wait_s=wait_s)
         if self.has_logprobs:
-            rows = unpack_logprobs(self.slot.logprobs.pinned[:count].numpy())
-            result.logprobs = [[row] * len(tokens) for row, tokens in zip(rows, token_ids, strict=True)]
+            result.logprobs = self._logprobs(token_ids)
         result.prompt_logprobs = self._prompt_logprobs()
         return result
+
+    def _logprobs(self, token_ids: list[list[int]]) -> list[list[LogprobRow]]:
+        """One for each new token: those of a request begin where its logits do."""
+        starts = list(itertools.accumulate((1 + r.num_drafts for r in self.plan.requests), initial=0))
+        rows = unpack_logprobs(self.slot.logprobs.pinned[: starts[-1]].numpy())
+        return [rows[start : start + len(own)] for start, own in zip(starts, token_ids, strict=False)]
 
     def _prompt_logprobs(self) -> dict[int, tuple[int, list[LogprobRow]]]:
         found, start = {}, 0
@@ -96,7 +107,7 @@ class InFlightStep:
 class OutputRing:
     """Output slots, one more than steps in flight: a step never writes what an older one still holds."""
 
-    def __init__(self, device: Device, max_reqs: int, max_tokens: int, depth: int) -> None:
+    def __init__(self, device: Device, max_reqs: int, num_drafts: int, max_tokens: int, depth: int) -> None:
         self._device = device
 
         def channel(*shape: int) -> _Channel:
@@ -108,8 +119,8 @@ class OutputRing:
         self._ring = Ring(
             [
                 _OutputSlot(
-                    channel(max_reqs, 2),
-                    channel(max_reqs, LOGPROB_WIDTH),
+                    channel(max_reqs, NUM_HEADER_COLUMNS + 1 + num_drafts),
+                    channel(max_reqs * (1 + num_drafts), LOGPROB_WIDTH),
                     channel(max_tokens, LOGPROB_WIDTH),
                     device.event(),
                     device.event(),

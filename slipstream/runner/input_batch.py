@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,9 +10,13 @@ from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
+from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
+from slipstream.sampling.sampler import Positions
+from slipstream.speculate.speculator import DraftBatch
+from slipstream.speculate.verify import Drafted
 from slipstream.types import StepPlan
 
 
@@ -22,9 +26,13 @@ class InputBatch:
 
     input_ids: Tensor  # [padded_tokens] int32
     positions: Tensor  # [padded_tokens] int64
-    last_token_indices: Tensor  # [padded_reqs] int64
     batch_rows: Tensor  # [padded_reqs] int32
+    logit_indices: Tensor  # [padded_logits] int64: tokens whose logits are wanted
+    drafted: Drafted  # whose logits those are, and which drafts they are to be compared with
     attention: CommonAttentionMetadata
+    drafting: DraftBatch
+    # Tokens of every request, where all of them are one known token and as many drafts.
+    decode_len: int | None
 
 
 class InputBuffers:
@@ -32,95 +40,141 @@ class InputBuffers:
         max_tokens, max_reqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
         place = rows.store.device
         self._page_size = config.cache.page_size
-        self._max_model_len = config.scheduler.max_model_len
+        self.max_model_len = config.scheduler.max_model_len
+        self._max_logits = 1 + config.num_drafts  # of a request
+        self.max_num_logits = min(max_tokens, max_reqs * self._max_logits)
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=place)
         self.slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=place)
+        self.query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
         self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self.last_token_indices = torch.zeros(max_reqs, dtype=torch.int64, device=place)
         self.block_table = torch.zeros(max_reqs, rows.max_pages, dtype=torch.int32, device=place)
+        self.logit_indices = torch.zeros(self.max_num_logits, dtype=torch.int64, device=place)
+        self.logit_rows = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
+        self.logit_positions = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
+        self.logit_drafts = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.rows = rows
 
     def of_a_step(self) -> tuple[Tensor, ...]:
         """What every step fills anew, up to its padded size. Debug runs poison it before."""
-        small = (self.seq_lens, self.last_token_indices, self.block_table)
-        return (self.input_ids, self.positions, self.slot_mapping, *small)
+        tokens = (self.input_ids, self.positions, self.slot_mapping)
+        requests = (self.query_lens, self.seq_lens, self.block_table)
+        return (*tokens, *requests, self.logit_indices, self.logit_rows, self.logit_positions, self.logit_drafts)
 
     def stage(self, plan: StepPlan) -> InputBatch:
         """Send the batch's composition to the device. The batch that comes back has the plan's own size."""
         num_reqs = len(plan.requests)
-        _, _, rows, counts, computed, _ = zip(*plan.requests, strict=True)  # as one column each
-        num_tokens = np.array(counts, dtype=np.int32)
-        query_start_loc_cpu = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(num_tokens, out=query_start_loc_cpu[1:])
-        self.rows.stage_batch(np.array(rows, dtype=np.int32), query_start_loc_cpu)
+        _, _, rows, counts, computed, _, drafts = zip(*plan.requests, strict=True)  # as one column each
+        num_tokens, num_logits = np.array(counts, dtype=np.int32), np.array(drafts, dtype=np.int32) + 1
+        starts, logit_starts = _starts(num_tokens), _starts(num_logits)
+        # The drafter goes over the known tokens and the new one.
+        in_pass = num_tokens - num_logits + 2 if self._max_logits > 1 else num_logits
+        pass_starts = _starts(in_pass) if self._max_logits > 1 else logit_starts
+        self.rows.stage_batch(np.array(rows, dtype=np.int32), starts, logit_starts, pass_starts)
         self.rows.flush()
+        longest, limit = int(num_tokens.max()), self.max_model_len
+        is_decode = longest * num_reqs == starts[-1] == logit_starts[-1]
         bounds = np.array(computed, dtype=np.int32) + num_tokens
-        return self._batch(num_reqs, plan.num_tokens, query_start_loc_cpu, np.minimum(bounds, self._max_model_len))
+        drafting = DraftBatch(
+            *(self.rows.batch_rows, num_reqs, self.rows.draft_start_loc, pass_starts, int(pass_starts[-1])),
+            *(int(in_pass.max()), np.minimum(bounds + 1, limit)),
+        )
+        size = (num_reqs, int(starts[-1]), int(logit_starts[-1]))
+        decode_len = longest if is_decode else None
+        return self._batch(*size, longest, starts, np.minimum(bounds, limit), drafting, decode_len)
 
     def stage_nothing(self) -> None:
         """Make the batch on the device one of padding alone, as it was before the first step."""
-        self.rows.stage_batch(np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32))
+        self.rows.stage_batch(np.zeros(0, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING)
         self.rows.flush()
 
-    def pad(self, batch: InputBatch, num_reqs: int, num_tokens: int) -> InputBatch:
+    def pad(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> InputBatch:
         """The same step over more memory; what lies behind the batch is padding. The host's numbers stay the step's."""
         common = batch.attention
-        bounds = common.seq_lens_cpu_upper_bound
-        return self._batch(num_reqs, num_tokens, common.query_start_loc_cpu, bounds, common)
+        padded = self.static(desc)
+        attention = replace(
+            padded.attention,
+            num_reqs=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc_cpu=common.query_start_loc_cpu,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
+        )
+        return replace(padded, attention=attention, drafting=batch.drafting, decode_len=batch.decode_len)
 
-    def static(self, num_reqs: int, num_tokens: int, query_len: int | None) -> InputBatch:
+    def static(self, desc: BatchExecutionDescriptor) -> InputBatch:
         """A batch for a recording, which serves every step of its size: the host's numbers are the largest possible."""
-        starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32), num_tokens)
+        num_reqs, num_tokens, query_len = desc.num_reqs, desc.num_tokens, desc.query_len
+        starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
         starts[-1] = num_tokens
-        bounds = np.full(num_reqs, self._max_model_len, dtype=np.int32)
+        bounds = np.full(num_reqs, self.max_model_len, dtype=np.int32)
+        num_logits = num_tokens if query_len is not None else min(num_tokens, num_reqs * self._max_logits)
         # In a mixed batch one request may have all the tokens.
-        return self._batch(num_reqs, num_tokens, starts, bounds, max_query_len=query_len or num_tokens)
+        longest = query_len or num_tokens
+        drafting = self.static_drafting(num_reqs, num_tokens, query_len)
+        return self._batch(num_reqs, num_tokens, num_logits, longest, starts, bounds, drafting, query_len)
+
+    def static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None) -> DraftBatch:
+        """A request that decodes has two tokens in the drafter's first pass, any other at most one more than here."""
+        rows = self.rows
+        first_len = None if query_len is None else 2
+        num_tokens = num_tokens + num_reqs if first_len is None else first_len * num_reqs
+        empty = DraftBatch(rows.batch_rows, 0, rows.draft_start_loc, _NOTHING, 0, 0, _NOTHING)
+        return empty.static(num_reqs, num_tokens, first_len, self.max_model_len)
 
     def prepare(self, batch: InputBatch) -> None:
         """Queue the filling of the batch from the rows."""
-        rows, common = self.rows, batch.attention
+        rows, common, drafted = self.rows, batch.attention, batch.drafted
         prepare_inputs(
-            batch.batch_rows,
-            common.query_start_loc,
-            rows.token_ids,
-            rows.page_table,
-            rows.num_computed,
-            rows.num_tokens,
-            rows.status,
-            self._page_size,
-            batch.input_ids,
-            batch.positions,
-            common.slot_mapping,
-            common.seq_lens,
-            batch.last_token_indices,
-            common.block_table,
+            *(batch.batch_rows, common.query_start_loc, drafted.logit_start_loc),
+            *(rows.token_ids, rows.page_table, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status),
+            *(self._page_size, self._max_logits),
+            *(batch.input_ids, batch.positions, common.slot_mapping),
+            *(common.query_lens, common.seq_lens, common.block_table),
+            *(batch.logit_indices, *drafted.at, drafted.draft_ids),
         )
 
     def _batch(
         self,
         num_reqs: int,
         num_tokens: int,
+        num_logits: int,
+        max_query_len: int,
         query_start_loc_cpu: Int32s,
         bounds: Int32s,
-        real: CommonAttentionMetadata | None = None,  # the counts, where the batch is padded
-        max_query_len: int | None = None,
+        drafting: DraftBatch,
+        decode_len: int | None,
     ) -> InputBatch:
         attention = CommonAttentionMetadata(
-            num_reqs=num_reqs if real is None else real.num_reqs,
-            num_actual_tokens=num_tokens if real is None else real.num_actual_tokens,
-            max_query_len=max_query_len or int(np.diff(query_start_loc_cpu).max()),
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=max_query_len,
             query_start_loc=self.rows.query_start_loc[: num_reqs + 1],
             query_start_loc_cpu=query_start_loc_cpu,
+            query_lens=self.query_lens[:num_reqs],
             seq_lens=self.seq_lens[:num_reqs],
             seq_lens_cpu_upper_bound=bounds,
             block_table=self.block_table[:num_reqs],
             slot_mapping=self.slot_mapping[:num_tokens],
         )
+        at = Positions(self.logit_rows[:num_logits], self.logit_positions[:num_logits])
         return InputBatch(
-            self.input_ids[:num_tokens],
-            self.positions[:num_tokens],
-            self.last_token_indices[:num_reqs],
-            self.rows.batch_rows[:num_reqs],
-            attention,
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            batch_rows=self.rows.batch_rows[:num_reqs],
+            logit_indices=self.logit_indices[:num_logits],
+            drafted=Drafted(at, self.logit_drafts[:num_logits], self.rows.logit_start_loc[: num_reqs + 1]),
+            attention=attention,
+            drafting=drafting,
+            decode_len=decode_len,
         )
+
+
+_NOTHING = np.zeros(1, dtype=np.int32)
+
+
+def _starts(counts: Int32s) -> Int32s:
+    """Where each begins, and where the last ends."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts

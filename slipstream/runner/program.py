@@ -1,4 +1,7 @@
-"""The device's part of a step, as launches in order: inputs, target, sampling, commit. The same in a graph or not."""
+"""The device's part of a step, as launches in order: inputs, target, verification, commit, drafts.
+
+The same in a graph or not.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from slipstream.attention.backend import AttentionBackend, AttentionContext
 from slipstream.kernels.commit import commit
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.request_state import RequestRows
-from slipstream.sampling.sampler import Sampled, SamplingNeeds, sample
+from slipstream.sampling.sampler import SamplingNeeds
+from slipstream.speculate.place_drafts import place_drafts
+from slipstream.speculate.speculator import DraftBatch, Speculator
+from slipstream.speculate.verify import Verifier
 
 
 class Model(Protocol):
@@ -28,7 +34,7 @@ class Model(Protocol):
 
 class TargetOutput(NamedTuple):
     hidden: Tensor  # [padded_tokens, hidden]
-    logits: Tensor  # [padded_reqs, vocab], of each request's last token
+    logits: Tensor  # [padded_logits, vocab]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,9 @@ class StepProgram:
     rows: RequestRows
     buffers: InputBuffers
     kv_caches: list[Tensor]
-    out: Tensor  # [max_reqs, 2] int32: new token or -1, status
+    verifier: Verifier
+    speculator: Speculator
+    out: Tensor  # [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32
 
     def context(self, batch: InputBatch) -> AttentionContext:
         """The step's attention. Building its metadata may launch work, and must not wait for any."""
@@ -55,23 +63,27 @@ class StepProgram:
         return self.with_logits(batch, self.model.forward(batch.input_ids, self.context(batch)))
 
     def with_logits(self, batch: InputBatch, hidden: Tensor) -> TargetOutput:
-        return TargetOutput(hidden, self.model.compute_logits(hidden.index_select(0, batch.last_token_indices)))
+        return TargetOutput(hidden, self.model.compute_logits(hidden.index_select(0, batch.logit_indices)))
 
-    def finish(self, batch: InputBatch, logits: Tensor, needs: SamplingNeeds) -> Sampled:
-        """Draw a token for every request, and let the rows take it."""
-        rows = self.rows
-        sampled = sample(logits, rows.sampling, batch.batch_rows, needs)
+    def finish(self, batch: InputBatch, logits: Tensor, needs: SamplingNeeds) -> Tensor | None:
+        """Check the drafts of every request, and let the rows take what comes of it. Gives log probabilities."""
+        rows, drafted = self.rows, batch.drafted
+        verified = self.verifier.verify(logits, rows.sampling, drafted, needs)
         commit(
-            sampled.token_ids,
-            sampled.failed,
-            batch.batch_rows,
-            batch.attention.query_start_loc,
-            rows.stop_ids,
-            rows.max_total,
-            rows.token_ids,
-            rows.num_computed,
-            rows.num_tokens,
-            rows.status,
+            *(verified.new_ids, verified.num_accepted, verified.failed),
+            *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
+            *(rows.stop_ids, rows.max_total),
+            *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status),
             self.out[: batch.batch_rows.shape[0]],
         )
-        return sampled
+        return verified.logprobs
+
+    def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
+        """Put the next drafts into the rows."""
+        drafter = self.speculator
+        draft_ids = drafter.propose(batch, noise) if in_graph else drafter.run(batch, noise)
+        rows = self.rows.drafting
+        place_drafts(
+            *(draft_ids, self.rows.batch_rows[: draft_ids.shape[0]], rows.num_computed, rows.num_tokens),
+            *(rows.max_drafts, rows.max_total, rows.status, rows.token_ids, rows.num_drafts),
+        )

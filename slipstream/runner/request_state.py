@@ -19,6 +19,7 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling.sampler import SamplingRows
+from slipstream.speculate.speculator import DraftRows
 from slipstream.types import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -33,6 +34,8 @@ MAX_DEVICE_STOP_IDS = 16
 _INT_FIELDS = (
     "num_computed",
     "num_tokens",
+    "num_drafts",
+    "max_drafts",
     "prompt_len",
     "min_total",
     "max_total",
@@ -42,6 +45,8 @@ _INT_FIELDS = (
     "num_bias",
     "num_bad_words",
 )
+# Where a request's tokens, its logits and its tokens in a pass of the drafter begin.
+_BATCH_OFFSETS = ("query_start_loc", "logit_start_loc", "draft_start_loc")
 _FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 _WIDE_FIELDS = {
     "seeds": (2,),
@@ -67,11 +72,13 @@ class RequestRows:
         self._reserve("page_table", self.num_rows, self.max_pages)
         self._reserve("token_ids", self.num_rows, limits.max_model_len)
         self._reserve("batch_rows", limits.max_num_seqs)
-        self._reserve("query_start_loc", limits.max_num_seqs + 1)
+        for name in _BATCH_OFFSETS:
+            self._reserve(name, limits.max_num_seqs + 1)
 
         self.store = torch.zeros(self._size, dtype=torch.int32, device=device.torch_device)
         self.num_computed = self._field("num_computed")
         self.num_tokens = self._field("num_tokens")
+        self.num_drafts = self._field("num_drafts")
         self.max_total = self._field("max_total")
         self.status = self._field("status")
         self.stop_ids = self._field("stop_ids")
@@ -79,15 +86,20 @@ class RequestRows:
         self.token_ids = self._field("token_ids")
         self.batch_rows = self._field("batch_rows")
         self.query_start_loc = self._field("query_start_loc")
+        self.logit_start_loc = self._field("logit_start_loc")
+        self.draft_start_loc = self._field("draft_start_loc")
         floats = {name: self._field(name).view(torch.float32) for name in (*_FLOAT_FIELDS, "bias_values")}
         ints = {f.name: self._field(f.name) for f in fields(SamplingRows) if f.name not in floats}
         self.sampling = SamplingRows(**floats, **ints)
+        own = {f.name: self._field(f.name) for f in fields(DraftRows) if f.name not in floats}
+        self.drafting = DraftRows(**own, temperature=floats["temperature"])
         self.status.fill_(int(RowStatus.INERT))
         self.batch_rows.fill_(self.scratch_row)
 
         # What the device holds of the batch composition, to stage differences only.
         self._batch_rows_mirror = np.full(limits.max_num_seqs, self.scratch_row, dtype=np.int32)
-        self._query_start_mirror = np.zeros(limits.max_num_seqs + 1, dtype=np.int32)
+        self._offset_mirrors = {name: np.zeros(limits.max_num_seqs + 1, dtype=np.int32) for name in _BATCH_OFFSETS}
+        self._num_drafts = config.num_drafts
         self._staged = StagedWrites(device, self._capacity(config), config.steps_in_flight + 1)
 
     def _reserve(self, name: str, *shape: int) -> None:
@@ -103,7 +115,7 @@ class RequestRows:
         wide = sum(math.prod(shape) for shape in _WIDE_FIELDS.values())
         a_row = len(_INT_FIELDS) + len(_FLOAT_FIELDS) + wide
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
-        return config.scheduler.max_model_len + pages + self.num_rows * (a_row + 2)
+        return config.scheduler.max_model_len + pages + self.num_rows * (a_row + 1 + len(_BATCH_OFFSETS))
 
     def stage_init(self, init: RowInit) -> None:
         """A request moves in: every field of its row is written but the page table, which comes as diffs."""
@@ -113,6 +125,8 @@ class RequestRows:
         for name, number in {
             "num_computed": init.num_computed,
             "num_tokens": len(init.token_ids),
+            "num_drafts": 0,
+            "max_drafts": request.num_drafts(self._num_drafts),
             "prompt_len": prompt_len,
             "min_total": prompt_len + params.min_tokens,
             "max_total": request.max_total_tokens,
@@ -147,15 +161,16 @@ class RequestRows:
     def stage_pages(self, diff: PageDiff) -> None:
         self._put("page_table", diff.row, diff.page_ids, diff.first_idx)
 
-    def stage_batch(self, rows: Int32s, query_start_loc: Int32s) -> None:
+    def stage_batch(self, rows: Int32s, *offsets: Int32s) -> None:
         """Make the batch these rows; whatever lies behind them becomes padding."""
         n = len(rows)
         wanted_rows = np.full_like(self._batch_rows_mirror, self.scratch_row)
         wanted_rows[:n] = rows
-        wanted_starts = np.full_like(self._query_start_mirror, query_start_loc[-1])
-        wanted_starts[: n + 1] = query_start_loc
         self._put_changes("batch_rows", self._batch_rows_mirror, wanted_rows)
-        self._put_changes("query_start_loc", self._query_start_mirror, wanted_starts)
+        for name, starts in zip(_BATCH_OFFSETS, offsets, strict=True):
+            wanted_starts = np.full_like(self._offset_mirrors[name], starts[-1])
+            wanted_starts[: n + 1] = starts
+            self._put_changes(name, self._offset_mirrors[name], wanted_starts)
 
     def flush(self) -> int:
         return self._staged.flush(self.store)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from slipstream.attention.kv_cache import allocate_kv_caches
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep, OutputRing, PromptSpan, StepOutput
 from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.program import Model, StepProgram
@@ -17,37 +21,57 @@ from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import StepGraphs
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.sampler import SamplingNeeds
+from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
+from slipstream.speculate.verify import Verifier
 from slipstream.types import StepPlan
+
+MakeSpeculator = Callable[[DraftRows], Speculator]
 
 # Prompt positions whose logits, a row of the vocabulary each, are in memory at the same time.
 _SCORED_AT_ONCE = 128
 
 
 class Runner:
-    def __init__(self, config: EngineConfig, device: Device, model: Model, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device,
+        model: Model,
+        backend: AttentionBackend,
+        make_speculator: MakeSpeculator = lambda _rows: NoSpeculator(),
+    ) -> None:
         self._config = config
         self.device = device
         max_reqs, depth = config.scheduler.max_num_seqs, config.steps_in_flight + 1
+        num_drafts = config.num_drafts
         self.rows = RequestRows(config, device)
         self.buffers = InputBuffers(config, self.rows)
         self.kv_caches = allocate_kv_caches(
             config.model, config.cache, getattr(torch, config.dtype), device.torch_device
         )
-        self._out = torch.zeros(max_reqs, 2, dtype=torch.int32, device=device.torch_device)
-        self._outputs = OutputRing(device, max_reqs, config.scheduler.max_num_batched_tokens, depth)
-        self.program = StepProgram(model, backend, self.rows, self.buffers, self.kv_caches, self._out)
+        width = NUM_HEADER_COLUMNS + 1 + num_drafts
+        self._out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
+        self._outputs = OutputRing(device, max_reqs, num_drafts, config.scheduler.max_num_batched_tokens, depth)
+        self.speculator = make_speculator(self.rows.drafting)
+        if self.speculator.needs.own_keys != config.scheduler.drafts_in_pages:
+            raise ValueError("the scheduler was not told what the drafter keeps in the pages")
+        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, self.speculator.draft_logits)
+        self.program = StepProgram(
+            model, backend, self.rows, self.buffers, self.kv_caches, verifier, self.speculator, self._out
+        )
         mode = CUDAGraphMode(config.cudagraph_mode)
         logits = torch.zeros(
-            *(max_reqs, config.model.vocab_size if mode is not CUDAGraphMode.NONE else 0),
+            *(self.buffers.max_num_logits, config.model.vocab_size if mode is not CUDAGraphMode.NONE else 0),
             dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
             device=device.torch_device,
         )
-        self.graphs = StepGraphs(device, self.program, mode, config.cudagraph_sizes, logits)
+        self.graphs = StepGraphs(device, self.program, mode, config.cudagraph_sizes, max_reqs, num_drafts, logits)
         self.graphs.capture()
         self._needs_of_row = [SamplingNeeds()] * self.rows.num_rows
         self._known_needs = {
             SamplingNeeds(): SamplingNeeds()
         }  # one object for each kind, so that they compare by identity
+        self._drafts_of_row = [0] * self.rows.num_rows  # how many are made for it at most
         # How many tokens of a row are prompt whose log probabilities are wanted; 0 for most.
         self._scored_prompt_len = [0] * self.rows.num_rows
 
@@ -60,21 +84,30 @@ class Runner:
                 request = init.request
                 needs = SamplingNeeds.of(request)
                 self._needs_of_row[init.row] = self._known_needs.setdefault(needs, needs)
+                self._drafts_of_row[init.row] = request.num_drafts(self._config.num_drafts)
                 scored = request.params.prompt_logprobs is not None
                 self._scored_prompt_len[init.row] = len(request.prompt_token_ids) if scored else 0
             for diff in plan.page_diffs:
                 self.rows.stage_pages(diff)
             if self._config.poison:
-                for buffer in (*self.buffers.of_a_step(), self._out, *self.program.backend.step_buffers()):
+                own = (self.program.backend.step_buffers(), self.speculator.step_buffers())
+                for buffer in (*self.buffers.of_a_step(), self._out, *itertools.chain(*own)):
                     device.poison(buffer)
             return self._outputs.send(plan, self._run(plan))
 
     def _run(self, plan: StepPlan) -> StepOutput:
         num_reqs = len(plan.requests)
-        hidden, sampled = self.graphs.run(self.buffers.stage(plan), self._needs(plan))
+        batch = self.buffers.stage(plan)
+        hidden, logprobs = self.graphs.run(batch, self._needs(plan), self._drafts(plan))
         spans, prompt_logprobs = self._score_prompts(plan, hidden)
-        logprobs = None if sampled is None or sampled.logprobs is None else sampled.logprobs[:num_reqs]
+        if logprobs is not None:
+            logprobs = logprobs[: batch.logit_indices.shape[0]]
         return StepOutput(self._out[:num_reqs], logprobs, prompt_logprobs, spans)
+
+    def _drafts(self, plan: StepPlan) -> bool:
+        """Whether the step has a request to draft for."""
+        of_row = self._drafts_of_row
+        return self._config.num_drafts > 0 and any(of_row[r.row] for r in plan.requests)
 
     def _needs(self, plan: StepPlan) -> SamplingNeeds:
         of_row = self._needs_of_row

@@ -12,7 +12,7 @@ def _shape(
     logits: Tensor,
     batch_rows: Tensor,
     token_ids: Tensor,
-    num_tokens: Tensor,
+    positions: Tensor,
     num_bad_words: Tensor,
     bad_words: Tensor,
 ) -> TensorSpec:
@@ -24,7 +24,7 @@ def ban_bad_words(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32
     token_ids: Tensor,  # [num_rows, max_len] int32
-    num_tokens: Tensor,  # [num_rows] int32
+    positions: Tensor,  # [n] int32: how many tokens come before the one to be drawn
     num_bad_words: Tensor,  # [num_rows] int32
     bad_words: Tensor,  # [num_rows, max_words, max_tokens] int32, each at the right end, -1 before it
 ) -> Tensor:
@@ -32,7 +32,7 @@ def ban_bad_words(
     words = bad_words[rows]
     counts = torch.arange(words.shape[1], device=logits.device) < num_bad_words[rows].unsqueeze(1)
     num_before = words.shape[2] - 1
-    position = num_tokens[rows].long().unsqueeze(1) - num_before + torch.arange(num_before, device=logits.device)
+    position = positions.long().unsqueeze(1) - num_before + torch.arange(num_before, device=logits.device)
     tail = token_ids[rows.unsqueeze(1), position.clamp(min=0)]
     tail = torch.where(position >= 0, tail, -2)  # equal to no token and to no padding
     begins = words[:, :, :-1]

@@ -19,10 +19,11 @@ def _shape(
     batch_rows: Tensor,
     temperature: Tensor,
     seeds: Tensor,
-    num_tokens: Tensor,
+    positions: Tensor,
     choice: Tensor,
     noise: bool,
     scaled: bool,
+    purpose: int = TARGET_NOISE,
 ) -> tuple[TensorSpec, TensorSpec]:
     return TensorSpec((logits.shape[0],), torch.int64), TensorSpec((logits.shape[0],), torch.bool)
 
@@ -33,13 +34,14 @@ def draw_tokens(
     batch_rows: Tensor,  # [n] int32
     temperature: Tensor,  # [num_rows] float32; rows at 0 are greedy
     seeds: Tensor,  # [num_rows, 2] int32
-    num_tokens: Tensor,  # [num_rows] int32: the position to be drawn
+    positions: Tensor,  # [n] int32: where the token will stand
     choice: Tensor,  # [num_rows] int32
     noise: bool,  # without it all rows are greedy
     scaled: bool,  # the temperature is in the logits already
+    purpose: int = TARGET_NOISE,
 ) -> tuple[Tensor, Tensor]:  # [n] int64, always inside the vocabulary; [n] bool: NaN, +inf or nothing finite in the row
     if runs_triton(logits):
-        return _launch(logits, batch_rows, temperature, seeds, num_tokens, choice, noise, scaled)
+        return _launch(logits, batch_rows, temperature, seeds, positions, choice, noise, scaled, purpose)
     largest, token_ids = row_max(logits)
     failed = ~torch.isfinite(largest)
     if bool(failed.any()):
@@ -51,7 +53,7 @@ def draw_tokens(
     own = temperature[rows]
     if not scaled:
         logits = logits / divisor(own).unsqueeze(1)
-    gumbel = gumbel_noise(seeds[rows], num_tokens[rows], choice[rows], logits.shape[1])
+    gumbel = gumbel_noise(seeds[rows], positions, choice[rows], logits.shape[1], purpose)
     return row_max(logits + torch.where((own > 0).unsqueeze(1), gumbel, 0.0))[1], failed
 
 
@@ -60,10 +62,11 @@ def _launch(
     batch_rows: Tensor,
     temperature: Tensor,
     seeds: Tensor,
-    num_tokens: Tensor,
+    positions: Tensor,
     choice: Tensor,
     noise: bool,
     scaled: bool,
+    purpose: int = TARGET_NOISE,
 ) -> tuple[Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     n, vocab_size = logits.shape
@@ -80,7 +83,7 @@ def _launch(
         batch_rows,
         temperature,
         seeds,
-        num_tokens,
+        positions,
         choice,
         best_value,
         best_id,
@@ -92,7 +95,7 @@ def _launch(
         num_blocks,
         NOISE=noise,
         SCALED=scaled,
-        PURPOSE=TARGET_NOISE,
+        PURPOSE=purpose,
         LEAST=LEAST_TEMPERATURE,
         BLOCK=_BLOCK,
         MERGED=next_power_of_2(num_blocks),
@@ -108,7 +111,7 @@ def _draw_kernel(
     batch_rows,
     temperature,
     seeds,
-    num_tokens,
+    positions,
     choice,
     best_value,
     best_id,
@@ -138,7 +141,7 @@ def _draw_kernel(
         if own_temperature > 0:
             if not SCALED:
                 x = tl.div_rn(x, tl.zeros_like(x) + tl.maximum(own_temperature, LEAST))
-            position, own_choice = tl.load(num_tokens + own), tl.load(choice + own)
+            position, own_choice = tl.load(positions + row), tl.load(choice + own)
             x += gumbel_block(seeds + 2 * own, position, own_choice, block * BLOCK, PURPOSE, BLOCK)
     value, at = tl.max(x, 0, return_indices=True)
 

@@ -21,7 +21,7 @@ def _shape(
     logits: Tensor,
     batch_rows: Tensor,
     token_ids: Tensor,
-    num_tokens: Tensor,
+    positions: Tensor,
     prompt_len: Tensor,
     repetition: Tensor,
     frequency: Tensor,
@@ -35,16 +35,16 @@ def apply_penalties(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32
     token_ids: Tensor,  # [num_rows, max_len] int32
-    num_tokens: Tensor,  # [num_rows] int32: prompt and output so far
+    positions: Tensor,  # [n] int32: how many tokens come before the one to be drawn, drafts included
     prompt_len: Tensor,  # [num_rows] int32
     repetition: Tensor,  # [num_rows] float32; 1 is off
     frequency: Tensor,  # [num_rows] float32; 0 is off
     presence: Tensor,  # [num_rows] float32; 0 is off
 ) -> Tensor:
     if runs_triton(logits):
-        return _launch(logits, batch_rows, token_ids, num_tokens, prompt_len, repetition, frequency, presence)
+        return _launch(logits, batch_rows, token_ids, positions, prompt_len, repetition, frequency, presence)
     rows = batch_rows.long()
-    length = num_tokens[rows].unsqueeze(1)
+    length = positions.unsqueeze(1)
     longest = max(1, int(length.max()))
     history = token_ids[rows, :longest].long()
     position = torch.arange(longest)
@@ -65,7 +65,7 @@ def _launch(
     logits: Tensor,
     batch_rows: Tensor,
     token_ids: Tensor,
-    num_tokens: Tensor,
+    positions: Tensor,
     prompt_len: Tensor,
     repetition: Tensor,
     frequency: Tensor,
@@ -82,7 +82,7 @@ def _launch(
         batch_rows,
         token_ids,
         token_ids.stride(0),
-        num_tokens,
+        positions,
         prompt_len,
         *factors,
         counts,
@@ -102,7 +102,7 @@ def _count_kernel(
     batch_rows,
     token_ids,
     stride,
-    num_tokens,
+    positions,
     prompt_len,
     repetition,
     frequency,
@@ -115,7 +115,7 @@ def _count_kernel(
     """How often each token stands in a row's output, and in bit 30 whether its prompt holds it."""
     row, own = tl.program_id(0).to(tl.int64), tl.load(batch_rows + tl.program_id(0)).to(tl.int64)
     counts_in_row = counts + row * vocab_size
-    length, first_output = tl.load(num_tokens + own), tl.load(prompt_len + own)
+    length, first_output = tl.load(positions + row), tl.load(prompt_len + own)
     shifts = (tl.load(frequency + own) != 0) | (tl.load(presence + own) != 0)
     if shifts | (tl.load(repetition + own) != 1):
         for start in range(tl.program_id(1) * CHUNK, length, SHARES * CHUNK):

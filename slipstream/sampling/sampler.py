@@ -47,8 +47,7 @@ class SamplingRows:
     stop_ids: Tensor  # [num_rows, max_stop_ids] int32
     min_total: Tensor  # int32
     prompt_len: Tensor  # int32
-    num_tokens: Tensor  # int32: the index of the token to be drawn
-    token_ids: Tensor  # [num_rows, max_len] int32
+    token_ids: Tensor  # [num_rows, max_len] int32; drafts stand behind a row's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,56 +89,54 @@ _NOTHING, _NOISE_ALONE = SamplingNeeds(), SamplingNeeds(noise=True)
 
 
 class Sampled(NamedTuple):
-    token_ids: Tensor  # [padded_reqs] int64
-    failed: Tensor  # [padded_reqs] bool: the logits held no usable number
-    logprobs: Tensor | None  # [padded_reqs, LOGPROB_WIDTH] int32, packed
+    token_ids: Tensor  # [n] int64
+    failed: Tensor  # [n] bool: the logits held no usable number
+    logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32, packed
+
+
+class Positions(NamedTuple):
+    """What the rows of a step's logits belong to. A request has one for its next token and one behind each draft."""
+
+    rows: Tensor  # [n] int32: the request row; the scratch row in padding
+    positions: Tensor  # [n] int32: where the token will stand, so how many come before it
 
 
 def sample(
-    logits: Tensor,  # [padded_reqs, vocab]
+    logits: Tensor,  # [n, vocab]
     rows: SamplingRows,
-    batch_rows: Tensor,  # [padded_reqs] int32
+    at: Positions,
     needs: SamplingNeeds,
-    mask: Tensor | None = None,  # [padded_reqs, ceil(vocab / 32)] int32 bits, of positions that a grammar watches
+    mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of positions that a grammar watches
 ) -> Sampled:
-    rest = (rows.temperature, rows.seeds, rows.num_tokens, rows.choice, needs.noise)
+    rest = (rows.temperature, rows.seeds, at.positions, rows.choice, needs.noise)
     if mask is None and needs in (_NOTHING, _NOISE_ALONE):
-        return Sampled(*draw_tokens(logits, batch_rows, *rest, scaled=False), None)
+        return Sampled(*draw_tokens(logits, at.rows, *rest, scaled=False), None)
     raw, failed = check_logits(logits)
-    token_ids, _ = draw_tokens(process(raw, rows, batch_rows, needs, mask), batch_rows, *rest, scaled=True)
+    token_ids, _ = draw_tokens(process(raw, rows, at, needs, mask), at.rows, *rest, scaled=True)
     return Sampled(token_ids, failed, pack_logprobs(raw, token_ids) if needs.logprobs else None)
 
 
-def process(
-    logits: Tensor, rows: SamplingRows, batch_rows: Tensor, needs: SamplingNeeds, mask: Tensor | None
-) -> Tensor:
+def process(logits: Tensor, rows: SamplingRows, at: Positions, needs: SamplingNeeds, mask: Tensor | None) -> Tensor:
     """Logits of the distribution to draw from; of a greedy row only the largest counts."""
+    owners = at.rows
     if mask is not None:
         logits = apply_mask(logits, mask)
     if needs.logit_bias:
-        logits = apply_logit_bias(logits, batch_rows, rows.num_bias, rows.bias_ids, rows.bias_values)
+        logits = apply_logit_bias(logits, owners, rows.num_bias, rows.bias_ids, rows.bias_values)
     if needs.bad_words:
-        logits = ban_bad_words(logits, batch_rows, rows.token_ids, rows.num_tokens, rows.num_bad_words, rows.bad_words)
+        logits = ban_bad_words(logits, owners, rows.token_ids, at.positions, rows.num_bad_words, rows.bad_words)
     if needs.min_tokens:
-        logits = hold_back_stops(logits, batch_rows, rows.num_tokens, rows.min_total, rows.stop_ids)
+        logits = hold_back_stops(logits, owners, at.positions, rows.min_total, rows.stop_ids)
     if needs.penalties:
-        logits = apply_penalties(
-            logits,
-            batch_rows,
-            rows.token_ids,
-            rows.num_tokens,
-            rows.prompt_len,
-            rows.repetition,
-            rows.frequency,
-            rows.presence,
-        )
+        history = (rows.token_ids, at.positions, rows.prompt_len)
+        logits = apply_penalties(logits, owners, *history, rows.repetition, rows.frequency, rows.presence)
     if not needs.noise:
         return logits
-    logits = apply_temperature(logits, rows.temperature[batch_rows])
+    logits = apply_temperature(logits, rows.temperature[owners])
     if needs.top_k:
-        logits = apply_top_k(logits, rows.top_k[batch_rows])
+        logits = apply_top_k(logits, rows.top_k[owners])
     if needs.top_p:
-        logits = apply_top_p(logits, rows.top_p[batch_rows])
+        logits = apply_top_p(logits, rows.top_p[owners])
     if needs.min_p:
-        logits = apply_min_p(logits, rows.min_p[batch_rows])
+        logits = apply_min_p(logits, rows.min_p[owners])
     return logits

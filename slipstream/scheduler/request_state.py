@@ -18,7 +18,8 @@ class RequestState:
     generation: int = 0  # how often it was admitted
     # The optimistic mirror: tokens computed once every launched step is done. Never below the device's value.
     num_computed: int = 0
-    num_draws_in_flight: int = 0  # launched steps, not yet collected, that draw a token for it
+    num_draws_in_flight: int = 0  # launched steps, not yet collected, that draw tokens for it
+    num_drafts_in_flight: int = 0  # drafts those steps may accept, a token each beside the one that is drawn
     last_step_id: int = -1  # the newest step that has it
     page_ids: list[int] = field(default_factory=list)
     num_staged_pages: int = 0  # how many of them the device knows
@@ -34,8 +35,8 @@ class RequestState:
 
     @property
     def num_tokens_bound(self) -> int:
-        """Tokens the request has once every launched step is done, if none of them ends it."""
-        return len(self.token_ids) + self.num_draws_in_flight
+        """Most tokens the request has once every launched step is done."""
+        return len(self.token_ids) + self.num_draws_in_flight + self.num_drafts_in_flight
 
     @property
     def num_outputs(self) -> int:
@@ -44,4 +45,5 @@ class RequestState:
     @property
     def wants_step(self) -> bool:
         """Whether another step could do it any good: the launched ones may already reach its length limit."""
-        return not self.finished and self.num_tokens_bound < self.request.max_total_tokens
+        # Every launched step that draws gives one token at least.
+        return not self.finished and len(self.token_ids) + self.num_draws_in_flight < self.request.max_total_tokens

@@ -101,10 +101,13 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         wanting = [state for state in self.running if state.wants_step]
         prefills = [state for state in wanting if state.num_tokens_bound - state.num_computed > 1]
-        # Decodes first: each needs one token, and they are the ones somebody is watching.
+        # Decodes first: each needs a token and its drafts, and they are the ones somebody is watching.
         decodes = [state for state in wanting if state not in prefills] if prefills else wanting
+        # Equally many for all, for then one graph serves the batch; who has fewer drafts has empty places.
+        most = self._config.num_drafts
+        num_drafts = most if most and any(state.request.num_drafts(most) for state in decodes) else 0
         for state in decodes:
-            budget -= self._schedule_one(plan, state, budget)
+            budget -= self._schedule_one(plan, state, budget, num_drafts)
         for state in prefills:
             budget -= self._schedule_one(plan, state, budget)
         self._admit(plan, budget)
@@ -128,14 +131,20 @@ class Scheduler:
                 continue
             if scheduled.samples:
                 state.num_draws_in_flight -= 1
+                state.num_drafts_in_flight -= scheduled.num_drafts
+                # The mirror took every draft for accepted.
+                state.num_computed -= scheduled.num_drafts - max(0, len(token_ids) - 1)
             if state.finished:
                 continue
             update = self._take_tokens(state, token_ids, status)
+            if update is not None:
+                update.num_drafts = result.num_drafts[i]
+                update.num_accepted = min(result.num_accepted[i], len(update.token_ids))
             if result.prompt_logprobs and i in result.prompt_logprobs:
                 update = update or TokenUpdate(scheduled.request_id, [])
                 update.prompt_logprobs = result.prompt_logprobs[i]
             if update is not None and result.logprobs is not None and state.request.params.logprobs is not None:
-                update.logprobs = result.logprobs[i]
+                update.logprobs = result.logprobs[i][: len(update.token_ids)]
             if remembers and status is not RowStatus.ERROR:
                 # The step's last token is drawn, not computed; a chunk of a prompt is computed to its end.
                 self._remember_pages(state, len(state.token_ids) - 1 if scheduled.samples else _end(scheduled))
@@ -153,8 +162,12 @@ class Scheduler:
         stop_reason: int | None = None
         if reason != "error" and request.stop_token_ids:
             # The device knows only the first few stop ids; a longer list is completed here.
-            stop_reason = next((t for t in token_ids if t in request.stop_token_ids), None)
-            reason = "stop" if stop_reason is not None else reason
+            end = next((i for i, token_id in enumerate(token_ids) if token_id in request.stop_token_ids), None)
+            if end is not None:
+                reason, stop_reason = "stop", token_ids[end]
+                if end + 1 < len(token_ids):
+                    del state.token_ids[end + 1 - len(token_ids) :]
+                    token_ids = token_ids[: end + 1]
         if not token_ids and reason is None:
             return None
         error = _NAN_ERROR if reason == "error" else None
@@ -162,7 +175,7 @@ class Scheduler:
 
     # --- one request's share ----------------------------------------------------------------------
 
-    def _schedule_one(self, plan: StepPlan, state: RequestState, budget: int) -> int:
+    def _schedule_one(self, plan: StepPlan, state: RequestState, budget: int, num_drafts: int = 0) -> int:
         computed, bound = state.num_computed, state.num_tokens_bound
         num_tokens = bound - computed  # whose keys and values no launched step computes: 1 for a decode
         if num_tokens > 1 or budget < 1:
@@ -170,15 +183,16 @@ class Scheduler:
         if num_tokens <= 0:
             return 0
         samples = computed + num_tokens == bound
-        plan.requests.append(
-            ScheduledRequest(state.request.request_id, state.generation, state.row, num_tokens, computed, samples)
-        )
+        num_tokens += num_drafts
+        request_id, generation, row = state.request.request_id, state.generation, state.row
+        plan.requests.append(ScheduledRequest(request_id, generation, row, num_tokens, computed, samples, num_drafts))
         if len(state.page_ids) > state.num_staged_pages:
             new_pages = state.page_ids[state.num_staged_pages :]
             plan.page_diffs.append(PageDiff(state.row, state.num_staged_pages, new_pages))
             state.num_staged_pages = len(state.page_ids)
         state.num_computed += num_tokens
         state.num_draws_in_flight += samples
+        state.num_drafts_in_flight += num_drafts
         state.last_step_id = plan.step_id
         return num_tokens
 
@@ -189,7 +203,7 @@ class Scheduler:
             state = self.waiting[0]
             num_staged += len(state.token_ids)
             cached = self._find_cached(state)
-            needed = self.pool.pages_for(len(state.token_ids) + 1) - len(cached)
+            needed = self.pool.pages_for(self._num_slots(state, 1)) - len(cached)
             room = self.pool.num_free - self.pool.num_held_by_nobody(cached)
             if needed > room or num_staged > self._config.max_model_len:
                 return
@@ -234,10 +248,13 @@ class Scheduler:
 
     def _hashes(self, state: RequestState, num_pages: int) -> list[bytes]:
         """Hashes of the first pages, from collected tokens only. Tokens never change, so neither do hashes."""
-        known = state.page_hashes
+        known, config = state.page_hashes, self._config
         if len(known) < num_pages:
             tokens = state.token_ids[: num_pages * self.pool.page_size]
-            known.extend(page_hashes(tokens, self.pool.page_size, len(known), known[-1] if known else b""))
+            # Pages in which the drafter has left no keys are found by requests without drafts only.
+            plain = config.drafts_in_pages and not state.request.num_drafts(config.num_drafts)
+            first = b"plain" if plain else b""
+            known.extend(page_hashes(tokens, self.pool.page_size, len(known), known[-1] if known else first))
         return known[:num_pages]
 
     # --- pages ------------------------------------------------------------------------------------
@@ -246,7 +263,7 @@ class Scheduler:
         """Give every running request the pages of its next token; False when that needs older steps collected first."""
         page_size = self.pool.page_size
         # Most have the pages of their next tokens already.
-        for state in [s for s in self.running if s.num_tokens_bound > len(s.page_ids) * page_size]:
+        for state in [s for s in self.running if self._num_slots(s) > len(s.page_ids) * page_size]:
             while state.row != NO_ROW and state.wants_step and not self._reserve_pages(state):
                 if self._num_in_flight:
                     return False  # a step in flight may end a request; bounds only tighten
@@ -257,7 +274,7 @@ class Scheduler:
         """Let a waiting request of higher priority take the place of the lowest that runs; False to collect first."""
         while self.waiting and self.running:
             urgent, victim = self.waiting[0], self.running[-1]
-            fits = self.pool.pages_for(len(urgent.token_ids) + 1) <= self.pool.num_free and bool(self._free_rows)
+            fits = self.pool.pages_for(self._num_slots(urgent, 1)) <= self.pool.num_free and bool(self._free_rows)
             if fits or urgent.request.priority >= victim.request.priority:
                 return True
             if self._num_in_flight:
@@ -265,8 +282,16 @@ class Scheduler:
             self._preempt(victim)
         return True
 
+    def _num_slots(self, state: RequestState, num_more: int = 0) -> int:
+        """Slots of the cache that the request's next step may write, drafts and drafting after them included."""
+        config, request = self._config, state.request
+        bound = state.num_tokens_bound + num_more
+        if request.num_drafts(config.num_drafts):
+            bound += config.num_drafts + config.num_draft_slots
+        return min(bound, request.max_total_tokens)
+
     def _reserve_pages(self, state: RequestState) -> bool:
-        missing = self.pool.pages_for(state.num_tokens_bound) - len(state.page_ids)
+        missing = self.pool.pages_for(self._num_slots(state)) - len(state.page_ids)
         if missing <= 0:
             return True
         if missing > self.pool.num_free:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.server.generation import Generation
 from slipstream.server.metrics import ServerMetrics
+from slipstream.types import SYNTHETIC_NOTICE
 
 CLIENT_GONE = 499  # as nginx reports a client that hung up
 FIGURES = "slipstream.figures"  # where a route leaves them in the request's scope
@@ -83,4 +84,7 @@ class AccessLog:
                 "first_token_ms": round(1000 * min(firsts), 1) if firsts else None,
                 "finish": [choice.finish_reason for output in outputs for choice in output.outputs],
             }
+            if drafts := generation.drafts:
+                counts = {"drafts": sum(d.num_drafts for d in drafts), "accepted": sum(d.num_accepted for d in drafts)}
+                line |= counts | ({"synthetic": SYNTHETIC_NOTICE} if drafts[0].is_synthetic else {})
         sys.stderr.write(json.dumps(line) + "\n")

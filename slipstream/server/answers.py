@@ -20,8 +20,10 @@ from slipstream.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    CompletionTokensDetails,
     FinishReason,
     PromptTokensDetails,
+    Speculation,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -35,8 +37,29 @@ def usage_of(generation: Generation) -> Usage:
     prompt, output = generation.num_prompt_tokens, generation.num_output_tokens
     details = PromptTokensDetails(cached_tokens=generation.num_cached_tokens)
     return Usage(
-        prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output, prompt_tokens_details=details
+        prompt_tokens=prompt,
+        completion_tokens=output,
+        total_tokens=prompt + output,
+        prompt_tokens_details=details,
+        completion_tokens_details=_draft_details(generation),
     )
+
+
+def _draft_details(generation: Generation) -> CompletionTokensDetails | None:
+    drafts = generation.drafts
+    if not drafts:
+        return None
+    num_drafts, num_accepted = sum(d.num_drafts for d in drafts), sum(d.num_accepted for d in drafts)
+    return CompletionTokensDetails(
+        accepted_prediction_tokens=num_accepted, rejected_prediction_tokens=num_drafts - num_accepted
+    )
+
+
+def _speculation(choice: Completion) -> Speculation | None:
+    """Figures of a choice that has ended."""
+    if choice.speculation is None or choice.finish_reason is None:
+        return None
+    return Speculation(**choice.speculation.as_dict())
 
 
 def _reason(choice: Completion) -> FinishReason | None:
@@ -101,6 +124,7 @@ class Answer:
     request_id: str
     model: str
     num_top: int = 0
+    fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _told: dict[int, _Told] = field(default_factory=dict)
 
@@ -140,12 +164,22 @@ class CompletionAnswer(Answer):
         self, index: int, choice: Completion, text: str, logprobs: CompletionLogprobs | None
     ) -> CompletionChoice:
         return CompletionChoice(
-            index=index, text=text, logprobs=logprobs, finish_reason=_reason(choice), stop_reason=choice.stop_reason
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=_reason(choice),
+            stop_reason=choice.stop_reason,
+            speculation=_speculation(choice),
         )
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
         return CompletionResponse(
-            id=self.request_id, created=self.created, model=self.model, choices=choices, usage=usage
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=self.fingerprint,
         )
 
 
@@ -158,11 +192,17 @@ class ChatAnswer(Answer):
                 logprobs=None if choice.logprobs is None else _chat_logprobs(choice.logprobs, self.num_top),
                 finish_reason=_reason(choice),
                 stop_reason=choice.stop_reason,
+                speculation=_speculation(choice),
             )
             for choice in generation.latest[0].outputs
         ]
         return ChatCompletionResponse(
-            id=self.request_id, created=self.created, model=self.model, choices=choices, usage=usage_of(generation)
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage_of(generation),
+            system_fingerprint=self.fingerprint,
         )
 
     def first(self, n: int) -> ChatCompletionChunk:
@@ -179,6 +219,7 @@ class ChatAnswer(Answer):
                     logprobs=_chat_logprobs(news.logprobs, self.num_top) if news.logprobs else None,
                     finish_reason=_reason(choice),
                     stop_reason=choice.stop_reason,
+                    speculation=_speculation(choice),
                 )
                 yield self._chunk([told], None)
 
@@ -187,5 +228,10 @@ class ChatAnswer(Answer):
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id=self.request_id, created=self.created, model=self.model, choices=choices, usage=usage
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=self.fingerprint,
         )

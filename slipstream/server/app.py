@@ -26,6 +26,8 @@ from slipstream.server.limits import Limits
 from slipstream.server.metrics import CONTENT_TYPE, ServerMetrics
 from slipstream.server.params import chat_params, completion_params, plain_messages, prompts_of
 from slipstream.server.settings import ServerSettings
+from slipstream.server.warning_header import WarningHeader
+from slipstream.types import SYNTHETIC_WARNING
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": protocol.ErrorResponse, "description": "The request cannot be served; the message says why."},
@@ -34,6 +36,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 # Of one event: its data is a chunk in JSON, an error in JSON, or [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _SSE = {"text/event-stream": {"schema": _EVENT}}
+# What whole answers do not have where the engine does not draft.
+_OF_DRAFTS: dict[str, Any] = {"choices": {"__all__": {"speculation"}}, "usage": {"completion_tokens_details"}}
 
 
 class Server:
@@ -45,7 +49,14 @@ class Server:
         self.settings = settings
         self.started = int(time.time())
         running = client.running
-        self.metrics = ServerMetrics(lambda: client.stats, lambda: getattr(running, "num_restarts", 0))
+        speculative = client.config.speculative
+        self.drafts = speculative is not None
+        self.is_synthetic = speculative is not None and speculative.is_synthetic
+        # Answers carry one where it tells them from those of an honest engine.
+        self.fingerprint = f"slipstream-{__version__}-synthetic" if self.is_synthetic else None
+        self.metrics = ServerMetrics(
+            lambda: client.stats, lambda: getattr(running, "num_restarts", 0), self.is_synthetic
+        )
         self.gate = Gate(client, self.metrics, settings.max_queue)
         self._ids = itertools.count()
 
@@ -78,7 +89,7 @@ class Server:
         try:
             if not body.stream:
                 await collect(self.gate, generation, request)
-                return JSONResponse(answer.whole(generation).model_dump())
+                return JSONResponse(answer.whole(generation).model_dump(exclude=None if self.drafts else _OF_DRAFTS))
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._events(generation, answer, body.n, include_usage, figures)
             # The first event decides the status: what fails before it is an ordinary error.
@@ -149,6 +160,8 @@ def create_app(server: Server) -> FastAPI:
         api_key=settings.api_key,
     )
     app.add_middleware(AccessLog, metrics=server.metrics, written=settings.log_requests)
+    if server.is_synthetic:
+        app.add_middleware(WarningHeader, text=SYNTHETIC_WARNING)
     install_handlers(app)
     _add_generation(app, server)
     _add_tokens(app, server)
@@ -164,7 +177,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         server.check_model(body.model)
         request_id = server.new_id("cmpl")
         generation = await server.gate.prepare(prompts_of(body), completion_params(body), request_id, body.priority)
-        answer = CompletionAnswer(request_id, server.model_name)
+        answer = CompletionAnswer(request_id, server.model_name, fingerprint=server.fingerprint)
         return await server.answer(request, generation, answer, body)
 
     @app.post("/v1/chat/completions", response_model=protocol.ChatCompletionResponse, responses=streamed)  # type: ignore[arg-type]
@@ -180,7 +193,8 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         )
         request_id = server.new_id("chatcmpl")
         generation = await server.gate.prepare([prompt], params, request_id, body.priority)
-        answer = ChatAnswer(request_id, server.model_name, num_top=body.top_logprobs or 0)
+        num_top = body.top_logprobs or 0
+        answer = ChatAnswer(request_id, server.model_name, num_top, server.fingerprint)
         return await server.answer(request, generation, answer, body)
 
 

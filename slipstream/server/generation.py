@@ -15,7 +15,7 @@ from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.errors import EngineError, RequestError
 from slipstream.server.errors import ApiError
 from slipstream.server.metrics import ServerMetrics
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.types import DraftStats, RequestOutput, SamplingParams
 
 T = TypeVar("T")
 
@@ -43,6 +43,12 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         return sum(output.num_cached_tokens for output in self.latest.values())
+
+    @property
+    def drafts(self) -> list[DraftStats]:
+        """Of every choice; empty where the engine does not draft."""
+        choices = [choice for output in self.latest.values() for choice in output.outputs]
+        return [choice.speculation for choice in choices if choice.speculation is not None]
 
 
 class _Mailbox:

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from slipstream.engine.stats import STEP_SECONDS, EngineStats
 from slipstream.engine.stats import Histogram as StepHistogram
-from slipstream.types import RequestOutput
+from slipstream.types import SYNTHETIC_WARNING, RequestOutput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -30,17 +30,25 @@ _COUNTERS = {
     "num_prompt_tokens": "Prompt tokens of admitted requests.",
     "num_cached_tokens": "Prompt tokens found in the prefix cache.",
     "num_sync_violations": "Waits for the device that the guard refused.",
-    "num_draft_tokens": "Tokens drafted.",
+    "num_draft_steps": "Times the drafts of a request were checked.",
+    "num_draft_tokens": "Drafted tokens that were checked.",
     "num_accepted_tokens": "Drafted tokens that were accepted.",
+}
+_COUNTERS_BY_POSITION = {
+    "num_draft_tokens_at": "Drafted tokens that were checked, by place behind the last known token.",
+    "num_accepted_tokens_at": "Drafted tokens that were accepted, by place behind the last known token.",
 }
 
 
 class _EngineCollector:
     """Reads the engine's counts when somebody asks."""
 
-    def __init__(self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int], is_synthetic: bool = False
+    ) -> None:
         self._stats = stats
         self._num_restarts = num_restarts
+        self._is_synthetic = is_synthetic
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -50,11 +58,26 @@ class _EngineCollector:
         yield GaugeMetricFamily("slipstream_kv_cache_usage", "Share of the KV cache in use.", value=used)
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"slipstream_{name.removeprefix('num_')}", text, value=getattr(stats, name))
+        yield from self._drafts(stats)
         yield CounterMetricFamily("slipstream_engine_restarts", "Engines that died.", value=self._num_restarts())
         yield _histogram("slipstream_step_seconds", "Time of a step.", stats.step_s)
         yield _histogram(
             "slipstream_host_step_seconds", "Of that, everything but waiting for the device.", stats.host_s
         )
+
+    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text in _COUNTERS_BY_POSITION.items():
+            short = name.removeprefix("num_").removesuffix("_at")
+            family = CounterMetricFamily(f"slipstream_{short}_per_position", text, labels=["position"])
+            for position, count in enumerate(getattr(stats, name)):
+                family.add_metric([str(position)], count)
+            yield family
+        mean = (
+            "Tokens that a check of drafts gives on average: the accepted ones and the target's own; 1 without drafts."
+        )
+        yield GaugeMetricFamily("slipstream_mean_accepted_length", mean, value=stats.mean_accepted_length)
+        if self._is_synthetic:
+            yield GaugeMetricFamily("slipstream_synthetic_acceptance", SYNTHETIC_WARNING, value=1)
 
 
 def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFamily:
@@ -68,9 +91,11 @@ def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFa
 class ServerMetrics:
     """A registry of its own: two servers in one process do not mix."""
 
-    def __init__(self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int], is_synthetic: bool = False
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(stats, num_restarts))
+        self.registry.register(_EngineCollector(stats, num_restarts, is_synthetic))
         own = self.registry
         self.requests = Counter("slipstream_http_requests", "HTTP requests.", ["path", "status"], registry=own)
         self.refused = Counter(

@@ -33,6 +33,8 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int 
         ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
         logprobs=logprobs,
+        speculate=body.speculate is not False,
+        max_k=body.max_k,
     )
 
 

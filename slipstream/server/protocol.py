@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from slipstream.types import MAX_LOGPROBS, MAX_SEED
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_REQUEST_DRAFTS = 64  # beyond what any engine drafts: a client need not know this one's k
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -55,8 +56,12 @@ class SamplingFields(_Body):
     skip_special_tokens: bool = True
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
-    speculate: bool | None = Field(None, description="Whether drafts may be used for this request.")
-    max_k: int | None = Field(None, ge=0, le=64, description="Most tokens to draft ahead for this request.")
+    speculate: bool | None = Field(
+        None, description="Whether tokens may be drafted ahead for this request, where the engine drafts at all."
+    )
+    max_k: int | None = Field(
+        None, ge=0, le=MAX_REQUEST_DRAFTS, description="Most tokens to draft ahead for this request."
+    )
 
 
 class CompletionRequest(SamplingFields):
@@ -150,11 +155,29 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(BaseModel):
+    """OpenAI counts predictions that a client sent; these are the engine's own drafts."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None  # where the engine drafts
+
+
+class Speculation(BaseModel):
+    """How the drafts of a choice fared. Not of OpenAI's API; there where the engine drafts, at the choice's end."""
+
+    drafts: int
+    accepted: int
+    mean_length: float = Field(description="Tokens that a check of drafts gave on average, the target's own included.")
+    acceptance_by_position: list[float] = Field(description="Share of accepted drafts, by place.")
+    synthetic: str | None = Field(None, description="Acceptance was forced for a benchmark: the text means nothing.")
 
 
 class CompletionLogprobs(BaseModel):
@@ -170,6 +193,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    speculation: Speculation | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -179,6 +203,7 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    system_fingerprint: str | None = None
 
 
 class TopLogprob(BaseModel):
@@ -206,6 +231,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    speculation: Speculation | None = None
 
 
 class ChatCompletionResponse(BaseModel):
@@ -229,6 +255,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    speculation: Speculation | None = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -238,6 +265,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    system_fingerprint: str | None = None
 
 
 class ModelCard(BaseModel):

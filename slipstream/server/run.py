@@ -9,18 +9,22 @@ import sys
 
 import uvicorn
 
-from slipstream.config import EngineOptions
+from slipstream.config import EngineOptions, speculation_of
 from slipstream.engine.client import EngineClient
 from slipstream.engine.process import EngineProcess
 from slipstream.errors import ConfigError
 from slipstream.server.app import Server, create_app
 from slipstream.server.settings import ServerSettings
+from slipstream.types import SYNTHETIC_WARNING
 
 _LARGEST_HEADERS = 64 << 10
 
 
 def serve(options: EngineOptions, settings: ServerSettings) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    speculative = speculation_of(options)
+    if speculative is not None and speculative.is_synthetic:
+        logging.warning(SYNTHETIC_WARNING)
     listener = _listen(settings)  # first: a port that is taken should not cost the loading of a model
     client = EngineClient(lambda deliver: EngineProcess(options, deliver))
     server = Server(client, options.model, settings)

@@ -97,6 +97,7 @@ def test_config_that_is_no_json(cli: RunCli, broken_model: Path) -> None:
         ("--seed", "-1", "seed must be an integer of at least 0"),
         ("--stop", "", "stop must be non-empty"),
         ("--stop-token-ids", "-1", "stop_token_ids must be an integer of at least 0"),
+        ("--max-k", "-1", "max_k must be an integer of at least 0"),
     ],
 )
 def test_sampling_parameter_out_of_range(cli: RunCli, option: str, value: str, phrase: str) -> None:
@@ -121,3 +122,81 @@ def test_sampling_parameter_out_of_range(cli: RunCli, option: str, value: str, p
 )
 def test_option_that_does_not_fit(cli: RunCli, tiny_model: Path, option: str, value: str, phrase: str) -> None:
     assert_one_line_error(cli("generate", "x", "--model", tiny_model, option, value), phrase)
+
+
+COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llama-3.1-8b"), ("serve", "--port", "0")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--speculate", "ngrm"), "unknown method 'ngrm' in speculate; did you mean 'ngram'?"),
+        (("--speculate", "eagle"), "unknown method 'eagle' in speculate; known are ngram, draft_model"),
+        (("--speculate", "ngram", "--k", 0), "k must be an integer from 1 to 16, not 0"),
+        (("--speculate", "ngram", "--k", 17), "k must be an integer from 1 to 16, not 17"),
+        (("--k", 4), "k says nothing without speculate: name a method"),
+        (
+            ("--speculate", "draft_model"),
+            "draft_model needs a model: name one as draft_model, or as model in speculative_config",
+        ),
+        (
+            ("--speculative-config", '{"method": "ngram", "num_spec_tokens": 4}'),
+            "unknown key 'num_spec_tokens' in speculative_config; did you mean 'num_speculative_tokens'?",
+        ),
+        (
+            ("--speculative-config", '["ngram"]'),
+            'speculative_config must be a JSON object such as {"method": "ngram"}',
+        ),
+        (
+            ("--speculative-config", '{"method": "ngram", "verify": "synthetic"}'),
+            "verify 'synthetic' needs acceptance_rates: 4 numbers from 1 down to 0, entry i for the probability that "
+            "the first i + 1 drafts are all accepted, not None",
+        ),
+        (
+            ("--speculate", "ngram", "--speculative-config", '{"method": "ngram"}'),
+            "speculate and speculative_config say the same; use one of them",
+        ),
+    ],
+)
+def test_speculation_is_checked_before_any_model_is_looked_for(
+    cli: RunCli, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], options: tuple[object, ...], line: str
+) -> None:
+    # Users of a name before its owner: a module that is imported for the first time would keep what stands in for it.
+    for place in ("commands.bench.shape_config", "engine.build.resolve_model", "models.hub.resolve_model"):
+        monkeypatch.setattr(f"slipstream.{place}", lambda name: pytest.fail(f"looked for {name}"))
+    outcome = cli(*command, *options)
+    assert_one_line_error(outcome)
+    assert outcome.err == f"error: {line}\n"
+
+
+def test_speculative_config_that_is_no_json(cli: RunCli) -> None:
+    outcome = cli("generate", "x", "--speculative-config", "{method: ngram}")
+    assert_one_line_error(outcome, "'--speculative-config'", "is not JSON")
+
+
+def test_a_draft_model_that_is_not_there(cli: RunCli, tiny_model: Path, tmp_path: Path) -> None:
+    words = ("--speculate", "draft_model", "--draft-model", tmp_path / "nowhere")
+    assert_one_line_error(cli("generate", "x", "--model", tiny_model, *words), "nowhere", "check the path")
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("bench", "--batch", 1)])
+def test_a_draft_model_that_does_not_fit(
+    cli: RunCli, tiny_model: Path, broken_model: Path, tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    words = (*command, "--model", tiny_model, "--speculative-config", json.dumps({"model": str(broken_model)}))
+    change(broken_model / "config.json", max_position_embeddings=64)
+    outcome = cli(*words, *(("--output-dir", tmp_path / "out") if "bench" in command else ()))
+    assert_one_line_error(outcome, "the draft model's context of 64 is shorter than the target's")
+    file = broken_model / "tokenizer.json"
+    model = json.loads(file.read_text())["model"]
+    vocab = model["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    change(file, model=model)
+    outcome = cli(*words)
+    assert_one_line_error(outcome, "has another vocabulary than the target", "use a draft model of the same family")
+    assert not (tmp_path / "out").exists()

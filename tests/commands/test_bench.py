@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from slipstream.commands.bench import case_name
+from slipstream.commands.bench import _table, case_name
 from slipstream.config import GIB
 from slipstream.models.shapes import SHAPES
+from slipstream.types import SYNTHETIC_NOTICE
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 SMALL = ("--prompt-len", 8, "--output-len", 12)
@@ -105,3 +109,45 @@ def test_shape_beyond_memory_is_refused_before_allocation(
 )
 def test_case_name(model: str, case: str) -> None:
     assert case_name(model) == case
+
+
+def rendered(rows: list[dict[str, Any]]) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(_table(rows, "a machine"))
+    return console.export_text()
+
+
+def test_table_of_a_speculator() -> None:
+    plain = {"case": "tiny", "batch": 1, "tok_s": 10.0, "first_token_s": 0.1}
+    drafted = {**plain, "k": 3, "drafts": 40, "accepted": 10, "accepted_len": 1.5}
+    assert "drafts accepted" not in rendered([plain])
+    text = rendered([drafted])
+    for part in ("drafts accepted", "10 of 40", "mean length", "1.50"):
+        assert part in text
+    assert "SYNTHETIC" not in text
+    assert f"SYNTHETIC: {SYNTHETIC_NOTICE}" in rendered([{**drafted, "synthetic": SYNTHETIC_NOTICE}])
+
+
+def test_rows_of_a_speculator(cli: RunCli, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = ("bench", "--model", tiny_model, "--batch", "2", "--prompt-len", 8, "--output-len", 40, "--repeat", 1)
+    outcome = cli(*arguments, "--output-dir", tmp_path, "--json", "--speculate", "ngram", "--k", 2)
+    assert outcome.code == 0, outcome.err
+    (row,) = json.loads(outcome.out)["rows"]
+    assert (row["case"], row["k"], row["verify"]) == ("tiny-llama+ngram", 2, "match")
+    assert 0 <= row["accepted"] <= row["drafts"]
+    assert 1 <= row["accepted_len"] <= 3
+    assert len(row["acceptance_by_position"]) <= 2
+    assert "synthetic" not in row
+    (file,) = tmp_path.iterdir()
+    assert "tiny-llama+ngram" in file.name
+
+
+def test_a_synthetic_benchmark_says_so_everywhere(cli: RunCli, tiny_model: Path, tmp_path: Path) -> None:
+    rates = {"method": "ngram", "num_speculative_tokens": 1, "verify": "synthetic", "acceptance_rates": [1.0]}
+    arguments = ("bench", "--model", tiny_model, "--batch", "1", "--prompt-len", 8, "--output-len", 40, "--repeat", 1)
+    outcome = cli(*arguments, "--output-dir", tmp_path, "--json", "--speculative-config", json.dumps(rates))
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.startswith(f"WARNING: synthetic acceptance: {SYNTHETIC_NOTICE}\n")
+    (row,) = json.loads(outcome.out)["rows"]
+    assert (row["verify"], row["synthetic"]) == ("synthetic", SYNTHETIC_NOTICE)
+    assert row["accepted_len"] == pytest.approx(2.0, abs=0.1)

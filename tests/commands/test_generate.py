@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.commands.generate import drafts_line
 from slipstream.llm import LLM
-from slipstream.types import RequestOutput
+from slipstream.types import SYNTHETIC_NOTICE, DraftStats, RequestOutput
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 
@@ -156,3 +157,55 @@ def test_logit_bias_is_given_as_json(cli: RunCli, tiny_model: Path) -> None:
     bias = json.dumps({"65": 100})
     outcome = cli("generate", "x", "--model", tiny_model, "--max-tokens", 3, "--raw", "--logit-bias", bias, "--json")
     assert json.loads(outcome.out)["token_ids"] == [65] * 3
+
+
+DRAFTS = DraftStats(num_steps=4, num_drafts_at=[4, 3, 3], num_accepted_at=[3, 1, 0])
+
+
+def test_acceptance_in_words() -> None:
+    assert drafts_line(DRAFTS) == "4 of 10 drafts accepted, mean length 2.00, by position 75% 33% 0%"
+    assert drafts_line(DraftStats()) == "0 of 0 drafts accepted, mean length 1.00"
+    assert drafts_line(DraftStats(is_synthetic=True)).endswith(" (SYNTHETIC)")
+
+
+def test_drafts_change_the_figures_and_not_the_text(cli: RunCli, tiny_model: Path) -> None:
+    arguments = ("generate", "one two one two", "--model", tiny_model, "--dtype", "float64", "--raw")
+    arguments += ("--max-tokens", 60, "--ignore-eos")
+    plain = json.loads(cli(*arguments, "--json").out)
+    assert "speculation" not in plain
+    drafted = json.loads(cli(*arguments, "--json", "--speculate", "ngram", "--k", 3).out)
+    assert drafted["token_ids"] == plain["token_ids"]
+    figures = drafted["speculation"]
+    assert set(figures) == {"drafts", "accepted", "mean_length", "acceptance_by_position"}
+    assert 0 <= figures["accepted"] <= figures["drafts"]
+    assert figures["drafts"] > 0 and len(figures["acceptance_by_position"]) <= 3
+    none = json.loads(cli(*arguments, "--json", "--speculate", "ngram", "--max-k", 0).out)
+    assert (none["token_ids"], none["speculation"]["drafts"]) == (plain["token_ids"], 0)
+    shown = cli(*arguments, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    assert shown.out == plain["text"] + "\n"
+    assert f"{figures['accepted']} of {figures['drafts']} drafts accepted, mean length" in shown.err
+
+
+def test_every_continuation_has_figures(cli: RunCli, tiny_model: Path) -> None:
+    arguments = ("generate", "one two one two", "--model", tiny_model, "--raw", "--max-tokens", 20, "--ignore-eos")
+    arguments += ("--n", 2, "--speculate", "ngram")
+    choices = json.loads(cli(*arguments, "--json").out)["choices"]
+    assert all(choice["speculation"]["drafts"] >= 0 for choice in choices)
+    shown = cli(*arguments).err
+    assert "[1] " in shown and "[2] " in shown and shown.count("drafts accepted") == 2
+
+
+RATES = {"method": "ngram", "num_speculative_tokens": 2, "verify": "synthetic", "acceptance_rates": [0.8, 0.4]}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_synthetic_acceptance_is_the_first_thing_said(cli: RunCli, tiny_model: Path, command: str) -> None:
+    arguments = ("--model", tiny_model, "--max-tokens", 20, "--ignore-eos", "--speculative-config", json.dumps(RATES))
+    outcome = cli(command, *(("Hello",) if command == "generate" else ()), *arguments, stdin="Hello\n")
+    assert outcome.code == 0
+    assert outcome.err.startswith(f"WARNING: synthetic acceptance: {SYNTHETIC_NOTICE}\n")
+    if command == "generate":
+        assert "(SYNTHETIC)" in outcome.err
+        answer = cli("generate", "Hello", *arguments, "--json")
+        assert answer.err == f"WARNING: synthetic acceptance: {SYNTHETIC_NOTICE}\n"
+        assert json.loads(answer.out)["speculation"]["synthetic"] == SYNTHETIC_NOTICE

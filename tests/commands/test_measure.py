@@ -43,4 +43,12 @@ def test_batch_that_never_decodes_together_is_refused() -> None:
 
 def test_time_to_first_token_is_the_mean() -> None:
     arrivals = simulate([0, 1], 4, step_s=0.02, prefill_s=1.0)
-    assert BatchRun(100.0, arrivals).first_token_s == pytest.approx(1.5, abs=1e-4)
+    assert BatchRun(100.0, arrivals, []).first_token_s == pytest.approx(1.5, abs=1e-4)
+
+
+def test_drafts_of_all_requests_are_counted_together() -> None:
+    fared = [(0, 0), (3, 2), (0, 0), (2, 0), (1, 1)]
+    arrivals = [Arrival(idx % 2, 1.0 + idx, 1, False, *counts) for idx, counts in enumerate(fared)]
+    drafts = BatchRun(0.0, arrivals, []).drafts
+    assert (drafts.num_steps, drafts.num_drafts, drafts.num_accepted) == (3, 6, 3)
+    assert drafts.num_accepted_at == [2, 1, 0]

@@ -36,8 +36,19 @@ def test_every_sampling_parameter_is_there(command: str) -> None:
     known = flags_of(command)
     assert {f.name for f in fields(SamplingParams)} == set(SAMPLING_HELP)
     for parameter in fields(SamplingParams):
-        # --seed included: at the command line it is the request's.
-        assert known[flag(parameter.name)].help == SAMPLING_HELP[parameter.name]
+        # --seed included: at the command line it is the request's. --speculate is the engine's.
+        assert (known[flag(parameter.name)].help == SAMPLING_HELP[parameter.name]) == (parameter.name != "speculate")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "serve"])
+def test_speculation_is_said_alike_everywhere(command: str) -> None:
+    known = flags_of(command)
+    for name in ("--speculate", "--k", "--draft-model", "--speculative-config"):
+        assert known[name].default is None
+        assert known[name].help == {flag(f.name): f.metadata["help"] for f in fields(EngineOptions)}[name]
+    assert known["--speculative-config"].metavar == "JSON"
+    assert known["--speculate"].secondary_opts == []
+    assert ("--max-k" in known) == (command in ("generate", "chat"))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,11 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_messages_survive_the_wire(folder: Path) -> None:
-    options, hf_config = EngineOptions(model=str(folder)), open_checkpoint(folder).config
+    options = EngineOptions(model=str(folder), speculative_config={"method": "ngram", "prompt_lookup_max": 3})
+    hf_config = open_checkpoint(folder).config
     config = resolve(options, CpuDevice().hardware("auto"), architecture_of(hf_config).read_config(hf_config))
     request = make_request("a", [1, 2], stop_token_ids=(3,), bad_word_ids=((1, 2),), logit_bias={5: 1.5}, top_k=3)
     update = TokenUpdate("a", [1], "stop", "text", logprobs=[LogprobRow(1, [1, 2], [-0.5, -1.0])])
     update.prompt_logprobs = (1, [LogprobRow(2, [3], [-2.0])])
+    update.num_drafts, update.num_accepted = 4, 2
+    stats = EngineStats(num_steps=3)
+    stats.count_drafts(4, 2)
     for message in (
         Add(request),
         Finish("a"),
@@ -48,7 +54,7 @@ def test_messages_survive_the_wire(folder: Path) -> None:
         Ready(config, GREEDY, (1, 2)),
         Refused("ConfigError", "no"),
         Updates([update]),
-        Stats(EngineStats(num_steps=3)),
+        Stats(stats),
     ):
         assert decode(encode(message)) == message
 
@@ -68,6 +74,27 @@ def test_same_tokens_as_in_a_thread(folder: Path) -> None:
             assert {t: p.logprob for t, p in entry.items()} == pytest.approx(
                 {t: p.logprob for t, p in wanted.items()}, abs=1e-4
             )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"speculate": "ngram", "k": 3}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}],
+)
+def test_drafts_in_a_process_of_their_own(folder: Path, options: dict[str, Any]) -> None:
+    prompt = [1, 2, 3, 4] * 4
+    with LLM(str(folder), dtype="float64") as llm:
+        (plain,) = llm.generate([prompt], replace(GREEDY, max_tokens=60))
+    with LLM(str(folder), dtype="float64", own_process=True, **options) as llm:
+        assert llm.config.speculative is not None and llm.config.num_drafts == 3
+        (output,) = llm.generate([prompt], replace(GREEDY, max_tokens=60))
+    assert output.token_ids == plain.token_ids
+    assert output.speculation is not None and output.speculation.num_drafts > 0
+
+
+def test_speculation_is_checked_before_the_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("started for nothing"))
+    with pytest.raises(ConfigError, match="unknown method 'eagle' in speculate"):
+        EngineProcess(EngineOptions(model=str(tmp_path / "nothing"), speculate="eagle"), lambda updates: None)
 
 
 def test_a_dead_engine_is_replaced(folder: Path) -> None:

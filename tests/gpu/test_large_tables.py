@@ -33,7 +33,7 @@ def test_pages_far_out(query_len: int) -> None:
     assert far.numel() > 2**31
     far[-16:] = near
     pages = torch.arange(13, dtype=torch.int32, device="cuda")[None, :]
-    batch = (ints(0, 1), ints(seq_len))
+    batch = (ints(0, 1), ints(1), ints(seq_len))
     expected = triton_attention(q, near, *batch, pages, DIM**-0.5, 0, query_len)
     assert torch.equal(triton_attention(q, far, *batch, pages + num_pages - 16, DIM**-0.5, 0, query_len), expected)
 
@@ -54,13 +54,17 @@ def test_page_tables_far_out() -> None:
         "input_ids": ints(-9),
         "positions": torch.zeros(1, dtype=torch.int64, device="cuda"),
         "slot_mapping": torch.zeros(1, dtype=torch.int64, device="cuda"),
+        "query_lens": ints(-9),
         "seq_lens": ints(-9),
-        "last_token_indices": torch.zeros(1, dtype=torch.int64, device="cuda"),
         "block_table": block_table,
+        "logit_indices": torch.zeros(1, dtype=torch.int64, device="cuda"),
+        "logit_rows": ints(-9),
+        "logit_positions": ints(-9),
+        "logit_drafts": ints(-9),
     }
-    rows = (ints(0, 0, position), ints(0, 0, position + 1), ints(*[int(RowStatus.RUNNING)] * 3))
+    rows = (ints(0, 0, position), ints(0, 0, position + 1), ints(0, 0, 0), ints(*[int(RowStatus.RUNNING)] * 3))
     token_ids = torch.arange(3 * 200, dtype=torch.int32, device="cuda").view(3, 200)
-    prepare_inputs(ints(2), ints(0, 1), token_ids, table, *rows, PAGE, **out)
+    prepare_inputs(ints(2), ints(0, 1), ints(0, 1), token_ids, table, *rows, PAGE, 1, **out)
     assert out["input_ids"].item() == 400 + position
     assert out["slot_mapping"].item() == 77 * PAGE + position % PAGE
     assert block_table[0, position // PAGE].item() == 77
@@ -69,7 +73,7 @@ def test_page_tables_far_out() -> None:
     cache = torch.randn(78, 2, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(3, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     table[2, :7] = torch.arange(70, 77, dtype=torch.int32, device="cuda")
-    batch = (ints(0, 1, 2, 3), ints(0, 0, position))
+    batch = (ints(0, 1, 2, 3), ints(0, 0, 1), ints(0, 0, position))
     small = table[:, :8].contiguous()
     expected = triton_attention(q, cache, *batch, small, DIM**-0.5, 0, 1)
     assert torch.equal(triton_attention(q, cache, *batch, table, DIM**-0.5, 0, 1), expected)

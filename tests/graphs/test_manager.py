@@ -48,8 +48,8 @@ def test_decodes_without_a_graph_of_their_own_use_a_mixed_one() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_uniform_batches_pad_requests_and_tokens_together(query_len: int) -> None:
-    manager = CudaGraphManager(CpuDevice(), M.FULL_DECODE_ONLY, (1, 3, 6, 8, 12), 8, query_len=query_len)
-    assert manager.descriptors
+    manager = CudaGraphManager(CpuDevice(), M.FULL_DECODE_ONLY, (1, 3, 6, 8, 12), 8, query_lens=(query_len,))
+    assert [desc.num_reqs for desc in manager.descriptors] == [1, 3, 6, 8]
     for desc in manager.descriptors:
         assert desc.num_tokens == desc.num_reqs * query_len
 

@@ -41,6 +41,7 @@ def make_context(device: SimDevice, caches: list[Tensor], query_len: int) -> Att
         max_query_len=query_len,
         query_start_loc=one,
         query_start_loc_cpu=np.array([0, query_len], dtype=np.int32),
+        query_lens=one[:1],
         seq_lens=one[:1],
         seq_lens_cpu_upper_bound=np.array([4], dtype=np.int32),
         block_table=one.unsqueeze(0),

@@ -45,6 +45,7 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     from tests.kernels.triton_cases import CASES
     from tests.kernels.triton_check import prepared
     from tests.sampling.triton_cases import CASES as SAMPLING_CASES
+    from tests.speculate.triton_cases import CASES as SPECULATE_CASES
 
     triton.runtime.driver.set_active(_AbsentGpu(capability))
     failures = []
@@ -56,7 +57,7 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             raise MemoryError(f"{kernel.metadata.shared} bytes of shared memory")
 
     JITFunction.run = compile_only
-    for case in (*CASES, *SAMPLING_CASES):
+    for case in (*CASES, *SAMPLING_CASES, *SPECULATE_CASES):
         args, _ = prepared(case.args(), dtype, "cpu")
         try:
             with interpreted():  # takes the Triton path on a CPU's tensors; nothing is interpreted here

@@ -16,7 +16,8 @@ PAGE = 4
 @settings(max_examples=60, deadline=None)
 @given(
     lens=st.lists(
-        st.tuples(st.integers(1, 9) | st.integers(10, 150), st.integers(0, 21), st.integers(0, 5)),
+        # (living query tokens, tokens before them, how far the bound is above, tokens that are not alive)
+        st.tuples(st.integers(1, 9) | st.integers(10, 150), st.integers(0, 21), st.integers(5, 9), st.integers(0, 4)),
         min_size=1,
         max_size=8,
     ),
@@ -28,7 +29,7 @@ PAGE = 4
     seed=st.integers(0, 1000),
 )
 def test_equals_the_definition(
-    lens: list[tuple[int, int, int]],
+    lens: list[tuple[int, int, int, int]],
     head_dim: int,
     heads: tuple[int, int],
     window: int,
@@ -45,22 +46,24 @@ def test_equals_the_definition(
     page_ids = (torch.randperm(n * max_pages) + 1).view(n, max_pages).int()
     cache = torch.full((n * max_pages + 1, 2, num_kv_heads, PAGE, head_dim), torch.nan, dtype=dtype)
     cache[0] = 0.0  # the null page
-    seq_lens = [query + before for query, before, _ in lens]
+    seq_lens = [query + before for query, before, _, _ in lens]
     for i, seq_len in enumerate(seq_lens):
         for pos in range(seq_len):
             cache[page_ids[i, pos // PAGE], :, :, pos % PAGE] = torch.randn(2, num_kv_heads, head_dim)
-    bounds = torch.tensor([s + slack for s, (_, _, slack) in zip(seq_lens, lens, strict=True)], dtype=torch.int32)
+    bounds = torch.tensor([s + slack for s, (_, _, slack, _) in zip(seq_lens, lens, strict=True)], dtype=torch.int32)
     exact = torch.tensor(seq_lens, dtype=torch.int32)
     if dead:
         exact[n // 2] = 0
-    starts = torch.tensor([0, *(query for query, _, _ in lens)]).cumsum(0).int()
+    starts = torch.tensor([0, *(query + more for query, _, _, more in lens)]).cumsum(0).int()
+    query_lens = torch.tensor([query for query, _, _, _ in lens], dtype=torch.int32)
     q = torch.randn(int(starts[-1]), num_heads, head_dim, dtype=dtype)
     common = CommonAttentionMetadata(
         num_reqs=n,
         num_actual_tokens=len(q),
-        max_query_len=max(query for query, _, _ in lens),
+        max_query_len=max(query + more for query, _, _, more in lens),
         query_start_loc=starts,
         query_start_loc_cpu=starts.numpy(),
+        query_lens=query_lens,
         seq_lens=exact,
         seq_lens_cpu_upper_bound=bounds.numpy(),
         block_table=page_ids,
@@ -69,7 +72,8 @@ def test_equals_the_definition(
     backend = CpuBackend(PAGE, in_place, head_dim)
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
     out = backend.run(layer, q, cache, backend.build(common))
-    expected = paged_attention(q, cache, starts, exact, page_ids, 0.3, window)
-    alive = torch.repeat_interleave(exact > 0, starts.diff())
+    expected = paged_attention(q, cache, starts, query_lens, exact, page_ids, 0.3, window)
+    owner = torch.repeat_interleave(torch.arange(n), starts.diff())
+    alive = (exact[owner] > 0) & (torch.arange(len(q)) - starts[owner] < query_lens[owner])
     tolerance = 1e-5 if in_place else 1e-10
     torch.testing.assert_close(out[alive], expected[alive], rtol=tolerance, atol=tolerance)

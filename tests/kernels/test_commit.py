@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.commit import commit
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
 from slipstream.types import RowStatus
 
-ROWS, MAX_LEN, STOPS = 5, 8, 3
+ROWS, MAX_LEN, STOPS, WIDTH = 5, 12, 3, 4
 SCRATCH = ROWS - 1
 
 
@@ -22,25 +22,39 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     tokens = [draw(1, MAX_LEN - 1) for _ in range(ROWS)]
     computed = [draw(0, n - 1) for n in tokens]
     limits = [draw(tokens[r] + 1, MAX_LEN) for r in range(ROWS)]
+    drafts = [draw(0, 3) for _ in range(ROWS)]
     status = [data.draw(st.sampled_from([0, 0, 0, int(RowStatus.STOPPED)])) for _ in range(ROWS)]
     status[SCRATCH] = int(RowStatus.INERT)
     stops = [[draw(-1, 5) for _ in range(STOPS)] for _ in range(ROWS)]
-    query = [draw(1, tokens[r] - computed[r]) for r in batch]
-    sampled = [draw(0, 5) for _ in range(len(batch) + padding)]
-    failed = [data.draw(st.booleans()) if i < len(batch) else False for i in range(len(sampled))]
+    known = [draw(1, tokens[r] - computed[r]) for r in batch]
+    # Of a row that reaches its end: places for drafts, drafts that are there, drafts that were accepted.
+    places = [draw(0, WIDTH - 1) if computed[r] + n == tokens[r] else 0 for r, n in zip(batch, known, strict=True)]
+    there = [draw(0, n) for n in places]
+    accepted = [draw(0, n) for n in there]
+    new_ids = [[draw(0, 5) for _ in range(WIDTH)] for _ in range(len(batch) + padding)]
+    failed = [data.draw(st.integers(0, 3)) == 0 and i < len(batch) for i in range(len(new_ids))]
     history = torch.randint(10, 99, (ROWS, MAX_LEN), dtype=torch.int32)
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
     device = {"token_ids": history.clone(), "num_computed": ints(computed), "num_tokens": ints(tokens)}
-    device |= {"status": ints(status), "out": torch.full((len(sampled), 2), 77, dtype=torch.int32)}
-    starts = torch.tensor([0, *query, *[0] * padding]).cumsum(0).int()
+    device |= {"num_drafts": ints(drafts), "status": ints(status)}
+    device["out"] = torch.full((len(new_ids), NUM_HEADER_COLUMNS + WIDTH), 77, dtype=torch.int32)
+    planned = [a + b for a, b in zip(known, places, strict=True)]
+    alive = [a + b if status[r] == 0 else 0 for r, a, b in zip(batch, known, there, strict=True)]
+
+    def starts(counts: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
+
     commit(
-        torch.tensor(sampled),
+        ints([t for row in new_ids for t in row]).view(-1, WIDTH),
+        ints([*accepted, *[0] * padding]),
         torch.tensor(failed),
         ints([*batch, *[SCRATCH] * padding]),
-        starts,
+        starts(planned),
+        starts([n + 1 for n in places]),
+        ints([*alive, *[0] * padding]),
         ints([s for row in stops for s in row]).view(ROWS, STOPS),
         ints(limits),
         **device,
@@ -48,24 +62,32 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
 
     expected_out = []
     for i, row in enumerate(batch):
-        new = -1
+        taken: list[int] = []
+        num_checked = num_accepted = 0
         if status[row] == RowStatus.RUNNING:
-            computed[row] += query[i]
+            drafts[row] = 0
+            computed[row] += known[i]
             if computed[row] == tokens[row]:
+                num_checked = there[i]
                 if failed[i]:
                     status[row] = int(RowStatus.ERROR)
-                else:
-                    new = sampled[i]
-                    history[row, tokens[row]] = new
+                for idx in range(0 if failed[i] else accepted[i] + 1):
+                    taken.append(new_ids[i][idx])
+                    history[row, tokens[row]] = taken[-1]
                     tokens[row] += 1
-                    if new in stops[row]:
+                    num_accepted += idx < accepted[i]
+                    if taken[-1] in stops[row]:
                         status[row] = int(RowStatus.STOPPED)
-                    elif tokens[row] >= limits[row]:
+                        break
+                    if tokens[row] >= limits[row]:
                         status[row] = int(RowStatus.LENGTH)
-        expected_out.append([new, status[row]])
-    expected_out += [[-1, int(RowStatus.INERT)]] * padding
+                        break
+                computed[row] += max(0, len(taken) - 1)
+        expected_out.append([status[row], num_checked, num_accepted, *taken, *[-1] * (WIDTH - len(taken))])
+    expected_out += [[int(RowStatus.INERT), 0, 0, *[-1] * WIDTH]] * padding
     assert device["out"].tolist() == expected_out
     assert device["num_computed"].tolist() == computed
     assert device["num_tokens"].tolist() == tokens
+    assert device["num_drafts"].tolist() == drafts
     assert device["status"].tolist() == status
     assert torch.equal(device["token_ids"], history)

@@ -39,6 +39,7 @@ def step(backend: CpuBackend, kv_caches: list[torch.Tensor]) -> AttentionContext
         max_query_len=max(QUERY_LENS),
         query_start_loc=torch.from_numpy(starts),
         query_start_loc_cpu=starts,
+        query_lens=torch.tensor(QUERY_LENS, dtype=torch.int32),
         seq_lens=torch.from_numpy(lens),
         seq_lens_cpu_upper_bound=lens,
         block_table=table,

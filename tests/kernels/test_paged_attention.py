@@ -56,10 +56,16 @@ def test_equals_contiguous_attention(
         seq_lens.append(seq_len)
         wanted.append(expected_attention(q, k, v, 0.3, window) if num_query else q)
     starts = torch.tensor([0, *torch.tensor([n for n, _ in lens]).cumsum(0)], dtype=torch.int32)
-    out = paged_attention(
-        torch.cat(queries), cache, starts, torch.tensor(seq_lens, dtype=torch.int32), page_ids.int(), 0.3, window
-    )
+    lengths = (starts.diff(), torch.tensor(seq_lens, dtype=torch.int32))
+    out = paged_attention(torch.cat(queries), cache, starts, *lengths, page_ids.int(), 0.3, window)
     torch.testing.assert_close(out, torch.cat(wanted), rtol=1e-10, atol=1e-10)
+
+    # Each with two more tokens that are not alive.
+    more = torch.cat([torch.cat([q, torch.full((2, num_heads, head_dim), torch.nan)]) for q in queries])
+    later = starts + 2 * torch.arange(len(starts)).int()
+    out = paged_attention(more, cache, later, *lengths, page_ids.int(), 0.3, window)
+    padded = torch.cat([torch.cat([w, torch.zeros(2, num_heads, head_dim)]) for w in wanted])
+    torch.testing.assert_close(out, padded.double(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -67,5 +73,5 @@ def test_rows_that_do_not_run_give_zero(dtype: torch.dtype) -> None:
     cache = torch.full((3, 2, 1, PAGE, 8), torch.nan, dtype=dtype)
     q = torch.randn(2, 2, 8, dtype=dtype)
     starts, seq_lens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
-    out = paged_attention(q, cache, starts, seq_lens, torch.zeros(2, 1, dtype=torch.int32), 1.0, 0)
+    out = paged_attention(q, cache, starts, seq_lens + 1, seq_lens, torch.zeros(2, 1, dtype=torch.int32), 1.0, 0)
     assert torch.equal(out, torch.zeros_like(q))

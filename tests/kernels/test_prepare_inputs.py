@@ -7,92 +7,92 @@ from hypothesis import strategies as st
 from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.types import RowStatus
 
-PAGE, MAX_PAGES, MAX_LEN, ROWS = 4, 5, 20, 6
+PAGE, MAX_PAGES, MAX_LEN, ROWS, MOST_DRAFTS = 4, 5, 20, 6, 3
 SCRATCH = ROWS - 1
 POISON = 0x7FF17FF1
 
 
-@settings(max_examples=60, deadline=None)
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def starts_of(counts: list[int], num_padding: int) -> torch.Tensor:
+    starts = [0]
+    for n in counts:
+        starts.append(starts[-1] + n)
+    return ints(starts + [starts[-1]] * num_padding)
+
+
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
-    rows = data.draw(st.permutations(range(SCRATCH)))[: data.draw(st.integers(1, SCRATCH))]
-    query_lens = [data.draw(st.integers(1, 6)) for _ in rows]
-    padded_reqs = data.draw(st.integers(len(rows), ROWS))
-    padded_tokens = sum(query_lens) + data.draw(st.integers(0, 4))
-    computed, tokens = [0] * ROWS, [0] * ROWS
+    def draw(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    rows = data.draw(st.permutations(range(SCRATCH)))[: draw(1, SCRATCH)]
+    pad_reqs = draw(0, ROWS - len(rows))
+    computed, tokens, drafts = [0] * ROWS, [0] * ROWS, [0] * ROWS
     status = [int(RowStatus.INERT)] * ROWS
-    for row, query_len in zip(rows, query_lens, strict=True):
-        computed[row] = data.draw(st.integers(0, MAX_LEN - query_len))
-        tokens[row] = data.draw(st.integers(computed[row] + query_len, MAX_LEN))
+    known, places = [], []  # of each request: known tokens in the step, places for drafts behind them
+    for row in rows:
+        known.append(draw(1, 6))
+        computed[row] = draw(0, MAX_LEN - MOST_DRAFTS - known[-1])
+        reaches_end = data.draw(st.booleans())
+        tokens[row] = computed[row] + known[-1] if reaches_end else draw(computed[row] + known[-1] + 1, MAX_LEN)
+        places.append(draw(0, MOST_DRAFTS) if reaches_end else 0)
+        drafts[row] = draw(0, MOST_DRAFTS)
         status[row] = data.draw(st.sampled_from([RowStatus.RUNNING, RowStatus.RUNNING, RowStatus.STOPPED]))
     token_ids = torch.randint(1, 1000, (ROWS, MAX_LEN), dtype=torch.int32)
     page_table = torch.randint(1, 50, (ROWS, MAX_PAGES), dtype=torch.int32)
     page_table[SCRATCH] = 0
+    planned = [a + b for a, b in zip(known, places, strict=True)]
+    num_tokens, num_logits = sum(planned) + draw(0, 4), len(rows) + sum(places) + draw(0, 4)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, POISON, dtype=dtype)
 
     out = {
-        "input_ids": buffer(padded_tokens),
-        "positions": buffer(padded_tokens, dtype=torch.int64),
-        "slot_mapping": buffer(padded_tokens, dtype=torch.int64),
-        "seq_lens": buffer(padded_reqs),
-        "last_token_indices": buffer(padded_reqs, dtype=torch.int64),
-        "block_table": buffer(padded_reqs, MAX_PAGES),
+        "input_ids": buffer(num_tokens),
+        "positions": buffer(num_tokens, dtype=torch.int64),
+        "slot_mapping": buffer(num_tokens, dtype=torch.int64),
+        "query_lens": buffer(len(rows) + pad_reqs),
+        "seq_lens": buffer(len(rows) + pad_reqs),
+        "block_table": buffer(len(rows) + pad_reqs, MAX_PAGES),
+        "logit_indices": buffer(num_logits, dtype=torch.int64),
+        "logit_rows": buffer(num_logits),
+        "logit_positions": buffer(num_logits),
+        "logit_drafts": buffer(num_logits),
     }
-    starts = [0]
-    for n in query_lens:
-        starts.append(starts[-1] + n)
-    starts += [starts[-1]] * (padded_reqs - len(rows))
     prepare_inputs(
-        torch.tensor([*rows, *[SCRATCH] * (padded_reqs - len(rows))], dtype=torch.int32),
-        torch.tensor(starts, dtype=torch.int32),
-        token_ids,
-        page_table,
-        torch.tensor(computed, dtype=torch.int32),
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor(status, dtype=torch.int32),
-        PAGE,
+        *(ints([*rows, *[SCRATCH] * pad_reqs]), starts_of(planned, pad_reqs)),
+        *(starts_of([n + 1 for n in places], pad_reqs), token_ids, page_table),
+        *(ints(computed), ints(tokens), ints(drafts), ints(status), PAGE, MOST_DRAFTS + 1),
         **out,
     )
 
-    ids, positions, slots, seq_lens, last = [], [], [], [], []
-    for row, query_len in zip(rows, query_lens, strict=True):
+    wanted: dict[str, list[int]] = {name: [] for name in out}
+    for row, num_known, num_places in zip(rows, known, places, strict=True):
         runs = status[row] == RowStatus.RUNNING
-        for offset in range(query_len):
-            pos = computed[row] + offset if runs else 0
-            ids.append(int(token_ids[row, pos]) if runs else 0)
-            positions.append(pos)
-            slots.append(int(page_table[row, pos // PAGE]) * PAGE + pos % PAGE if runs else -1)
-        seq_lens.append(computed[row] + query_len if runs else 0)
-        last.append(len(ids) - 1)
-    pad_tokens, pad_reqs = padded_tokens - len(ids), padded_reqs - len(rows)
+        num_drafts = min(drafts[row], num_places) if runs else 0
+        alive = num_known + num_drafts if runs else 0
+        for offset in range(num_known + num_places):
+            pos, is_alive = computed[row] + offset, offset < alive
+            if offset >= num_known - 1:
+                behind = offset - (num_known - 1)
+                is_draft = behind < num_drafts
+                wanted["logit_indices"].append(len(wanted["input_ids"]))
+                wanted["logit_rows"].append(row)
+                wanted["logit_positions"].append(tokens[row] + min(behind, num_drafts))
+                wanted["logit_drafts"].append(int(token_ids[row, pos + 1]) if is_draft else -1)
+            wanted["input_ids"].append(int(token_ids[row, pos]) if is_alive else 0)
+            wanted["positions"].append(pos if is_alive else 0)
+            wanted["slot_mapping"].append(int(page_table[row, pos // PAGE]) * PAGE + pos % PAGE if is_alive else -1)
+        wanted["query_lens"].append(alive)
+        wanted["seq_lens"].append(computed[row] + alive if runs else 0)
     # Law 6: a graph's inputs are full up to the padded size.
-    assert out["input_ids"].tolist() == ids + [0] * pad_tokens
-    assert out["positions"].tolist() == positions + [0] * pad_tokens
-    assert out["slot_mapping"].tolist() == slots + [-1] * pad_tokens
-    assert out["seq_lens"].tolist() == seq_lens + [0] * pad_reqs
-    assert out["last_token_indices"].tolist() == last + [0] * pad_reqs
+    padding = {"slot_mapping": -1, "logit_rows": SCRATCH, "logit_drafts": -1}
+    for name, values in wanted.items():
+        if name != "block_table":
+            assert out[name].tolist() == values + [padding.get(name, 0)] * (len(out[name]) - len(values)), name
     assert torch.equal(out["block_table"][: len(rows)], page_table[list(rows)])
     assert not out["block_table"][len(rows) :].any()
-
-
-def test_tokens_beyond_the_known_ones_are_dead() -> None:
-    """A row that has fewer tokens than the plan assumed computes nothing for the rest."""
-    out = [torch.zeros(3, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int64)]
-    per_req = [torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)]
-    ones = torch.ones(2, dtype=torch.int32)
-    prepare_inputs(
-        torch.tensor([0], dtype=torch.int32),
-        torch.tensor([0, 3], dtype=torch.int32),
-        torch.arange(10, dtype=torch.int32).view(2, 5) + 100,
-        torch.tensor([[9, 8], [0, 0]], dtype=torch.int32),
-        ones,  # one token computed
-        ones * 3,  # three known
-        ones * 0,
-        4,
-        *out,
-        *per_req,
-        torch.zeros(1, 2, dtype=torch.int32),
-    )
-    assert [t.tolist() for t in out] == [[101, 102, 0], [1, 2, 0], [37, 38, -1]]

@@ -40,6 +40,7 @@ def test_a_request_does_not_depend_on_its_batch(name: str) -> None:
             **args,
             "q": args["q"][i * query_len : (i + 1) * query_len],
             "query_start_loc": torch.tensor([0, query_len], dtype=torch.int32),
+            "query_lens": args["query_lens"][i : i + 1],
             "seq_lens": args["seq_lens"][i : i + 1],
             "block_table": args["block_table"][i : i + 1],
         }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.commit import commit
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
 from slipstream.kernels.geglu import geglu
 from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
@@ -79,7 +79,7 @@ def _rope() -> Iterator[Case]:
 
 
 def _rows(num_rows: int, max_len: int) -> dict[str, Tensor]:
-    num_tokens = torch.randint(2, max_len - 1, (num_rows,), dtype=torch.int32)
+    num_tokens = torch.randint(2, max_len - 6, (num_rows,), dtype=torch.int32)
     status = torch.full((num_rows,), int(RowStatus.RUNNING), dtype=torch.int32)
     status[torch.rand(num_rows) < 0.3] = int(RowStatus.STOPPED)
     status[-1] = int(RowStatus.INERT)
@@ -87,8 +87,13 @@ def _rows(num_rows: int, max_len: int) -> dict[str, Tensor]:
         "token_ids": torch.randint(1, 999, (num_rows, max_len), dtype=torch.int32),
         "num_computed": (num_tokens * torch.rand(num_rows)).int(),
         "num_tokens": num_tokens,
+        "num_drafts": torch.randint(0, 5, (num_rows,), dtype=torch.int32),
         "status": status,
     }
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return _ints([0, *counts.cumsum(0).tolist()])
 
 
 def _batch(num_rows: int, num_reqs: int, num_padding: int) -> Tensor:
@@ -101,47 +106,62 @@ def _prepare() -> Iterator[Case]:
         def args(n: int = num_reqs, pad: int = num_padding, spare: int = spare_tokens, p: int = max_pages) -> Any:
             rows = _rows(9, p * 4)
             batch = _batch(9, n, pad)
-            query = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
-            query[n:] = 0
-            starts = _ints([0, *query.cumsum(0).tolist()])
-            total = int(starts[-1]) + spare
+            known = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
+            places = torch.randint(0, 4, (n + pad,)) * (torch.rand(n + pad) < 0.7)
+            known[n:], places[n:] = 0, 0
+            logits = places + (torch.arange(n + pad) < n)
+            starts, total = _starts(known + places), int((known + places).sum()) + spare
+            num_logits = int(logits.sum()) + min(spare, 5)
             return rows | {
                 "batch_rows": batch,
                 "query_start_loc": starts,
+                "logit_start_loc": _starts(logits),
+                "max_logits": 5,
                 "page_table": torch.randint(1, 5000, (9, p), dtype=torch.int32),
                 "page_size": 4,
                 "input_ids": poisoned(total),
                 "positions": poisoned(total, dtype=torch.int64),
                 "slot_mapping": poisoned(total, dtype=torch.int64),
+                "query_lens": poisoned(n + pad),
                 "seq_lens": poisoned(n + pad),
-                "last_token_indices": poisoned(n + pad, dtype=torch.int64),
                 "block_table": poisoned(n + pad, p),
+                "logit_indices": poisoned(num_logits, dtype=torch.int64),
+                "logit_rows": poisoned(num_logits),
+                "logit_positions": poisoned(num_logits),
+                "logit_drafts": poisoned(num_logits),
             }
 
         yield Case(f"prepare_inputs-{num_reqs}+{num_padding}", prepare_inputs, args)
 
 
 def _commit() -> Iterator[Case]:
-    for num_reqs, num_padding in ((1, 0), (6, 3)):
+    for num_reqs, num_padding, width in ((1, 0, 1), (6, 3, 1), (6, 3, 2), (6, 3, 5)):
 
-        def args(n: int = num_reqs, pad: int = num_padding) -> dict[str, Any]:
+        def args(n: int = num_reqs, pad: int = num_padding, w: int = width) -> dict[str, Any]:
             rows = _rows(9, 40)
             batch = _batch(9, n, pad)
             missing = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
-            query = torch.where(torch.rand(n + pad) < 0.6, missing, missing - 1)  # some draw, some are chunks
-            query[n:] = 0
+            draws = torch.rand(n + pad) < 0.6  # the others are chunks
+            known = torch.where(draws, missing, missing - 1)
+            places = torch.randint(0, w, (n + pad,)) * draws
+            known[n:], places[n:] = 0, 0
+            there = (places * torch.rand(n + pad)).round().int()
+            runs = rows["status"][batch.long()] == RowStatus.RUNNING
             return rows | {
-                "sampled_ids": torch.randint(0, 6, (n + pad,)),
+                "new_ids": torch.randint(0, 6, (n + pad, w), dtype=torch.int32 if w > 1 else torch.int64),
+                "num_accepted": (there * torch.rand(n + pad)).round().int(),
                 "failed": torch.rand(n + pad) < 0.2,
                 "batch_rows": batch,
-                "query_start_loc": _ints([0, *query.cumsum(0).tolist()]),
+                "query_start_loc": _starts(known + places),
+                "logit_start_loc": _starts(places + (torch.arange(n + pad) < n)),
+                "query_lens": torch.where(runs, known + there, 0).int(),
                 "stop_ids": torch.randint(-1, 9, (9, 3), dtype=torch.int32),
                 "max_total": rows["num_tokens"] + torch.randint(1, 4, (9,), dtype=torch.int32),
-                "out": poisoned(n + pad, 2),
+                "out": poisoned(n + pad, NUM_HEADER_COLUMNS + w),
             }
 
         for run in range(3):
-            yield Case(f"commit-{num_reqs}+{num_padding}-{run}", commit, args)
+            yield Case(f"commit-{num_reqs}+{num_padding}-{width}-{run}", commit, args)
 
 
 class _Shape(NamedTuple):
@@ -155,6 +175,7 @@ class _Shape(NamedTuple):
     num_padding: int = 0  # requests; in a uniform batch tokens too
     query_len: int = 0  # of a uniform batch
     spare_tokens: int = 0
+    num_dead: tuple[int, ...] = ()  # of each request's query tokens, the last so many are not alive
 
 
 _ATTENTION = {
@@ -165,6 +186,9 @@ _ATTENTION = {
     "decode-odd-head": _Shape([1, 1], [90, 31], query_len=1, head_dim=24, heads=9, kv_heads=3),
     "verify": _Shape([4, 4, 4], [4, 129, 600], query_len=4, heads=6),
     "verify-window-padded": _Shape([3, 3], [200, 77], query_len=3, window=64, num_padding=1),
+    "verify-few-drafts": _Shape([4, 4, 4], [1, 129, 602], query_len=4, heads=6, num_padding=1, num_dead=(3, 0, 2)),
+    "verify-window-few-drafts": _Shape([3, 3], [200, 76], query_len=3, window=64, num_dead=(0, 1)),
+    "mixed-few-drafts": _Shape([4, 40, 4], [90, 100, 3], num_padding=1, spare_tokens=3, num_dead=(2, 0, 3)),
     "prefill": _Shape([70, 33], [70, 33]),
     "mixed": _Shape([1, 40, 1, 7], [90, 100, 3, 7], heads=6, kv_heads=2, head_dim=32, page_size=16),
     "mixed-dead-and-padded": _Shape([1, 9, 5, 2], [50, 0, 80, 2], num_padding=3, spare_tokens=6),
@@ -200,6 +224,15 @@ def _attention() -> Iterator[Case]:
                 "q": Real(torch.randn(num_tokens, s.heads, s.head_dim)),
                 "kv_cache": Real(cache),
                 "query_start_loc": torch.cat([starts, starts[-1:].repeat(s.num_padding)]),
+                "query_lens": _ints(
+                    [
+                        *(
+                            n - dead
+                            for n, dead in zip(s.query_lens, s.num_dead or [0] * len(s.query_lens), strict=True)
+                        ),
+                        *[0] * s.num_padding,
+                    ]
+                ),
                 "seq_lens": _ints([*s.seq_lens, *[0] * s.num_padding]),
                 "block_table": table,
                 "scale": s.head_dim**-0.5,

@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream.config import EngineOptions, speculation_of
 from slipstream.errors import ModelError
-from slipstream.models.hub import ALIASES, DEFAULT_MODEL, list_models, resolve_model
+from slipstream.models.hub import ALIASES, DEFAULT_MODEL, list_models, resolve_model, resolve_models
 
 from .fake_index import CONTENT, FakeIndex, count_hashes, fake_pip
 
@@ -315,3 +317,30 @@ def test_resolving_a_local_model_needs_no_heavy_imports() -> None:
     code = f"import sys, slipstream.models.hub; print({heavy})"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"speculate": "draft_model", "draft_model": "~/draft"},
+        {"speculative_config": {"model": "~/draft", "num_speculative_tokens": 2}},
+    ],
+)
+def test_the_draft_model_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    before = EngineOptions(model="~/target", **words)
+    options = resolve_models(before)
+    assert options.model == str(tmp_path / "target")
+    speculative, wanted = speculation_of(options), speculation_of(before)
+    assert speculative is not None and wanted is not None
+    assert speculative == replace(wanted, model=str(tmp_path / "draft"))
+
+
+def test_without_a_draft_model_there_is_one_to_find(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for words in ({}, {"speculate": "ngram"}, {"speculative_config": {"model": "ngram"}}):
+        options = EngineOptions(model=str(tmp_path), **words)  # type: ignore[arg-type]
+        assert resolve_models(options) == options

@@ -29,6 +29,7 @@ def all_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
         max_query_len=n,
         query_start_loc=torch.tensor([0, n], dtype=torch.int32),
         query_start_loc_cpu=torch.tensor([0, n], dtype=torch.int32).numpy(),
+        query_lens=torch.tensor([n], dtype=torch.int32),
         seq_lens=torch.tensor([n], dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.tensor([n], dtype=torch.int32).numpy(),
         block_table=torch.arange(1, num_pages + 1, dtype=torch.int32).unsqueeze(0),

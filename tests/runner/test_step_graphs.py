@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from slipstream.attention.backend import Caps
-from slipstream.config import resolve
 from slipstream.device.sim import SimDevice
-from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.runner.step_graphs import usable_mode
+from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from tests.engine.drive import make_request
-from tests.sim.world import MODEL_CONFIG, World
+from tests.sim.world import World
 
 M = CUDAGraphMode
 
@@ -51,9 +49,10 @@ def test_a_decode_step_in_a_graph_is_few_launches() -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_recording_when_idle_does_not_run_the_last_step_again(aborted: bool) -> None:
     """The last step may have had more tokens than the graph, and a row that was ended from outside believes it runs."""
-    world = World(1, {"cudagraph_mode": "full", "max_num_seqs": 4, "max_num_batched_tokens": 48})
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64, "num_gpu_blocks_override": 64}
+    world = World(1, {"cudagraph_mode": "full", **sizes})
     world.device = SimDevice(1)
-    core = world._build(resolve(world.options, world.device.hardware("float64"), MODEL_CONFIG))
+    core = world._build(world.resolve())
     core.add(make_request("r", range(1, 40), 1 if not aborted else 9))
     core.step()
     core.finish("r")

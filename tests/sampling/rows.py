@@ -7,13 +7,13 @@ import torch
 from slipstream.config import EngineOptions, Hardware, resolve
 from slipstream.device.cpu import CpuDevice
 from slipstream.runner.request_state import RequestRows
-from slipstream.sampling.sampler import SamplingNeeds, SamplingRows
+from slipstream.sampling.sampler import Positions, SamplingNeeds, SamplingRows
 from slipstream.types import Request, RowInit, SamplingParams
 from tests.test_config import MODEL
 
 
-def make_rows(requests: list[Request], histories: list[list[int]]) -> tuple[SamplingRows, torch.Tensor, SamplingNeeds]:
-    """Rows that hold the requests in reverse order, the batch that selects them, and what the batch needs."""
+def make_rows(requests: list[Request], histories: list[list[int]]) -> tuple[SamplingRows, Positions, SamplingNeeds]:
+    """Rows that hold the requests in reverse order, what selects them in order, and what the batch needs."""
     options = EngineOptions(max_num_seqs=len(requests), max_model_len=128, max_num_batched_tokens=512)
     rows = RequestRows(resolve(options, Hardware("cpu", 2**30, True), MODEL), CpuDevice())
     needs = SamplingNeeds()
@@ -21,7 +21,8 @@ def make_rows(requests: list[Request], histories: list[list[int]]) -> tuple[Samp
         rows.stage_init(RowInit(len(requests) - 1 - i, request, history, 0))
         rows.flush()
         needs |= SamplingNeeds.of(request)
-    return rows.sampling, torch.arange(len(requests) - 1, -1, -1, dtype=torch.int32), needs
+    order = torch.arange(len(requests) - 1, -1, -1, dtype=torch.int32)
+    return rows.sampling, Positions(order, rows.num_tokens[order]), needs
 
 
 def make_request(prompt: list[int], bad_word_ids: tuple[tuple[int, ...], ...] = (), **params: object) -> Request:

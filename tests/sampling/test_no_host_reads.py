@@ -32,8 +32,8 @@ LOGITS = floats(3, 100)
 CALLS: dict[str, Callable[[], Tensor]] = {
     "mask": lambda: apply_mask(LOGITS, ints(3, 4)),
     "logit_bias": lambda: apply_logit_bias(LOGITS, ints(3), ints(8), ints(8, 5), floats(8, 5)),
-    "bad_words": lambda: ban_bad_words(LOGITS, ints(3), ints(8, 40), ints(8), ints(8), ints(8, 4, 3)),
-    "min_tokens": lambda: hold_back_stops(LOGITS, ints(3), ints(8), ints(8), ints(8, 2)),
+    "bad_words": lambda: ban_bad_words(LOGITS, ints(3), ints(8, 40), ints(3), ints(8), ints(8, 4, 3)),
+    "min_tokens": lambda: hold_back_stops(LOGITS, ints(3), ints(3), ints(8), ints(8, 2)),
     "temperature": lambda: apply_temperature(LOGITS, floats(3)),
     "min_p": lambda: apply_min_p(LOGITS, floats(3)),
     "logprobs": lambda: pack_logprobs(LOGITS, ints(3).long()),

@@ -20,7 +20,7 @@ from transformers import (
 
 from slipstream.sampling.gumbel import gumbel_noise
 from slipstream.sampling.min_p import apply_min_p
-from slipstream.sampling.sampler import SamplingNeeds, process, sample
+from slipstream.sampling.sampler import Positions, SamplingNeeds, process, sample
 from slipstream.types import Request
 from tests.sampling.rows import make_request, make_rows
 
@@ -74,13 +74,13 @@ def random_request(rng: random.Random, names: list[str]) -> tuple[Request, list[
 
 def check(cases: list[tuple[Request, list[int]]], seed: int) -> None:
     logits = torch.randn(len(cases), VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
-    rows, batch_rows, needs = make_rows([c[0] for c in cases], [c[1] for c in cases])
-    noise = gumbel_noise(rows.seeds, rows.num_tokens, rows.choice, VOCAB)
-    found = process(logits, rows, batch_rows, needs, mask=None)
-    token_ids = sample(logits, rows, batch_rows, needs).token_ids
+    rows, at, needs = make_rows([c[0] for c in cases], [c[1] for c in cases])
+    noise = gumbel_noise(rows.seeds[at.rows], at.positions, rows.choice[at.rows], VOCAB)
+    found = process(logits, rows, at, needs, mask=None)
+    token_ids = sample(logits, rows, at, needs).token_ids
     for i, (request, history) in enumerate(cases):
         expected = expected_logits(logits[i], request, history)
-        assert token_ids[i] == (expected + noise[batch_rows[i]] * bool(request.params.temperature)).argmax()
+        assert token_ids[i] == (expected + noise[i] * bool(request.params.temperature)).argmax()
         if not request.params.temperature:
             continue  # a greedy row may be cut by top-k and its like, which does not touch its argmax
         assert torch.equal(torch.isfinite(found[i]), torch.isfinite(expected)), request.params
@@ -106,23 +106,24 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
     rng = random.Random(3)
     cases = [random_request(rng, list(PARAMETERS)) for _ in range(8)]
     logits = torch.randn(8, VOCAB, dtype=torch.float64)
-    rows, batch_rows, needs = make_rows([c[0] for c in cases], [c[1] for c in cases])
-    together = sample(logits, rows, batch_rows, needs)
+    rows, at, needs = make_rows([c[0] for c in cases], [c[1] for c in cases])
+    together = sample(logits, rows, at, needs)
     for i in range(8):
-        alone = sample(logits[i : i + 1], rows, batch_rows[i : i + 1], SamplingNeeds.of(cases[i][0]))
+        own = Positions(*(part[i : i + 1] for part in at))
+        alone = sample(logits[i : i + 1], rows, own, SamplingNeeds.of(cases[i][0]))
         assert alone.token_ids[0] == together.token_ids[i]
 
 
 def test_the_mask_decides_what_may_stand_at_a_position() -> None:
     request = make_request([1, 2])
-    rows, batch_rows, needs = make_rows([request], [[1, 2]])
+    rows, at, needs = make_rows([request], [[1, 2]])
     logits = torch.arange(VOCAB, dtype=torch.float64)[None]
     mask = torch.zeros(1, 2, dtype=torch.int32)
     mask[0, 1] = 1 << 3  # token 35
     mask[0, 0] = -(2**31)  # token 31, the sign bit
-    assert sample(logits, rows, batch_rows, needs, mask).token_ids.tolist() == [35]
+    assert sample(logits, rows, at, needs, mask).token_ids.tolist() == [35]
     mask[0, 1] = 0
-    assert sample(logits, rows, batch_rows, needs, mask).token_ids.tolist() == [31]
+    assert sample(logits, rows, at, needs, mask).token_ids.tolist() == [31]
 
 
 def test_a_greedy_batch_needs_nothing() -> None:
@@ -131,12 +132,12 @@ def test_a_greedy_batch_needs_nothing() -> None:
 
 def test_a_history_shorter_than_a_bad_word_does_not_complete_it() -> None:
     request = make_request([1], bad_word_ids=((1, 1, 5),))
-    rows, batch_rows, needs = make_rows([request], [[1]])
+    rows, at, needs = make_rows([request], [[1]])
     logits = torch.zeros(1, VOCAB, dtype=torch.float64)
     logits[0, 5] = 1.0
-    assert sample(logits, rows, batch_rows, needs).token_ids.tolist() == [5]
-    rows, batch_rows, needs = make_rows([request], [[1, 1]])
-    assert sample(logits, rows, batch_rows, needs).token_ids.tolist() != [5]
+    assert sample(logits, rows, at, needs).token_ids.tolist() == [5]
+    rows, at, needs = make_rows([request], [[1, 1]])
+    assert sample(logits, rows, at, needs).token_ids.tolist() != [5]
 
 
 def test_min_p_of_one_keeps_exactly_the_likeliest() -> None:

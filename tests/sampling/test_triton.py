@@ -58,8 +58,9 @@ def test_what_is_drawn_from_equal_logits_is_the_largest_noise() -> None:
     torch.manual_seed(1)
     args = draw_args(torch.zeros(5, 5003), noise=True)
     args["temperature"].fill_(1.0)
-    noise = gumbel_noise(args["seeds"], args["num_tokens"], args["choice"], 5003)
-    assert drawn(args) == noise[args["batch_rows"].long()].argmax(1).tolist()
+    owners = args["batch_rows"].long()
+    noise = gumbel_noise(args["seeds"][owners], args["positions"], args["choice"][owners], 5003)
+    assert drawn(args) == noise.argmax(1).tolist()
 
 
 def test_a_row_does_not_feel_its_neighbours() -> None:
@@ -69,9 +70,11 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
     together = drawn(args)
     order = torch.randperm(6)
     turned = {**args, "logits": logits[order], "batch_rows": args["batch_rows"][order]}
+    turned["positions"] = args["positions"][order]
     assert drawn(turned) == [together[i] for i in order.tolist()]
     for i in range(6):
-        alone = {**args, "logits": logits[i : i + 1], "batch_rows": args["batch_rows"][i : i + 1]}
+        own = {name: args[name][i : i + 1] for name in ("batch_rows", "positions")}
+        alone = {**args, "logits": logits[i : i + 1], **own}
         assert drawn(alone) == together[i : i + 1]
 
 

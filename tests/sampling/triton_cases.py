@@ -39,14 +39,14 @@ def draw_args(logits: Tensor, noise: bool, scaled: bool = False) -> dict[str, An
     num_rows = n + 3
     temperature = torch.rand(num_rows) + 0.2
     temperature[torch.rand(num_rows) < 0.4] = 0.0
-    num_tokens = torch.randint(0, 2**31, (num_rows,), dtype=torch.int32)
-    num_tokens[0] = 2**31 - 1
+    positions = torch.randint(0, 2**31, (n,), dtype=torch.int32)
+    positions[0] = 2**31 - 1
     return {
         "logits": Real(logits),
         "batch_rows": torch.randperm(num_rows)[:n].int(),
         "temperature": temperature,
         "seeds": torch.randint(-(2**31), 2**31, (num_rows, 2)).int(),
-        "num_tokens": num_tokens,
+        "positions": positions,
         "choice": torch.randint(0, 9, (num_rows,), dtype=torch.int32),
         "noise": noise,
         "scaled": scaled,
@@ -127,10 +127,10 @@ def _top_p() -> Iterator[Case]:
 def penalty_args(n: int, vocab_size: int, max_len: int) -> dict[str, Any]:
     num_rows = n + 2
     token_ids = torch.randint(0, vocab_size, (num_rows, max_len), dtype=torch.int32)
-    num_tokens = torch.randint(0, max_len - 9, (num_rows,), dtype=torch.int32)
-    batch_rows = torch.randperm(num_rows)[:n].int()
+    positions = torch.randint(0, max_len - 9, (n,), dtype=torch.int32)
+    batch_rows = torch.randint(0, num_rows, (n,)).int()  # a row may have several: behind its drafts
     # The definition looks as far as the longest row of the batch goes; nobody may look further.
-    token_ids[:, int(num_tokens[batch_rows].max()) :] = POISON << 16
+    token_ids[:, int(positions.max()) :] = POISON << 16
     repetition = torch.rand(num_rows) + 0.6
     frequency, presence = torch.randn(2, num_rows)
     for factor, off in ((repetition, 1.0), (frequency, 0.0), (presence, 0.0)):
@@ -139,8 +139,8 @@ def penalty_args(n: int, vocab_size: int, max_len: int) -> dict[str, Any]:
         "logits": Real(grid_logits(n, vocab_size)),
         "batch_rows": batch_rows,
         "token_ids": token_ids,
-        "num_tokens": num_tokens,
-        "prompt_len": (num_tokens * torch.rand(num_rows)).int(),
+        "positions": positions,
+        "prompt_len": torch.randint(0, max_len, (num_rows,), dtype=torch.int32),
         "repetition": repetition,
         "frequency": frequency,
         "presence": presence,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -26,14 +26,25 @@ def make(
     pages: int = 40,
     max_len: int = 64,
     caching: bool = True,
+    num_drafts: int = 0,
+    own_keys: bool = False,
 ) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs, budget, chunk, max_len, prefix_caching=caching)
+    config = SchedulerConfig(
+        *(max_num_seqs, max(budget, max_num_seqs * (1 + num_drafts)), chunk, max_len),
+        prefix_caching=caching,
+        num_drafts=num_drafts,
+        num_draft_slots=num_drafts if own_keys else 0,
+        drafts_in_pages=own_keys,
+    )
     return Scheduler(config, CacheConfig(page_size=4, num_pages=pages + 1))
 
 
-def request(name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0) -> Request:
+def request(
+    name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0, max_k: int | None = None
+) -> Request:
     tokens = prompt if isinstance(prompt, list) else [ord(name[0])] * prompt
-    return Request(name, tuple(tokens), PARAMS, (STOP_ID,), len(tokens) + max_tokens, priority=priority)
+    params = replace(PARAMS, max_k=max_k)
+    return Request(name, tuple(tokens), params, (STOP_ID,), len(tokens) + max_tokens, priority=priority)
 
 
 @dataclass
@@ -41,6 +52,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     limit: int = 0
+    max_drafts: int = 0
     status: RowStatus = RowStatus.INERT
     pages: dict[int, int] = field(default_factory=dict)
 
@@ -58,9 +70,8 @@ class Device:
     def run(self, plan: StepPlan) -> StepResult:
         config = self.scheduler._config
         for init in plan.row_inits:
-            self.rows[init.row] = Row(
-                list(init.token_ids), init.num_computed, init.request.max_total_tokens, RowStatus.RUNNING
-            )
+            limits = (init.request.max_total_tokens, init.request.num_drafts(config.num_drafts))
+            self.rows[init.row] = Row(list(init.token_ids), init.num_computed, *limits, RowStatus.RUNNING)
         for diff in plan.page_diffs:
             self.rows[diff.row].pages.update(enumerate(diff.page_ids, diff.first_idx))
         assert 0 < plan.num_tokens <= config.max_num_batched_tokens
@@ -70,13 +81,15 @@ class Device:
             row = self.rows[scheduled.row]
             tokens.append(self._advance(row, scheduled) if row.status == RowStatus.RUNNING else [])
             statuses.append(row.status)
-        return StepResult(plan, tokens, statuses)
+        return StepResult(plan, tokens, statuses, [0] * len(tokens), [max(0, len(new) - 1) for new in tokens])
 
     def _advance(self, row: Row, scheduled: ScheduledRequest) -> list[int]:
         page_size = self.scheduler.pool.page_size
+        config = self.scheduler._config
         # Law 2: the bound is never below the truth; without drafts it is exact while the row runs.
-        assert scheduled.num_computed_bound == row.computed
-        end = row.computed + scheduled.num_tokens
+        assert scheduled.num_computed_bound >= row.computed
+        assert scheduled.num_computed_bound == row.computed or config.num_drafts
+        end = row.computed + scheduled.num_tokens - scheduled.num_drafts
         assert end <= len(row.tokens), "computes a token that does not exist"
         for position in range(end):
             page_id = row.pages[position // page_size]
@@ -89,13 +102,33 @@ class Device:
         assert scheduled.samples == (row.computed == len(row.tokens))
         if row.computed < len(row.tokens):
             return []
-        new = STOP_ID if self.rng.random() < 0.05 else self.rng.choice([8, 9])
-        row.tokens.append(new)
-        if new == STOP_ID:
-            row.status = RowStatus.STOPPED
-        elif len(row.tokens) >= row.limit:
-            row.status = RowStatus.LENGTH
-        return [new]
+        return self._draw(row, scheduled, end)
+
+    def _draw(self, row: Row, scheduled: ScheduledRequest, end: int) -> list[int]:
+        """One token, and before it as many drafts as chance accepts of those that chance made."""
+        config, page_size = self.scheduler._config, self.scheduler.pool.page_size
+        room = min(scheduled.num_drafts, row.max_drafts, row.limit - len(row.tokens) - 1)
+        num_drafts = self.rng.randint(0, max(0, room))
+        for position in range(end, end + num_drafts):  # drafts leave their keys, accepted or not
+            self.memory[(row.pages[position // page_size], position % page_size)] = ()
+        new: list[int] = []
+        for _ in range(self.rng.randint(0, num_drafts) + 1):
+            new.append(STOP_ID if self.rng.random() < 0.05 else self.rng.choice([8, 9]))
+            row.tokens.append(new[-1])
+            if len(row.tokens) >= row.limit:
+                row.status = RowStatus.LENGTH
+            if new[-1] == STOP_ID:
+                row.status = RowStatus.STOPPED
+                break
+        for position in range(end, len(row.tokens) - 1):
+            slot = (row.pages[position // page_size], position % page_size)
+            self.memory[slot] = tuple(row.tokens[: position + 1])
+        row.computed = len(row.tokens) - 1
+        if row.max_drafts and row.status == RowStatus.RUNNING:
+            # The drafter's own keys reach as far as its drafts could be of use.
+            for position in range(min(len(row.tokens) + config.num_draft_slots - 1, row.limit - 2)):
+                assert row.pages[position // page_size], "no page for the drafter's keys"
+        return new
 
 
 def random_prompt(rng: random.Random) -> list[int]:
@@ -104,13 +137,24 @@ def random_prompt(rng: random.Random) -> list[int]:
     return (stem + [rng.choice([5, 6]) for _ in range(rng.randint(1, 8))])[:20]
 
 
-def simulate(seed: int, in_flight: int, pages: int, budget: int, caching: bool) -> Scheduler:
+def simulate(
+    seed: int, in_flight: int, pages: int, budget: int, caching: bool, num_drafts: int = 0, own_keys: bool = False
+) -> Scheduler:
     """Random arrivals, aborts and priorities; the integrity of pages is checked after every event."""
     rng = random.Random(seed)
-    scheduler = make(budget=budget, chunk=rng.choice([1, 5, 64]), pages=pages, max_len=36, caching=caching)
+    scheduler = make(
+        budget=budget,
+        chunk=rng.choice([1, 5, 64]),
+        pages=pages,
+        max_len=36,
+        caching=caching,
+        num_drafts=num_drafts,
+        own_keys=own_keys,
+    )
     device = Device(scheduler, seed)
+    limits = [None, None, 0, 1, 2] if num_drafts else [None]
     todo = [
-        request(f"r{i}", random_prompt(rng), rng.randint(1, 16), rng.choice([0, 0, 0, 1, -1]))
+        request(f"r{i}", random_prompt(rng), rng.randint(1, 16), rng.choice([0, 0, 0, 1, -1]), rng.choice(limits))
         for i in range(rng.randint(1, 14))
     ]
     wanted = {r.request_id: r for r in todo}
@@ -134,6 +178,11 @@ def simulate(seed: int, in_flight: int, pages: int, budget: int, caching: bool) 
                 counts[update.request_id] += len(update.token_ids)
                 if update.finish_reason:
                     finished[update.request_id] = update.finish_reason
+            if num_drafts and not flying:
+                # Law 3: with nothing in flight the mirror is the truth again.
+                for state in scheduler.running:
+                    assert state.num_computed == device.rows[state.row].computed
+                    assert state.token_ids == device.rows[state.row].tokens
         scheduler.pool.check([s.page_ids for s in [*scheduler.running, *scheduler._leaving]])
     scheduler.check_idle()
     assert set(finished) | aborted == set(wanted)
@@ -150,11 +199,13 @@ def simulate(seed: int, in_flight: int, pages: int, budget: int, caching: bool) 
     pages=st.sampled_from([9, 14, 40]),
     budget=st.sampled_from([4, 7, 64]),
     caching=st.sampled_from([True, True, False]),
+    num_drafts=st.sampled_from([0, 1, 3, 5]),
+    own_keys=st.booleans(),
 )
 def test_random_requests_all_finish_and_nothing_leaks(
-    seed: int, in_flight: int, pages: int, budget: int, caching: bool
+    seed: int, in_flight: int, pages: int, budget: int, caching: bool, num_drafts: int, own_keys: bool
 ) -> None:
-    simulate(seed, in_flight, pages, budget, caching)
+    simulate(seed, in_flight, pages, budget, caching, num_drafts, own_keys and num_drafts > 0)
 
 
 def test_the_simulation_reaches_what_it_is_for() -> None:
@@ -167,7 +218,10 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
 @pytest.mark.slow
 def test_ten_thousand_sequences() -> None:
     for seed in range(10_000):
-        simulate(seed, 1 + seed % 4, [9, 11, 14, 40][seed % 4], [4, 7, 64][seed % 3], caching=seed % 5 > 0)
+        num_drafts = [0, 1, 3, 5][seed // 4 % 4]
+        own_keys = num_drafts > 0 and seed // 16 % 2 == 0
+        sizes = ([9, 11, 14, 40][seed % 4], [4, 7, 64][seed % 3])
+        simulate(seed, 1 + seed % 4, *sizes, seed % 5 > 0, num_drafts, own_keys)
 
 
 def _alive(scheduler: Scheduler) -> list[Request]:
@@ -176,7 +230,7 @@ def _alive(scheduler: Scheduler) -> list[Request]:
 
 def test_decodes_come_before_prompts_and_prompts_share_what_is_left() -> None:
     scheduler = make(budget=10, chunk=6)
-    device = Device(scheduler, 0)
+    device = Device(scheduler, 1)
     scheduler.add(request("a", 3))
     plan = scheduler.schedule()
     assert plan is not None

@@ -112,13 +112,16 @@ def test_extensions(client: OpenAI) -> None:
         "min_p": 0.01,
         "ignore_eos": True,
         "priority": 1,
-        "speculate": True,
+        "speculate": False,
         "max_k": 3,
         "min_tokens": 4,
     }
     answer = client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, max_tokens=9, extra_body=extra)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 9
+    # This server's engine does not draft: the switches are taken, and there is nothing to say of drafts.
+    assert answer.usage.completion_tokens_details is None
+    assert not hasattr(answer.choices[0], "speculation")
 
 
 def test_null_means_unset(client: OpenAI) -> None:

@@ -52,12 +52,15 @@ def _whole(x: npt.NDArray[np.float64]) -> UInts:
 
 
 @operation(
-    lambda q, kv_cache, query_start_loc, seq_lens, block_table, max_seq_len, max_query_len, layer_idx: spec_of(q)
+    lambda q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, max_seq_len, max_query_len, layer_idx: (
+        spec_of(q)
+    )
 )
 def hash_attention(
     q: Tensor,  # [num_tokens, 1, 2] float64: hash, position
     kv_cache: Tensor,  # [num_pages, 2, 1, page_size, 2] float64; values are keys turned round
     query_start_loc: Tensor,  # [num_reqs + 1] int32
+    query_lens: Tensor,  # [num_reqs] int32: how many of a request's tokens are alive
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
     max_seq_len: int,  # the host's bounds, by which a kernel would size its grid
@@ -65,10 +68,12 @@ def hash_attention(
     layer_idx: int,
 ) -> Tensor:  # [num_tokens, 1, 2]: hash of the keys up to each token and of itself, position
     out = np.zeros(q.shape)
-    starts, page_size = query_start_loc.tolist(), kv_cache.shape[3]
+    starts, alive, page_size = query_start_loc.tolist(), query_lens.tolist(), kv_cache.shape[3]
     cache, queries = kv_cache.numpy(), q.numpy()
     for i, length in enumerate(seq_lens.tolist()):
-        begin, end = starts[i], starts[i + 1]
+        begin, end = starts[i], starts[i] + alive[i]
+        if not 0 <= alive[i] <= starts[i + 1] - begin:
+            raise ValueError(f"{alive[i]} living tokens of {starts[i + 1] - begin}")
         if length == 0 or begin == end:
             continue
         if not 0 <= end - begin <= length <= min(max_seq_len, block_table.shape[1] * page_size):
@@ -102,20 +107,28 @@ def hash_embedding(
     return torch.stack([token_ids.double() + 1, positions.double()], dim=1)
 
 
-def candidates(state: int) -> list[int]:
-    """The three likeliest tokens after a state, likeliest first; they may coincide."""
-    return [state % VOCAB_SIZE, state // VOCAB_SIZE % VOCAB_SIZE, state // VOCAB_SIZE**2 % VOCAB_SIZE]
+def candidates(state: int, num_used: int) -> list[int]:
+    """The three likeliest tokens after a state, of the first so many, likeliest first; they may coincide."""
+    return [state % num_used, state // VOCAB_SIZE % num_used, state // VOCAB_SIZE**2 % num_used]
 
 
-@operation(lambda hidden: TensorSpec((hidden.shape[0], VOCAB_SIZE), torch.float32))
+def guess(state: int, num_used: int) -> int:
+    """What the drafter takes for the likeliest token: wrong for every fourth state."""
+    return (state + (state // VOCAB_SIZE**3 % 4 == 0)) % num_used
+
+
+@operation(lambda hidden, num_used, guesses: TensorSpec((hidden.shape[0], VOCAB_SIZE), torch.float32))
 def hash_logits(
     hidden: Tensor,  # [n, 2] float64
+    num_used: int,
+    guesses: bool,
 ) -> Tensor:  # [n, VOCAB_SIZE] float32: far apart, so that noise at any temperature changes nothing
     logits = torch.zeros(hidden.shape[0], VOCAB_SIZE)
     states = hidden[:, 0].nan_to_num(0.0).long()
-    for divisor, value in ((VOCAB_SIZE**2, 1e5), (VOCAB_SIZE, 2e5), (1, 3e5)):
-        logits.scatter_(1, (states // divisor % VOCAB_SIZE).unsqueeze(1), value)
-    return logits
+    for divisor, value in ((VOCAB_SIZE**2, 1e5), (VOCAB_SIZE, 2e5)):
+        logits.scatter_(1, (states // divisor % num_used).unsqueeze(1), value)
+    first = states + (states // VOCAB_SIZE**3 % 4 == 0) if guesses else states
+    return logits.scatter_(1, (first % num_used).unsqueeze(1), 3e5)
 
 
 class HashBackend:
@@ -128,12 +141,17 @@ class HashBackend:
         return common
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
-        tables = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+        tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
         return hash_attention(q, kv_cache, *tables, metadata.max_seq_len, metadata.max_query_len, layer.idx)
 
 
 class HashModel:
-    def __init__(self, max_position: int, device: torch.device) -> None:
+    """The target or, where it guesses, a drafter: its states are the target's if its cache and its inputs are right."""
+
+    def __init__(
+        self, max_position: int, device: torch.device, num_used: int = VOCAB_SIZE, guesses: bool = False
+    ) -> None:
+        self._choice = (num_used, guesses)
         self._layers = [AttentionLayer(idx, 1, 1, 2, 1.0) for idx in range(NUM_LAYERS)]
         # A rotation by nothing: the hash itself goes into the cache.
         self._cos_sin = torch.zeros(max_position, 2, 1, device=device)
@@ -147,4 +165,4 @@ class HashModel:
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return hash_logits(hidden)
+        return hash_logits(hidden, *self._choice)

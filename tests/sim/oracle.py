@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from slipstream.types import Request
-from tests.sim.hash_model import NUM_LAYERS, VOCAB_SIZE, candidates
+from tests.sim.hash_model import NUM_LAYERS, VOCAB_SIZE, candidates, guess
 
 _MASK = 2**64 - 1
 
@@ -35,11 +35,11 @@ class HashSequence:
         self.state = state
 
 
-def next_token(state: int, forbidden: Iterable[int] = ()) -> int:
-    return next(t for t in (*candidates(state), *range(VOCAB_SIZE)) if t not in forbidden)
+def next_token(state: int, num_used: int, forbidden: Iterable[int] = ()) -> int:
+    return next(t for t in (*candidates(state, num_used), *range(VOCAB_SIZE)) if t not in forbidden)
 
 
-def expected_output(request: Request) -> tuple[list[int], str]:
+def expected_output(request: Request, num_used: int = VOCAB_SIZE) -> tuple[list[int], str]:
     """All tokens of a request that nobody aborts, and why it ends."""
     sequence = HashSequence()
     for token_id in request.prompt_token_ids:
@@ -47,7 +47,7 @@ def expected_output(request: Request) -> tuple[list[int], str]:
     output: list[int] = []
     while True:
         early = len(output) < request.params.min_tokens
-        token_id = next_token(sequence.state, request.stop_token_ids if early else ())
+        token_id = next_token(sequence.state, num_used, request.stop_token_ids if early else ())
         output.append(token_id)
         if token_id in request.stop_token_ids:
             return output, "stop"
@@ -56,10 +56,41 @@ def expected_output(request: Request) -> tuple[list[int], str]:
         sequence.append(token_id)
 
 
-def expected_prompt_choices(prompt: Sequence[int]) -> list[int]:
+def expected_prompt_choices(prompt: Sequence[int], num_used: int = VOCAB_SIZE) -> list[int]:
     """The likeliest token at every prompt position but the first."""
     sequence, found = HashSequence(), []
     for token_id in prompt[:-1]:
         sequence.append(token_id)
-        found.append(next_token(sequence.state))
+        found.append(next_token(sequence.state, num_used))
     return found
+
+
+def expected_guesses(known: Sequence[int], following: Sequence[int], num_used: int) -> list[int]:
+    """What a drafter that reads and keeps everything right says while it is right: one guess for each that follows."""
+    sequence = HashSequence()
+    for token_id in known:
+        sequence.append(token_id)
+    found = []
+    for token_id in following:
+        found.append(guess(sequence.state, num_used))
+        sequence.append(token_id)
+    return found
+
+
+def expected_continuation(known: Sequence[int], num_drafts: int, min_match: int, max_match: int) -> list[int]:
+    """What followed the longest, and of those the latest, earlier occurrence of the last tokens."""
+    tokens = list(known)
+    for length in range(min(max_match, len(tokens) - 1), min_match - 1, -1):
+        suffix = tokens[len(tokens) - length :]
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == suffix:
+                for idx in range(num_drafts):
+                    tokens.append(tokens[start + length + idx])
+                return tokens[len(known) :]
+    return []
+
+
+def num_leading(drafts: Sequence[int], following: Sequence[int]) -> int:
+    """How many drafts come true before the first that does not."""
+    pairs = enumerate(zip(drafts, following, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(drafts), len(following)))

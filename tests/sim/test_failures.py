@@ -37,7 +37,7 @@ from tests.sim.world import World
 SEEDS = range(6)
 # A graph larger than any batch, so that every step is padded.
 PADDED = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (48,), "max_num_batched_tokens": 48, "max_num_seqs": 6}
-MIXED = {"long_prefill_token_threshold": 8, "max_num_batched_tokens": 16}
+MIXED = {"long_prefill_token_threshold": 8, "max_num_batched_tokens": 36}
 MakeBackend = Callable[[EngineConfig, SimDevice], AttentionBackend]
 
 
@@ -67,11 +67,12 @@ def assert_right(found: list[Exception | None]) -> None:
 # --- 1: an index array that only some paths fill, and a guard that looks at decodes only -------------
 
 
-@operation(lambda q, kv_cache, query_start_loc, seq_lens, block_table, indptr, layer_idx: spec_of(q))
+@operation(lambda q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, indptr, layer_idx: spec_of(q))
 def indptr_attention(
     q: Tensor,
     kv_cache: Tensor,
     query_start_loc: Tensor,
+    query_lens: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
     indptr: Tensor,  # [num_reqs + 1] int32: where each request's pages begin, all requests in a row
@@ -82,7 +83,8 @@ def indptr_attention(
     held = indptr.diff() * page_size
     if (held < seq_lens).any() or (held >= seq_lens + page_size).any():
         raise ValueError("the index array belongs to another batch")
-    out: Tensor = hash_attention.body(q, kv_cache, query_start_loc, seq_lens, block_table, 1 << 30, 1 << 30, layer_idx)
+    tables = (query_start_loc, query_lens, seq_lens, block_table)
+    out: Tensor = hash_attention.body(q, kv_cache, *tables, 1 << 30, 1 << 30, layer_idx)
     return out
 
 
@@ -113,7 +115,7 @@ class IndptrBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
         common, indptr = metadata
-        tables = (common.query_start_loc, common.seq_lens, common.block_table)
+        tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
         return indptr_attention(q, kv_cache, *tables, indptr, layer.idx)
 
 
@@ -196,10 +198,10 @@ def test_2_last_token_indices_not_padded(monkeypatch: pytest.MonkeyPatch) -> Non
     right = prepare_inputs.body
 
     def faulty(**arguments: Any) -> None:
-        real = int((arguments["query_start_loc"].diff() > 0).sum())
-        before = arguments["last_token_indices"].clone()
+        real = int(arguments["logit_start_loc"][-1])
+        before = arguments["logit_indices"].clone()
         right(**arguments)
-        arguments["last_token_indices"][real:] = before[real:]
+        arguments["logit_indices"][real:] = before[real:]
 
     assert_right(faults_found(**PADDED))
     monkeypatch.setattr(prepare_inputs, "body", faulty)
@@ -375,12 +377,12 @@ def test_8_an_output_read_before_its_event(monkeypatch: pytest.MonkeyPatch) -> N
 def test_9_a_padded_row_index_of_zero_commits_into_row_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RequestRows.stage_batch
 
-    def faulty(self: RequestRows, rows: Any, query_start_loc: Any) -> None:
+    def faulty(self: RequestRows, rows: Any, *offsets: Any) -> None:
         scratch, self.scratch_row = self.scratch_row, 0
         try:
-            right(self, rows, query_start_loc)
+            right(self, rows, *offsets)
         finally:
             self.scratch_row = scratch
 
     monkeypatch.setattr(RequestRows, "stage_batch", faulty)
-    assert_found(faults_found(**PADDED), AssertionError)
+    assert_found(faults_found(**PADDED), AssertionError, DeviceFaultError)

@@ -17,18 +17,30 @@ from typing import Any
 import torch
 
 from slipstream.attention.backend import AttentionBackend
-from slipstream.config import GRAPH_MODES, EngineConfig, EngineOptions, resolve
+from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, resolve
 from slipstream.device.sim import SimDevice
 from slipstream.engine.core import EngineCore
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import Request, RowStatus, SamplingParams, TokenUpdate
+from slipstream.speculate.draft_model import DraftModelSpeculator
+from slipstream.speculate.ngram import NgramSpeculator
+from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
+from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepResult, TokenUpdate
 from tests.sim.hash_model import MODEL_CONFIG, VOCAB_SIZE, HashBackend, HashModel
-from tests.sim.oracle import expected_output, expected_prompt_choices
+from tests.sim.oracle import (
+    expected_continuation,
+    expected_guesses,
+    expected_output,
+    expected_prompt_choices,
+    num_leading,
+)
 
 EVENTS = (
     "aborts",
+    "draft_limits",
+    "drafts",
     "few_pages",
+    "few_tokens",
     "graphs",
     "late_arrivals",
     "logprobs",
@@ -69,6 +81,9 @@ class World:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        # Of the step just collected: each request's share, and whether it is the first since the request moved in.
+        self._collected: dict[str, tuple[ScheduledRequest, bool]] = {}
+        self._generations: dict[str, int] = {}
         drawn = frozenset(event for event in EVENTS if self._random.random() < 0.6)
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
@@ -79,7 +94,9 @@ class World:
     def _draw_options(self) -> EngineOptions:
         rng = self._random
         max_num_seqs = rng.randint(1, 6)
-        budget = max(max_num_seqs, rng.choice([1, 2, 7, 16, 24, 48]))
+        speculative = self._draw_speculation()
+        num_drafts = speculative["num_speculative_tokens"] if speculative else 0
+        budget = max(max_num_seqs * (1 + num_drafts), rng.choice([1, 2, 7, 16, 24, 48]))
         max_model_len = rng.choice([24, 40, 64])
         block_size = rng.choice([1, 2, 4, 8, 16])
         wanted = -(-max_model_len // block_size)
@@ -99,7 +116,22 @@ class World:
             cudagraph_mode=mode,
             cudagraph_capture_sizes=tuple(sizes),
             enable_prefix_caching="prefix_caching" in self.events,
+            speculative_config=speculative,
         )
+
+    def _draw_speculation(self) -> dict[str, Any] | None:
+        rng = self._random
+        if "drafts" not in self.events:
+            return None
+        drawn = {"num_speculative_tokens": rng.choice([1, 2, 3, 5]), "verify": rng.choice(["match", "rejection"])}
+        if rng.random() < 0.3:
+            least = rng.randint(1, 3)
+            return drawn | {
+                "method": "ngram",
+                "prompt_lookup_min": least,
+                "prompt_lookup_max": least + rng.randint(0, 2),
+            }
+        return drawn | {"method": "draft_model", "model": "the hash"}
 
     def _draw_jobs(self) -> list[Job]:
         rng, limit = self._random, self.options.max_model_len
@@ -130,6 +162,9 @@ class World:
             params["logprobs"] = 2
         if "prompt_logprobs" in events and rng.random() < 0.3:
             params["prompt_logprobs"] = 1
+        if "draft_limits" in events:
+            params["speculate"] = rng.random() < 0.7
+            params["max_k"] = rng.choice([None, 0, 1, 2, 4])
         request = Request(
             request_id,
             tuple(prompt),
@@ -140,16 +175,21 @@ class World:
         )
         arrives_at = rng.randint(0, 60) if "late_arrivals" in events else 0
         aborts_at = arrives_at + rng.randint(0, 40) if "aborts" in events and rng.random() < 0.3 else None
-        return Job(request, arrives_at, aborts_at, *expected_output(request))
+        return Job(request, arrives_at, aborts_at, *expected_output(request, self.num_used))
+
+    @property
+    def num_used(self) -> int:
+        """Of how many tokens the model's are: with few of them they repeat themselves."""
+        return 3 if "few_tokens" in self.events else VOCAB_SIZE
 
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         with _no_cycles():
             self.device = SimDevice(self.seed)
-            config = resolve(self.options, self.device.hardware("float64"), MODEL_CONFIG)
+            config = self.resolve()
             self._note(f"seed {self.seed}: {self.options}; events {sorted(self.events)}")
-            self.core = self._build(config)
+            self.core_config, self.core = config, self._build(config)
             # Most worlds have all their graphs from the start; the others record more whenever they are idle.
             while self.seed % 8 != 7 and self.core.use_idle_time():
                 pass
@@ -175,16 +215,45 @@ class World:
             for job in self.jobs:
                 assert job.finished, f"{job.request.request_id} never finished"
 
+    def resolve(self) -> EngineConfig:
+        drafts_itself = (self.options.speculative_config or {}).get("method") == "draft_model"
+        draft = DraftModel(MODEL_CONFIG) if drafts_itself else None
+        return resolve(self.options, self.device.hardware("float64"), MODEL_CONFIG, draft=draft)
+
     def _build(self, config: EngineConfig) -> EngineCore:
-        with self.device.sync_guard.allow("build"):
-            model = HashModel(config.scheduler.max_model_len, self.device.torch_device)
-            runner = Runner(config, self.device, model, self.make_backend(config, self.device))
-        return EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
+        device, max_len = self.device, config.scheduler.max_model_len
+        with device.sync_guard.allow("build"):
+            model = HashModel(max_len, device.torch_device, self.num_used)
+            backend = self.make_backend(config, device)
+
+            def make_speculator(rows: DraftRows) -> Speculator:
+                if config.speculative is None:
+                    return NoSpeculator()
+                if config.speculative.method == "ngram":
+                    return NgramSpeculator(config.speculative, rows)
+                drafter = HashModel(max_len, device.torch_device, self.num_used, guesses=True)
+                return DraftModelSpeculator(config, device, drafter, self.make_backend(config, device), rows)
+
+            runner = Runner(config, device, model, backend, make_speculator)
+        core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
+        collect = core.scheduler.collect
+
+        def collect_and_keep(result: StepResult) -> list[TokenUpdate]:
+            self._collected = {
+                r.request_id: (r, self._generations.get(r.request_id) != r.generation) for r in result.plan.requests
+            }
+            self._generations |= {r.request_id: r.generation for r in result.plan.requests}
+            return collect(result)
+
+        core.scheduler.collect = collect_and_keep  # type: ignore[method-assign]
+        return core
 
     def _check(self, update: TokenUpdate, now: int) -> None:
         job = next(job for job in self.jobs if job.request.request_id == update.request_id)
         self._note(f"{now}: {update.request_id} gets {update.token_ids} {update.finish_reason or ''}")
         assert not job.finished, f"{update.request_id}: an update after its end"
+        if update.token_ids and update.finish_reason != "error":
+            self._check_drafts(job, update)
         job.tokens += update.token_ids
         so_far = job.expected[: len(job.tokens)]
         assert job.tokens == so_far, f"{update.request_id}: tokens {job.tokens}, expected {so_far}"
@@ -193,7 +262,9 @@ class World:
             assert told == update.token_ids, f"{update.request_id}: log probabilities of {told}"
         if update.prompt_logprobs is not None:
             first, rows = update.prompt_logprobs
-            choices = expected_prompt_choices(job.request.prompt_token_ids)[first - 1 : first - 1 + len(rows)]
+            choices = expected_prompt_choices(job.request.prompt_token_ids, self.num_used)[
+                first - 1 : first - 1 + len(rows)
+            ]
             given = list(job.request.prompt_token_ids[first : first + len(rows)])
             assert [row.token_ids[0] for row in rows] == given, f"{update.request_id}: prompt tokens"
             assert [row.token_ids[1] for row in rows] == choices, f"{update.request_id}: prompt choices"
@@ -204,6 +275,28 @@ class World:
             )
             assert update.finish_reason == job.reason, f"{update.request_id}: {update.finish_reason}, not {job.reason}"
 
+    def _check_drafts(self, job: Job, update: TokenUpdate) -> None:
+        """As many drafts as there should be, and as many of them accepted as a right drafter has right."""
+        request, speculative = job.request, self.core_config.speculative
+        scheduled, is_first = self._collected[update.request_id]
+        if speculative is None:
+            assert (update.num_drafts, update.num_accepted, scheduled.num_drafts) == (0, 0, 0)
+            return
+        most = request.num_drafts(speculative.num_drafts)
+        known, following = [*request.prompt_token_ids, *job.tokens], job.expected[len(job.tokens) :]
+        if most and not is_first and scheduled.num_tokens - scheduled.num_drafts == 1:
+            assert scheduled.num_drafts == speculative.num_drafts, f"{update.request_id}: no places for drafts"
+        room = min(most, request.max_total_tokens - len(known) - 1) if scheduled.num_drafts else 0
+        if speculative.method == "ngram":
+            drafts = expected_continuation(known, room, speculative.min_match, speculative.max_match)
+        else:
+            drafts = expected_guesses(known, following, self.num_used)[:room]
+            drafts += [-1] * (room - len(drafts))  # behind the request's end; nobody knows what the drafter says there
+        accepted = num_leading(drafts, following)
+        expected = (len(drafts), accepted, min(accepted + 1, len(following)))
+        found = (update.num_drafts, update.num_accepted, len(update.token_ids))
+        assert found == expected, f"{update.request_id}: drafts, accepted, tokens {found}, expected {expected}"
+
     def _check_idle(self) -> None:
         """Nothing runs: every page, row and slot is home, and nobody wrote where nobody may."""
         self.core.scheduler.check_idle()
@@ -213,7 +306,7 @@ class World:
             assert all(slot.event.query() for slot in ring.slots), "a ring slot is still in use"
         assert peek(rows.status)[rows.scratch_row] == RowStatus.INERT, "the scratch row runs"
         assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"
-        for cache in runner.kv_caches:
+        for cache in (*runner.kv_caches, *getattr(runner.speculator, "kv_caches", ())):
             assert not peek(cache)[0].any(), "somebody wrote to the null page"
 
     def _note(self, text: str) -> None:

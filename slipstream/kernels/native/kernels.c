@@ -215,7 +215,7 @@ void slip_rope_and_cache(const float *q, int64_t q_stride, const float *k, int64
 
 typedef struct {
     const float *q, *cache;
-    const int32_t *starts, *seq_lens, *block_table;
+    const int32_t *starts, *query_lens, *seq_lens, *block_table;
     float *out;
     int64_t heads, kv_heads, dim, page_size, table_stride;
     float scale;
@@ -225,7 +225,7 @@ typedef struct {
 
 /* All query heads of one group, all query tokens of one request: keys are read once for all of them. */
 static void attend(const Attention *a, int64_t request, int64_t kv_head, float *scores) {
-    int64_t begin = a->starts[request], num_query = a->starts[request + 1] - begin, length = a->seq_lens[request];
+    int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
     int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
     const int32_t *pages = a->block_table + request * a->table_stride;
     for (int64_t j = 0; j < num_query; j++) {
@@ -266,7 +266,7 @@ static void attend(const Attention *a, int64_t request, int64_t kv_head, float *
  * values are. */
 static void attend_many(const Attention *a, int64_t request, int64_t kv_head, int64_t first_query, int64_t end_query,
                         float *memory) {
-    int64_t begin = a->starts[request], num_query = a->starts[request + 1] - begin, length = a->seq_lens[request];
+    int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
     int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
     const int32_t *pages = a->block_table + request * a->table_stride;
     int64_t before = length - num_query, low = a->window ? before + first_query + 1 - a->window : 0;
@@ -349,7 +349,7 @@ static void attend_many(const Attention *a, int64_t request, int64_t kv_head, in
 #define QUERIES_A_PIECE 64
 
 static int64_t num_chunks(const Attention *a, int64_t request) {
-    int64_t num_query = a->starts[request + 1] - a->starts[request];
+    int64_t num_query = a->query_lens[request];
     if (num_query <= FEW_QUERIES || a->dim % PANEL) return 1;
     return (num_query + QUERIES_A_PIECE - 1) / QUERIES_A_PIECE;
 }
@@ -368,7 +368,7 @@ static void attend_piece(const void *arg, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
         while (i >= start + num_chunks(a, request) * a->kv_heads) start += num_chunks(a, request++) * a->kv_heads;
         int64_t chunk = (i - start) / a->kv_heads, kv_head = (i - start) % a->kv_heads;
-        int64_t num_query = a->starts[request + 1] - a->starts[request];
+        int64_t num_query = a->query_lens[request];
         if (a->seq_lens[request] == 0 || num_query == 0) continue;
         if (num_query <= FEW_QUERIES || a->dim % PANEL) {
             attend(a, request, kv_head, memory);
@@ -380,19 +380,19 @@ static void attend_piece(const void *arg, int64_t first, int64_t end) {
     free(memory);
 }
 
-/* Returns 0, or 1 when there is no memory for the scores. Tokens of rows that do not run give zero. */
-int slip_paged_attention(const float *q, const float *cache, const int32_t *starts, const int32_t *seq_lens,
-                         const int32_t *block_table, float *out, int64_t requests, int64_t heads, int64_t kv_heads,
+/* Returns 0, or 1 when there is no memory for the scores. Tokens behind a request's living ones give zero. */
+int slip_paged_attention(const float *q, const float *cache, const int32_t *starts, const int32_t *query_lens,
+                         const int32_t *seq_lens, const int32_t *block_table, float *out, int64_t requests, int64_t heads, int64_t kv_heads,
                          int64_t dim, int64_t page_size, int64_t table_stride, float scale, int64_t window,
                          int num_threads) {
-    Attention a = {q,    cache,     starts,       seq_lens, block_table, out, heads, kv_heads,
-                   dim, page_size, table_stride, scale,    window,      0,   0};
+    Attention a = {q,        cache, starts,    query_lens,   seq_lens, block_table, out, heads,
+                   kv_heads, dim,   page_size, table_stride, scale,    window,      0,   0};
     int64_t work = 0;
     for (int64_t r = 0; r < requests; r++) {
         a.longest = seq_lens[r] > a.longest ? seq_lens[r] : a.longest;
-        work += (int64_t)seq_lens[r] * (starts[r + 1] - starts[r]) * heads * dim;
-        if (seq_lens[r] == 0)
-            memset(out + starts[r] * heads * dim, 0, (size_t)((starts[r + 1] - starts[r]) * heads * dim) * sizeof(float));
+        int64_t alive = seq_lens[r] ? query_lens[r] : 0, dead = starts[r + 1] - starts[r] - alive;
+        work += (int64_t)seq_lens[r] * alive * heads * dim;
+        memset(out + (starts[r] + alive) * heads * dim, 0, (size_t)(dead * heads * dim) * sizeof(float));
     }
     int64_t num_pieces = 0;
     for (int64_t r = 0; r < requests; r++) num_pieces += num_chunks(&a, r) * kv_heads;
@@ -509,7 +509,7 @@ typedef struct {
     int64_t tokens, requests, table_stride;
     const float *cosine, *sine;
     const int64_t *page_ids, *offsets;
-    const int32_t *starts, *seq_lens, *block_table;
+    const int32_t *starts, *query_lens, *seq_lens, *block_table;
     int num_threads;
 } Step;
 
@@ -533,8 +533,8 @@ int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, 
         slip_rope_and_cache(qkv, qkv_size, qkv + q_size, qkv_size, qkv + q_size + kv_size, qkv_size, s->cosine, s->sine,
                             l->cache, s->page_ids, s->offsets, q, n, z->heads, z->kv_heads, z->dim, z->rotary_dim,
                             z->page_size);
-        failed = slip_paged_attention(q, l->cache, s->starts, s->seq_lens, s->block_table, mixed, s->requests, z->heads,
-                                      z->kv_heads, z->dim, z->page_size, s->table_stride, z->scale, l->window,
+        failed = slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, mixed, s->requests,
+                                      z->heads, z->kv_heads, z->dim, z->page_size, s->table_stride, z->scale, l->window,
                                       s->num_threads);
         slip_panel_linear(mixed, l->o, l->o_bias, hidden, n, q_size, z->hidden, 0, s->num_threads);
         slip_add_rms_norm(hidden, residual, l->post_norm, z->eps, normed, residual, n, z->hidden);

@@ -1,0 +1,76 @@
+"""Drafts move into their rows, behind the tokens: the next step checks them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import operation, writes_only
+from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+from slipstream.types import RowStatus
+
+
+@operation(writes_only, writes=("token_ids", "num_drafts"))
+def place_drafts(
+    draft_ids: Tensor,  # [padded_reqs, k] int32; -1 and what comes behind it is no draft
+    batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
+    num_computed: Tensor,  # [num_rows] int32
+    num_tokens: Tensor,  # [num_rows] int32
+    max_drafts: Tensor,  # [num_rows] int32
+    max_total: Tensor,  # [num_rows] int32
+    status: Tensor,  # [num_rows] int32
+    # written:
+    token_ids: Tensor,  # [num_rows, max_len] int32
+    num_drafts: Tensor,  # [num_rows] int32
+) -> None:
+    num_reqs, k = draft_ids.shape
+    if runs_triton(batch_rows):
+        _place_kernel[(num_reqs,)](
+            *(draft_ids, batch_rows, num_computed, num_tokens, max_drafts, max_total, status, token_ids, num_drafts),
+            *(token_ids.stride(0), k),
+            RUNNING=int(RowStatus.RUNNING),
+            WIDTH=next_power_of_2(k),
+            num_warps=1,
+        )
+        return
+    rows = batch_rows.long()
+    length = num_tokens[rows]
+    # Only a row whose next step reaches the end of its tokens has drafts checked.
+    ready = (status[rows] == RowStatus.RUNNING) & (num_computed[rows] + 1 == length)
+    # A last token that the target draws itself always has room.
+    most = torch.minimum(max_drafts[rows], max_total[rows] - length - 1)
+    given = (draft_ids >= 0).int().cumprod(1).sum(1)
+    count = torch.where(ready, torch.minimum(most, given).clamp(min=0), 0).int()
+    for j in range(k):
+        slot = (length + j).clamp(max=token_ids.shape[1] - 1).long()
+        token_ids[rows, slot] = torch.where(j < count, draft_ids[:, j], token_ids[rows, slot])
+    num_drafts[rows] = torch.where(ready, count, num_drafts[rows])
+
+
+@jit
+def _place_kernel(
+    draft_ids,
+    batch_rows,
+    num_computed,
+    num_tokens,
+    max_drafts,
+    max_total,
+    status,
+    token_ids,
+    num_drafts,
+    max_len,
+    k,
+    RUNNING: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    i = tl.program_id(0)
+    row = tl.load(batch_rows + i).to(tl.int64)
+    length = tl.load(num_tokens + row)
+    ready = (tl.load(status + row) == RUNNING) & (tl.load(num_computed + row) + 1 == length)
+    most = tl.minimum(tl.load(max_drafts + row), tl.load(max_total + row) - length - 1)
+    idx = tl.arange(0, WIDTH)
+    ids = tl.load(draft_ids + i.to(tl.int64) * k + idx, mask=idx < k, other=-1)
+    given = tl.min(tl.where(ids < 0, idx, WIDTH), 0)
+    count = tl.where(ready, tl.maximum(tl.minimum(tl.minimum(most, given), k), 0), 0)
+    tl.store(token_ids + row * max_len + tl.minimum(length + idx, max_len - 1), ids, mask=idx < count)
+    tl.store(num_drafts + row, count, mask=ready)

@@ -1,0 +1,307 @@
+"""Rejection sampling: drafts are kept or replaced so that what comes out is distributed as the target's own tokens.
+
+A draft x stays with probability min(1, target(x) / draft(x)). Where it does not, its place is taken by a draw from what
+the target has more of than the drafter, max(target - draft, 0), normalised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.sampling.check_logits import row_max
+from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_block, gumbel_noise
+from slipstream.sampling.philox import MASK, philox
+from slipstream.sampling.temperature import LEAST_TEMPERATURE, divisor
+
+# Three draws at one position, three noises. A drafter and a residual that share theirs bias the output: given that the
+# draft was rejected its noise is no longer fresh. An engine that shipped it was off by 0.02 to 0.04 in total variation.
+DRAFT_NOISE = 1
+ACCEPT_NOISE = 2
+RESIDUAL_NOISE = 3
+
+_BLOCK = 4096
+_NUM_WARPS = 16
+
+
+def _shape(
+    logits: Tensor,
+    draft_ids: Tensor,
+    logit_rows: Tensor,
+    draft_idx: Tensor,
+    draft_logits: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    choice: Tensor,
+) -> tuple[TensorSpec, TensorSpec]:
+    return TensorSpec((logits.shape[0],), torch.bool), TensorSpec((logits.shape[0],), torch.int64)
+
+
+@operation(_shape)
+def judge_drafts(
+    logits: Tensor,  # [n, vocab]: the target's, temperature in them; -inf is not allowed, NaN and +inf do not occur
+    draft_ids: Tensor,  # [n] int32: the draft for the position that the logits are for; -1 if there is none
+    logit_rows: Tensor,  # [n] int32
+    draft_idx: Tensor,  # [n] int32: which of its row's drafts; anything where there is none
+    draft_logits: Tensor | None,  # [num_rows, k, draft_vocab] float32, without temperature; None: one-hot at the draft
+    temperature: Tensor,  # [num_rows] float32; rows at 0 are greedy
+    seeds: Tensor,  # [num_rows, 2] int32
+    positions: Tensor,  # [n] int32: the position to be drawn
+    choice: Tensor,  # [num_rows] int32
+) -> tuple[Tensor, Tensor]:  # [n] bool: the draft stays; [n] int64: the token if not, always inside the vocabulary
+    if runs_triton(logits):
+        return _launch(logits, draft_ids, logit_rows, draft_idx, draft_logits, temperature, seeds, positions, choice)
+    largest, token_ids = row_max(logits)
+    accepted = (draft_ids == token_ids) & torch.isfinite(largest)
+    rows = logit_rows.long()
+    sampled, drafted = temperature[rows] > 0, draft_ids >= 0
+    seeds, choice = seeds[rows], choice[rows]
+
+    # Without a draft this is the very draw that a step without speculation makes.
+    plain = sampled & ~drafted
+    noise = gumbel_noise(seeds[plain], positions[plain], choice[plain], logits.shape[1])
+    token_ids[plain] = row_max(logits[plain] + noise)[1]
+
+    judged = sampled & drafted
+    at, ids, key = rows[judged], draft_ids[judged], (seeds[judged], positions[judged], choice[judged])
+    if draft_logits is None:
+        draft_log_probs = _one_hot(ids, logits)
+    else:
+        drawn_from = draft_logits[at, draft_idx[judged].long()]
+        draft_log_probs = _draft_log_probs(drawn_from, temperature[at], logits)
+    accepted[judged], token_ids[judged] = _judge(logits[judged], ids, draft_log_probs, key)
+    return accepted, token_ids
+
+
+def _at_least_float32(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _one_hot(draft_ids: Tensor, logits: Tensor) -> Tensor:
+    """Logarithms of the probabilities of a drafter that could have said nothing else."""
+    is_draft = torch.arange(logits.shape[1], device=logits.device) == draft_ids.unsqueeze(1)
+    return torch.where(is_draft, 0.0, -torch.inf).to(_at_least_float32(logits))
+
+
+def _draft_log_probs(draft_logits: Tensor, temperature: Tensor, logits: Tensor) -> Tensor:
+    """Of the target's whole vocabulary. Draft logits that are no numbers make all of a row NaN."""
+    scaled = draft_logits.to(_at_least_float32(logits)) / divisor(temperature).unsqueeze(1)
+    missing = max(0, logits.shape[1] - scaled.shape[1])
+    return F.pad(scaled, (0, missing), value=-torch.inf).log_softmax(1)[:, : logits.shape[1]]
+
+
+def _judge(
+    logits: Tensor,  # [n, vocab]
+    draft_ids: Tensor,  # [n] int32
+    draft_log_probs: Tensor,  # [n, vocab]
+    key: tuple[Tensor, Tensor, Tensor],  # seeds, positions and choice
+) -> tuple[Tensor, Tensor]:
+    # Logarithms, because probabilities vanish where ratios of them still count. NaN compares as false: a drafter that
+    # broke has its drafts rejected, leaves no residual, and the token comes from the target alone.
+    target_log_probs = logits.log_softmax(1, dtype=_at_least_float32(logits))
+    gap = draft_log_probs - target_log_probs
+    # A draft from outside the target's vocabulary is nothing the target could say.
+    of_draft = gap.gather(1, draft_ids.long().clamp(max=logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    accepted = (_uniform(*key) * of_draft.exp() < 1.0) & (draft_ids < logits.shape[1])
+
+    noise = gumbel_noise(*key, logits.shape[1], RESIDUAL_NOISE)
+    residual = torch.where(gap < 0, target_log_probs + gap.expm1().neg_().log_(), -torch.inf)
+    best, token_ids = row_max(residual + noise)
+    empty = ~torch.isfinite(best)
+    token_ids[empty] = row_max(logits[empty] + noise[empty])[1]
+    return accepted, token_ids
+
+
+def _uniform(
+    seeds: Tensor,  # [n, 2] int32
+    positions: Tensor,  # [n] int32
+    choice: Tensor,  # [n] int32
+) -> Tensor:  # [n] float32, above 0 and below 1
+    """The first word of the Philox block with counter (0, position, ACCEPT_NOISE, choice)."""
+    position = positions.long() & MASK
+    zero = torch.zeros_like(position)
+    low, high = (seeds.long() & MASK).unbind(1)
+    bits = philox((zero, position, zero + ACCEPT_NOISE, choice.long()), (low, high))[0]
+    return ((bits + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
+
+
+def _launch(
+    logits: Tensor,
+    draft_ids: Tensor,
+    logit_rows: Tensor,
+    draft_idx: Tensor,
+    draft_logits: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    choice: Tensor,
+) -> tuple[Tensor, Tensor]:
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    n, vocab_size = logits.shape
+    accepted = torch.empty(n, dtype=torch.bool, device=logits.device)
+    token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if n == 0:
+        return accepted, token_ids
+    if draft_logits is not None and draft_logits.stride(2) != 1:
+        draft_logits = draft_logits.contiguous()
+    row_stride, idx_stride, _ = (0, 0, 0) if draft_logits is None else draft_logits.stride()
+    _judge_kernel[(n,)](
+        *(logits, logits.stride(0), draft_ids, logit_rows, draft_idx, draft_logits, row_stride, idx_stride),
+        *(temperature, seeds, positions, choice, accepted, token_ids),
+        *(vocab_size, 0 if draft_logits is None else draft_logits.shape[2]),
+        HAS_DRAFT_LOGITS=draft_logits is not None,
+        LEAST=LEAST_TEMPERATURE,
+        TARGET=TARGET_NOISE,
+        ACCEPT=ACCEPT_NOISE,
+        RESIDUAL=RESIDUAL_NOISE,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+    return accepted, token_ids
+
+
+@jit
+def _judge_kernel(
+    logits,
+    stride,
+    draft_ids,
+    logit_rows,
+    draft_idx,
+    draft_logits,
+    row_stride,
+    idx_stride,
+    temperature,
+    seeds,
+    positions,
+    choice,
+    accepted,
+    token_ids,
+    vocab_size,
+    draft_vocab_size,
+    HAS_DRAFT_LOGITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    TARGET: tl.constexpr,
+    ACCEPT: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row of logits."""
+    i = tl.program_id(0).to(tl.int64)
+    own = tl.load(logit_rows + i).to(tl.int64)
+    draft, own_temperature = tl.load(draft_ids + i), tl.load(temperature + own)
+    position, own_choice = tl.load(positions + i), tl.load(choice + own)
+    values, seeds = logits + i * stride, seeds + 2 * own
+    drafted = draft >= 0
+    if own_temperature > 0:
+        if drafted:
+            source, scale = values, 1.0
+            if HAS_DRAFT_LOGITS:
+                source = draft_logits + own * row_stride + tl.load(draft_idx + i).to(tl.int64) * idx_stride
+                scale = tl.maximum(own_temperature, LEAST)
+            stays, token = _judge_row(
+                *(values, vocab_size, source, draft_vocab_size, scale, draft, seeds, position, own_choice),
+                *(HAS_DRAFT_LOGITS, ACCEPT, RESIDUAL, BLOCK),
+            )
+        else:
+            stays = drafted
+            _, token = _best_logit(values, vocab_size, seeds, position, own_choice, True, TARGET, BLOCK)
+    else:
+        best, token = _best_logit(values, vocab_size, seeds, position, own_choice, False, TARGET, BLOCK)
+        stays = (draft == token) & (best > float("-inf"))
+    tl.store(accepted + i, stays)
+    tl.store(token_ids + i, token.to(tl.int64))
+
+
+@jit
+def _judge_row(
+    values,
+    size,
+    source,
+    draft_size,
+    scale,
+    draft,
+    seeds,
+    position,
+    choice,
+    HAS_DRAFT_LOGITS: tl.constexpr,
+    ACCEPT: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    top, log_sum = _log_sum(values, size, 1.0, False, BLOCK)
+    draft_top, draft_log_sum, of_draft = top, log_sum, 0.0
+    if HAS_DRAFT_LOGITS:
+        draft_top, draft_log_sum = _log_sum(source, draft_size, scale, True, BLOCK)
+        of_draft = _scaled(source, draft, draft_size, scale, True) - draft_top - draft_log_sum
+    gap = of_draft - (_scaled(values, draft, size, 1.0, False) - top - log_sum)
+    stays = _uniform_number(seeds, position, choice, ACCEPT) * tl.exp(gap) < 1.0
+
+    bests, starts = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        target_log_probs = _scaled(values, column, size, 1.0, False) - top - log_sum
+        if HAS_DRAFT_LOGITS:
+            draft_log_probs = _scaled(source, column, draft_size, scale, True) - draft_top - draft_log_sum
+            gaps = draft_log_probs - target_log_probs
+            residual = target_log_probs + tl.log(1.0 - tl.exp(gaps))
+            residual = tl.where(gaps < 0, residual, float("-inf"))
+        else:
+            residual = tl.where(column == draft, float("-inf"), target_log_probs)
+        residual += gumbel_block(seeds, position, choice, start, RESIDUAL, BLOCK)
+        starts = tl.where(residual > bests, start, starts)
+        bests = tl.where(residual > bests, residual, bests)
+    best, token = _first_best(bests, starts, BLOCK)
+    if best == float("-inf"):
+        best, token = _best_logit(values, size, seeds, position, choice, True, RESIDUAL, BLOCK)
+    return stays, token
+
+
+@jit
+def _scaled(values, column, size, scale, DIVIDE: tl.constexpr):
+    x = tl.load(values + column, mask=column < size, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(x, tl.zeros_like(x) + scale) if DIVIDE else x
+
+
+@jit
+def _log_sum(values, size, scale, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest number of a row, and the logarithm of the sum of exp(x - largest), in one pass."""
+    tops, sums = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        x = _scaled(values, start + tl.arange(0, BLOCK), size, scale, DIVIDE)
+        before, tops = tops, tl.maximum(tops, x)
+        # What has seen nothing but -inf is measured from 0, because -inf less itself is no number.
+        base = tl.where(tops == float("-inf"), 0.0, tops)
+        sums = sums * tl.exp(before - base) + tl.exp(x - base)
+    top = tl.max(tops, 0)
+    return top, tl.log(tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0))
+
+
+@jit
+def _best_logit(values, size, seeds, position, choice, NOISE: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    bests, starts = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        x = _scaled(values, start + tl.arange(0, BLOCK), size, 1.0, False)
+        if NOISE:
+            x += gumbel_block(seeds, position, choice, start, PURPOSE, BLOCK)
+        starts = tl.where(x > bests, start, starts)
+        bests = tl.where(x > bests, x, bests)
+    return _first_best(bests, starts, BLOCK)
+
+
+@jit
+def _first_best(bests, starts, BLOCK: tl.constexpr):
+    """The best of all lanes and its lowest id, which is 0 where all are -inf."""
+    best = tl.max(bests, 0)
+    return best, tl.min(tl.where(bests == best, starts + tl.arange(0, BLOCK), 2147483647), 0)
+
+
+@jit
+def _uniform_number(seeds, position, choice, PURPOSE: tl.constexpr):
+    low = tl.load(seeds).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(seeds + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    bits, _, _, _ = tl.philox((high << 32) | low, tl.zeros_like(position), position, PURPOSE, choice)
+    return tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)

@@ -1,0 +1,147 @@
+"""The protocol of drafters, and what they are given: the rows as a step has just left them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from slipstream.device.interface import Device, GraphPool
+from slipstream.graphs.mode import CUDAGraphMode
+
+Int32s = npt.NDArray[np.int32]
+
+
+class Needs(NamedTuple):
+    """What a drafter wants of the engine."""
+
+    # It keeps keys and values of its own under the target's page ids: pages reach as far as its drafts, and one that a
+    # request without drafts has filled is of no use to a request with them.
+    own_keys: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """What drafting reads and writes of every request row, on the device. All are [num_rows] int32 unless said."""
+
+    token_ids: Tensor  # [num_rows, max_len] int32; drafts stand behind a row's tokens
+    page_table: Tensor  # [num_rows, max_pages] int32
+    num_computed: Tensor
+    num_tokens: Tensor
+    num_drafts: Tensor
+    max_drafts: Tensor  # most drafts of the request; 0: none are made
+    max_total: Tensor
+    status: Tensor
+    temperature: Tensor  # float32
+    seeds: Tensor  # [num_rows, 2] int32
+    choice: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """The step's requests, for drafting after the commit. Host numbers are the plan's, device tensors padded."""
+
+    all_rows: Tensor  # [max_reqs] int32; behind the batch stands the scratch row
+    padded_reqs: int
+    # A pass over what the target has computed since the last one: its known tokens, and one more for the new token.
+    all_start_loc: Tensor  # [max_reqs + 1] int32; behind the batch stands its last value
+    start_loc_cpu: Int32s  # [num_reqs + 1]
+    num_tokens: int  # padded, of that pass
+    max_query_len: int
+    seq_lens_bound: Int32s  # [num_reqs]: tokens of each request once the step is done, at most
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens_bound)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.all_rows[: self.padded_reqs]
+
+    @property
+    def start_loc(self) -> Tensor:
+        return self.all_start_loc[: self.padded_reqs + 1]
+
+    @property
+    def query_len(self) -> int | None:
+        """Tokens of every request in that pass, where all have the same."""
+        is_uniform = self.max_query_len * self.num_reqs == int(self.start_loc_cpu[-1])
+        return self.max_query_len if is_uniform else None
+
+    def pad(self, num_reqs: int, num_tokens: int) -> DraftBatch:
+        """The same requests over more memory; what lies behind them is padding."""
+        return replace(self, padded_reqs=num_reqs, num_tokens=num_tokens)
+
+    def static(self, num_reqs: int, num_tokens: int, query_len: int | None, max_len: int) -> DraftBatch:
+        """For a recording, which serves every batch of its size: the host's numbers are the largest possible."""
+        starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
+        starts[-1] = num_tokens
+        bounds = np.full(num_reqs, max_len, dtype=np.int32)
+        longest = query_len or num_tokens
+        return DraftBatch(self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds)
+
+
+class GraphSetting(NamedTuple):
+    """The target's graphs, as far as a drafter's are like them."""
+
+    device: Device
+    mode: CUDAGraphMode
+    sizes: Sequence[int]
+    max_num_reqs: int
+    max_len: int
+    pool: GraphPool  # shared: the two never run at the same time
+    batch: DraftBatch  # any; recordings read its addresses
+
+
+class Speculator(Protocol):
+    needs: ClassVar[Needs]
+    # What the drafts were drawn from, for speculative sampling; None where the drafter is certain of each.
+    draft_logits: Tensor | None  # [num_rows, k, draft_vocab] float32
+
+    def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
+        """Drafts for every request, [padded_reqs, k] int32, -1 where there is none. Reads lengths from the rows.
+
+        Launches only, so that a step's graph can hold it. Without ``noise`` every request is greedy.
+        """
+        ...
+
+    def run(self, batch: DraftBatch, noise: bool) -> Tensor:
+        """The same, outside of a step's graph: through graphs of its own where it has any."""
+        ...
+
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        """Memory that every proposal fills anew. Debug runs poison it before."""
+        ...
+
+    def init_graphs(self, setting: GraphSetting) -> None:
+        """Prepare graphs for ``run``. None is recorded before there is time for it."""
+        ...
+
+    def capture_one_more(self) -> bool:
+        """Record a graph that is missing; False if none is."""
+        ...
+
+
+class NoSpeculator:
+    """Drafts nothing: plain decoding is the same path with k = 0."""
+
+    needs: ClassVar[Needs] = Needs(own_keys=False)
+    draft_logits: Tensor | None = None
+
+    def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
+        return batch.rows.new_empty(batch.rows.shape[0], 0)
+
+    run = propose
+
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def init_graphs(self, setting: GraphSetting) -> None:
+        pass
+
+    def capture_one_more(self) -> bool:
+        return False

@@ -1,0 +1,85 @@
+"""Forced acceptance, for benchmarks: drafts stand at given rates, whatever they say. The text means nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.sampling.philox import MASK, philox
+
+# Purpose of the noise, beside those of drawing and of rejection.
+SYNTHETIC_NOISE = 4
+_BLOCK = 128
+
+
+def _shape(
+    logit_rows: Tensor, positions: Tensor, num_tokens: Tensor, seeds: Tensor, choice: Tensor, rates: Tensor
+) -> TensorSpec:
+    return TensorSpec((logit_rows.shape[0],), torch.bool)
+
+
+@operation(_shape)
+def force_acceptance(
+    logit_rows: Tensor,  # [n] int32: the request row
+    positions: Tensor,  # [n] int32: where the draft stands
+    num_tokens: Tensor,  # [num_rows] int32: where the row's first draft stands
+    seeds: Tensor,  # [num_rows, 2] int32
+    choice: Tensor,  # [num_rows] int32
+    rates: Tensor,  # [k] float32: the probability that the drafts up to this one are all accepted
+) -> Tensor:  # [n] bool
+    """One number for all drafts of a row: a draft stands while it is below the falling rates."""
+    k = rates.shape[0]
+    if runs_triton(logit_rows):
+        n = logit_rows.shape[0]
+        accepted = torch.empty(n, dtype=torch.bool, device=logit_rows.device)
+        _force_kernel[(-(-n // _BLOCK),)](
+            logit_rows,
+            positions,
+            num_tokens,
+            seeds,
+            choice,
+            rates,
+            accepted,
+            n,
+            k,
+            PURPOSE=SYNTHETIC_NOISE,
+            BLOCK=_BLOCK,
+        )
+        return accepted
+    rows = logit_rows.long()
+    first = num_tokens[rows].long()
+    idx = positions.long() - first
+    low, high = (seeds[rows].long() & MASK).unbind(1)
+    zeros = torch.zeros_like(first)
+    bits = philox((zeros, first & MASK, zeros + SYNTHETIC_NOISE, choice[rows].long()), (low, high))[0]
+    uniform = ((bits + 0.5) * 2.0**-32).float()
+    return (idx < k) & (uniform < rates[idx.clamp(max=k - 1)])
+
+
+@jit
+def _force_kernel(
+    logit_rows,
+    positions,
+    num_tokens,
+    seeds,
+    choice,
+    rates,
+    accepted,
+    n,
+    k,
+    PURPOSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = i < n
+    row = tl.load(logit_rows + i, mask=exists, other=0).to(tl.int64)
+    first = tl.load(num_tokens + row)
+    idx = tl.load(positions + i, mask=exists, other=0) - first
+    low = tl.load(seeds + 2 * row).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(seeds + 2 * row + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    bits, _, _, _ = tl.philox((high << 32) | low, tl.zeros_like(first), first, PURPOSE, tl.load(choice + row))
+    uniform = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
+    rate = tl.load(rates + tl.minimum(tl.maximum(idx, 0), k - 1))
+    tl.store(accepted + i, (idx < k) & (uniform < rate), mask=exists)

@@ -1,0 +1,155 @@
+"""Odd batches for the small kernels around drafts, with the cases of the search and of rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass
+from slipstream.speculate.place_drafts import place_drafts
+from slipstream.speculate.synthetic import force_acceptance
+from slipstream.speculate.verify import accept_drafts
+from slipstream.types import RowStatus
+from tests.kernels.triton_check import Case, poisoned
+from tests.speculate.triton_cases_ngram import CASES as NGRAM_CASES
+from tests.speculate.triton_cases_rejection import CASES as REJECTION_CASES
+
+NUM_ROWS = 9
+
+
+def ints(values: Any) -> Tensor:
+    return torch.as_tensor(values).int()
+
+
+def starts(counts: Tensor) -> Tensor:
+    return ints([0, *counts.cumsum(0).tolist()])
+
+
+def draw_rows(max_len: int, page_size: int) -> dict[str, Tensor]:
+    """Rows of which most have one token left to compute, as those that decode do; the last is scratch."""
+    num_tokens = torch.randint(6, max_len - 9, (NUM_ROWS,))
+    num_left = torch.where(torch.rand(NUM_ROWS) < 0.7, 1, torch.randint(2, 5, (NUM_ROWS,)))
+    status = torch.full((NUM_ROWS,), int(RowStatus.RUNNING))
+    status[torch.rand(NUM_ROWS) < 0.2] = int(RowStatus.STOPPED)
+    num_tokens[-1], num_left[-1], status[-1] = 0, 0, int(RowStatus.INERT)
+    return {
+        "token_ids": ints(torch.randint(1, 999, (NUM_ROWS, max_len))),
+        "page_table": ints(torch.randint(1, 5000, (NUM_ROWS, max_len // page_size))),
+        "num_computed": ints(num_tokens - num_left),
+        "num_tokens": ints(num_tokens),
+        "num_drafts": ints(torch.randint(0, 5, (NUM_ROWS,))),
+        "max_drafts": ints(torch.randint(0, 6, (NUM_ROWS,))),
+        "max_total": ints(num_tokens + torch.randint(1, 9, (NUM_ROWS,))),
+        "status": ints(status),
+    }
+
+
+def batch_of(num_reqs: int, num_padding: int) -> Tensor:
+    return ints([*torch.randperm(NUM_ROWS - 1)[:num_reqs].tolist(), *[NUM_ROWS - 1] * num_padding])
+
+
+def chosen(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names}
+
+
+def _accept() -> Iterator[Case]:
+    for num_reqs, width, forced in ((1, 2, False), (6, 4, False), (6, 5, True)):
+
+        def args(n: int = num_reqs, w: int = width, f: bool = forced) -> dict[str, Any]:
+            counts = torch.randint(0, w + 1, (n,))
+            total = int(counts.sum()) + 3
+            return {
+                "target_ids": torch.randint(0, 3, (total,)),
+                "draft_ids": ints(torch.randint(-1, 3, (total,))),
+                "accepted": torch.rand(total) < 0.7 if f else None,
+                "failed": torch.rand(total) < 0.1,
+                "logit_start_loc": starts(counts),
+                "width": w,
+            }
+
+        yield from (Case(f"accept_drafts-{num_reqs}x{width}-{run}", accept_drafts, args) for run in range(3))
+
+
+def _place() -> Iterator[Case]:
+    for num_reqs, num_padding, k in ((1, 0, 1), (6, 2, 3), (8, 0, 5)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, k: int = k) -> dict[str, Any]:
+            rows = draw_rows(40, 4)
+            names = ("num_computed", "num_tokens", "max_drafts", "max_total", "status", "token_ids", "num_drafts")
+            return {
+                "draft_ids": ints(torch.randint(-1, 9, (n + pad, k))),
+                "batch_rows": batch_of(n, pad),
+                **chosen(rows, *names),
+            }
+
+        yield from (Case(f"place_drafts-{num_reqs}x{k}-{run}", place_drafts, args) for run in range(2))
+
+
+def _first_pass() -> Iterator[Case]:
+    for num_reqs, num_padding, spare, max_len in ((1, 0, 0, 24), (5, 3, 9, 48), (8, 0, 2100, 4800)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, s: int = spare, m: int = max_len) -> dict[str, Any]:
+            rows, batch = draw_rows(m, 4), batch_of(n, pad)
+            known = torch.minimum(torch.randint(1, m // 2, (n + pad,)), rows["num_computed"][batch.long()])
+            counts = torch.where(torch.arange(n + pad) < n, known + 1, 0)
+            total = int(counts.sum()) + s
+            names = ("token_ids", "page_table", "num_computed", "num_tokens", "max_drafts", "status")
+            return {
+                "batch_rows": batch,
+                "start_loc": starts(counts),
+                **chosen(rows, *names),
+                "page_size": 4,
+                "input_ids": poisoned(total),
+                "positions": poisoned(total, dtype=torch.int64),
+                "slot_mapping": poisoned(total, dtype=torch.int64),
+                **{name: poisoned(n + pad) for name in ("query_lens", "seq_lens", "draft_positions")},
+                "last_indices": poisoned(n + pad, dtype=torch.int64),
+                "block_table": poisoned(n + pad, m // 4),
+            }
+
+        yield from (
+            Case(f"prepare_first_pass-{num_reqs}+{num_padding}-{r}", prepare_first_pass, args) for r in range(2)
+        )
+
+
+def _next_pass() -> Iterator[Case]:
+    for num_reqs, num_padding, idx in ((1, 0, 1), (6, 2, 1), (8, 0, 4)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, idx: int = idx) -> dict[str, Any]:
+            names = ("page_table", "num_computed", "num_tokens", "max_drafts", "max_total", "status")
+            return {
+                "before": ints(torch.randint(-1, 9, (n + pad, 5)))[:, 2],
+                "idx": idx,
+                "batch_rows": batch_of(n, pad),
+                **chosen(draw_rows(48, 4), *names),
+                "page_size": 4,
+                **{name: poisoned(n + pad) for name in ("input_ids", "query_lens", "seq_lens", "draft_positions")},
+                **{name: poisoned(n + pad, dtype=torch.int64) for name in ("positions", "slot_mapping")},
+            }
+
+        yield from (Case(f"prepare_next_pass-{num_reqs}-{idx}-{r}", prepare_next_pass, args) for r in range(2))
+
+
+def _synthetic() -> Iterator[Case]:
+    for n, k in ((1, 1), (300, 3)):
+
+        def args(n: int = n, k: int = k) -> dict[str, Any]:
+            rows = ints(torch.randint(0, NUM_ROWS, (n,)))
+            num_tokens = ints(torch.randint(0, 2**30, (NUM_ROWS,)))
+            return {
+                "logit_rows": rows,
+                "positions": num_tokens[rows] + ints(torch.randint(0, k + 1, (n,))),
+                "num_tokens": num_tokens,
+                "seeds": ints(torch.randint(-(2**31), 2**31, (NUM_ROWS, 2))),
+                "choice": ints(torch.randint(0, 9, (NUM_ROWS,))),
+                "rates": torch.rand(k).sort(descending=True).values,
+            }
+
+        yield Case(f"force_acceptance-{n}x{k}", force_acceptance, args)
+
+
+CASES = [*_accept(), *_place(), *_first_pass(), *_next_pass(), *_synthetic(), *NGRAM_CASES, *REJECTION_CASES]
+SMALL_CASES = CASES[: -len(NGRAM_CASES) - len(REJECTION_CASES)]
