@@ -34,6 +34,15 @@ def test_functions_are_short(source: Path) -> None:
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
+def test_only_triton_bodies_have_no_types(source: Path) -> None:
+    """The type checker lets functions without types pass where kernels are; nothing else may use that."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.FunctionDef) and not any(ast.unparse(d) == "jit" for d in node.decorator_list):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            bare = [a.arg for a in given if a.annotation is None and a.arg not in ("self", "cls")]
+            assert not bare and node.returns is not None, f"{node.name} has no types"
+
+
 def test_name_says_something(source: Path) -> None:
     assert source.stem not in BANNED_NAMES
 

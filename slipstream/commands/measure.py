@@ -59,9 +59,10 @@ def run_batch(
     prompts: Sequence[Sequence[int]],
     output_len: int,
     on_tokens: Callable[[int], None] = lambda count: None,
+    ignore_eos: bool = True,
 ) -> BatchRun:
-    """Run the prompts as one batch, greedy and with end-of-sequence ignored; ``on_tokens`` hears of progress."""
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    """Run the prompts as one batch, greedy, to their length or to their end; ``on_tokens`` hears of progress."""
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos)
     requests = [client.prepare(prompt, params) for prompt in prompts]
     place = {request.request_id: idx for idx, request in enumerate(requests)}
     collected: queue.SimpleQueue[list[TokenUpdate]] = queue.SimpleQueue()

@@ -13,7 +13,7 @@ from slipstream.types import RowStatus
 NUM_HEADER_COLUMNS = 3
 
 
-@operation(writes_only, writes=("token_ids", "num_computed", "num_tokens", "num_drafts", "status", "out"))
+@operation(writes_only, writes=("token_ids", "num_computed", "num_tokens", "num_drafts", "status", "ran", "out"))
 def commit(
     new_ids: Tensor,  # [padded_reqs, k + 1] int32: accepted drafts, then the target's own token
     num_accepted: Tensor,  # [padded_reqs] int32
@@ -30,13 +30,14 @@ def commit(
     num_tokens: Tensor,  # [num_rows] int32
     num_drafts: Tensor,  # [num_rows] int32: the old drafts are gone
     status: Tensor,  # [num_rows] int32
+    ran: Tensor,  # [num_rows] int32: whether the step computed anything for the row, whatever became of it
     out: Tensor,  # [padded_reqs, NUM_HEADER_COLUMNS + k + 1] int32; tokens that are none are -1
 ) -> None:
     if runs_triton(batch_rows):
         num_stop_ids, width = stop_ids.shape[1], new_ids.shape[1]
         _commit_kernel[(batch_rows.shape[0],)](
             *(new_ids, num_accepted, failed, batch_rows, query_start_loc, logit_start_loc, query_lens),
-            *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, out),
+            *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, ran, out),
             *(token_ids.stride(0), num_stop_ids, width),
             RUNNING=int(RowStatus.RUNNING),
             STOPPED=int(RowStatus.STOPPED),
@@ -78,6 +79,7 @@ def commit(
     num_tokens[rows] = length + count
     num_drafts[rows] = torch.where(runs, 0, num_drafts[rows])
     status[rows] = after
+    ran[rows] = runs.int()
     out[:, 0], out[:, 1], out[:, 2] = after, checked, torch.where(takes, torch.minimum(num_accepted, count), 0)
     out[:, NUM_HEADER_COLUMNS:] = torch.where(written, new_ids.int(), -1)
 
@@ -98,6 +100,7 @@ def _commit_kernel(
     num_tokens,
     num_drafts,
     status,
+    ran,
     out,
     max_len,
     num_stop_ids,
@@ -140,6 +143,7 @@ def _commit_kernel(
     tl.store(num_tokens + row, length + count, mask=takes)
     tl.store(num_drafts + row, 0, mask=runs)
     tl.store(status + row, after, mask=runs)
+    tl.store(ran + row, runs.to(tl.int32))
     result = out + i.to(tl.int64) * (width + HEADER)
     tl.store(result, after)
     tl.store(result + 1, tl.where(draws, query_len - known, 0))

@@ -73,7 +73,7 @@ class StepProgram:
             *(verified.new_ids, verified.num_accepted, verified.failed),
             *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
             *(rows.stop_ids, rows.max_total),
-            *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status),
+            *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),
             self.out[: batch.batch_rows.shape[0]],
         )
         return verified.logprobs

@@ -39,7 +39,7 @@ def prepare_first_pass(
     num_computed: Tensor,  # [num_rows] int32
     num_tokens: Tensor,  # [num_rows] int32
     max_drafts: Tensor,  # [num_rows] int32: a row at 0 has no drafts, hence no passes
-    status: Tensor,  # [num_rows] int32
+    ran: Tensor,  # [num_rows] int32: a row that ended with this step goes through it: its pages may be found again
     page_size: int,
     # written, each up to its padded size:
     input_ids: Tensor,  # [padded_tokens] int32
@@ -55,16 +55,15 @@ def prepare_first_pass(
         num_tokens_padded, (num_reqs, max_pages) = input_ids.shape[0], block_table.shape
         num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
         _first_pass_kernel[(num_blocks, num_reqs + 1)](
-            *(batch_rows, start_loc, token_ids, page_table, num_computed, num_tokens, max_drafts, status),
+            *(batch_rows, start_loc, token_ids, page_table, num_computed, num_tokens, max_drafts, ran),
             *(input_ids, positions, slot_mapping, query_lens, seq_lens, last_indices, draft_positions, block_table),
             *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size),
-            RUNNING=int(RowStatus.RUNNING),
             BLOCK=_BLOCK,
         )
         return
     rows = batch_rows.long()
     planned = start_loc.diff()
-    runs = (status[rows] == RowStatus.RUNNING) & (planned > 0) & (max_drafts[rows] > 0)
+    runs = (ran[rows] != 0) & (planned > 0) & (max_drafts[rows] > 0)
     computed = num_computed[rows]
     # The one more is there if the target has drawn a token, or if one known token is left to compute.
     alive = planned - 1 + (computed + 1 == num_tokens[rows]).int()
@@ -89,7 +88,7 @@ def _first_pass_kernel(
     num_computed,
     num_tokens,
     max_drafts,
-    status,
+    ran,
     input_ids,
     positions,
     slot_mapping,
@@ -103,7 +102,6 @@ def _first_pass_kernel(
     max_len,
     max_pages,
     page_size,
-    RUNNING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block, i, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(0) * BLOCK
@@ -114,7 +112,7 @@ def _first_pass_kernel(
     else:
         row = tl.load(batch_rows + i).to(tl.int64)
         planned = tl.load(start_loc + i + 1) - start
-        runs = (tl.load(status + row) == RUNNING) & (planned > 0) & (tl.load(max_drafts + row) > 0)
+        runs = (tl.load(ran + row) != 0) & (planned > 0) & (tl.load(max_drafts + row) > 0)
         computed, length = tl.load(num_computed + row), tl.load(num_tokens + row)
         alive = planned - 1 + (computed + 1 == length).to(tl.int32)
         first = computed - (planned - 1)

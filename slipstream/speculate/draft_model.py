@@ -105,7 +105,7 @@ class DraftModelSpeculator:
         rows, n, num_reqs = self._rows, batch.num_tokens, batch.padded_reqs
         prepare_first_pass(
             *(batch.rows, batch.start_loc, rows.token_ids, rows.page_table, rows.num_computed, rows.num_tokens),
-            *(rows.max_drafts, rows.status, self._page_size),
+            *(rows.max_drafts, rows.ran, self._page_size),
             *(self._input_ids[:n], self._positions[:n], self._slot_mapping[:n]),
             *(self._query_lens[:num_reqs], self._seq_lens[:num_reqs], self._last_indices[:num_reqs]),
             *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),

@@ -36,6 +36,7 @@ class DraftRows:
     max_drafts: Tensor  # most drafts of the request; 0: none are made
     max_total: Tensor
     status: Tensor
+    ran: Tensor  # whether the step computed anything for the row; it may have ended with it
     temperature: Tensor  # float32
     seeds: Tensor  # [num_rows, 2] int32
     choice: Tensor

@@ -63,9 +63,12 @@ def test_same_tokens_as_in_a_thread(folder: Path) -> None:
     prompts = [list(range(1, n)) for n in (3, 9, 30)]
     with LLM(str(folder)) as llm:
         expected = llm.generate(prompts, GREEDY)
+        alone = llm.generate(prompts[1], GREEDY)[0]
     with LLM(str(folder), own_process=True) as llm:
         outputs = llm.generate(prompts, GREEDY)
         assert llm.stats.num_pages > 0
+        # To the bit: one prompt shares its steps with nobody.
+        assert llm.generate(prompts[1], GREEDY)[0].outputs[0].logprobs == alone.outputs[0].logprobs
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [o.text for o in outputs] == [o.text for o in expected]
     for own, other in zip(outputs, expected, strict=True):

@@ -39,7 +39,7 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
         return torch.tensor(values, dtype=torch.int32)
 
     device = {"token_ids": history.clone(), "num_computed": ints(computed), "num_tokens": ints(tokens)}
-    device |= {"num_drafts": ints(drafts), "status": ints(status)}
+    device |= {"num_drafts": ints(drafts), "status": ints(status), "ran": torch.full((ROWS,), 7, dtype=torch.int32)}
     device["out"] = torch.full((len(new_ids), NUM_HEADER_COLUMNS + WIDTH), 77, dtype=torch.int32)
     planned = [a + b for a, b in zip(known, places, strict=True)]
     alive = [a + b if status[r] == 0 else 0 for r, a, b in zip(batch, known, there, strict=True)]
@@ -61,7 +61,10 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     )
 
     expected_out = []
+    ran = [7] * ROWS
+    ran[SCRATCH] = 0 if padding else 7
     for i, row in enumerate(batch):
+        ran[row] = int(status[row] == RowStatus.RUNNING)
         taken: list[int] = []
         num_checked = num_accepted = 0
         if status[row] == RowStatus.RUNNING:
@@ -90,4 +93,5 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     assert device["num_tokens"].tolist() == tokens
     assert device["num_drafts"].tolist() == drafts
     assert device["status"].tolist() == status
+    assert device["ran"].tolist() == ran
     assert torch.equal(device["token_ids"], history)

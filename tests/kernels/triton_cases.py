@@ -157,6 +157,7 @@ def _commit() -> Iterator[Case]:
                 "query_lens": torch.where(runs, known + there, 0).int(),
                 "stop_ids": torch.randint(-1, 9, (9, 3), dtype=torch.int32),
                 "max_total": rows["num_tokens"] + torch.randint(1, 4, (9,), dtype=torch.int32),
+                "ran": torch.zeros(9, dtype=torch.int32),
                 "out": poisoned(n + pad, NUM_HEADER_COLUMNS + w),
             }
 

@@ -51,8 +51,8 @@ MUTATIONS = [
     Mutation(
         "scheduler: pages for one token too few",
         "scheduler/scheduler.py",
-        "missing = self.pool.pages_for(state.num_tokens_bound) - len(state.page_ids)",
-        "missing = self.pool.pages_for(state.num_tokens_bound - 1) - len(state.page_ids)",
+        "missing = self.pool.pages_for(self._num_slots(state)) - len(state.page_ids)",
+        "missing = self.pool.pages_for(self._num_slots(state) - 1) - len(state.page_ids)",
     ),
     Mutation(
         "pages: a page with a holder left is given back",
@@ -99,8 +99,8 @@ MUTATIONS = [
     Mutation(
         "padding: token offsets with 0",
         "runner/request_state.py",
-        "wanted_starts = np.full_like(self._query_start_mirror, query_start_loc[-1])",
-        "wanted_starts = np.full_like(self._query_start_mirror, 0)",
+        "wanted_starts = np.full_like(self._offset_mirrors[name], starts[-1])",
+        "wanted_starts = np.full_like(self._offset_mirrors[name], 0)",
     ),
     Mutation(
         "padding: tokens write to slot 0",
@@ -111,26 +111,119 @@ MUTATIONS = [
     Mutation(
         "padding: positions are left as they were",
         "kernels/prepare_inputs.py",
-        "positions[total:] = 0",
-        "positions[total:].shape",
+        "    positions[total:] = 0\n    slot_mapping",
+        "    slot_mapping",
     ),
     Mutation(
         "commit: a chunk in the middle of a prompt draws a token",
         "kernels/commit.py",
-        "draws = runs & (query_lens > 0) & (computed == length)",
-        "draws = runs & (query_lens > 0)",
+        "draws = runs & (num_computed[rows] + known == length)",
+        "draws = runs",
     ),
     Mutation(
         "commit: one token beyond the limit",
         "kernels/commit.py",
-        "torch.where(takes & (length >= max_total[rows])",
-        "torch.where(takes & (length > max_total[rows])",
+        "torch.where(takes & (length + count >= limit)",
+        "torch.where(takes & (length + count > limit)",
     ),
     Mutation(
         "output: the copy stream does not wait for the step",
         "runner/async_output.py",
         "device.copy_stream.wait_event(slot.computed)",
         "device.copy_stream",
+    ),
+    Mutation(
+        "drafts: the mirror stays as if all were accepted",
+        "scheduler/scheduler.py",
+        "state.num_computed -= scheduled.num_drafts - max(0, len(token_ids) - 1)",
+        "state.num_computed -= 0",
+    ),
+    Mutation(
+        "drafts: no pages for them",
+        "scheduler/scheduler.py",
+        "bound += config.num_drafts + config.num_draft_slots",
+        "bound += config.num_draft_slots",
+    ),
+    Mutation(
+        "drafts: no pages for what the drafter writes behind them",
+        "scheduler/scheduler.py",
+        "bound += config.num_drafts + config.num_draft_slots",
+        "bound += config.num_drafts",
+    ),
+    Mutation(
+        "drafts: pages without the drafter's keys are found",
+        "scheduler/scheduler.py",
+        'first = b"plain" if plain else b""',
+        'first = b""',
+    ),
+    Mutation(
+        "drafts: more of them than there are places",
+        "kernels/prepare_inputs.py",
+        "drafts = torch.minimum(num_drafts[rows], max_drafts)",
+        "drafts = num_drafts[rows]",
+    ),
+    Mutation(
+        "drafts: one beyond the length limit",
+        "speculate/place_drafts.py",
+        "max_total[rows] - length - 1)",
+        "max_total[rows] - length)",
+    ),
+    Mutation(
+        "verify: a draft stands behind one that does not",
+        "speculate/verify.py",
+        "count = stands.int().cumprod(1).sum(1)",
+        "count = stands.int().sum(1)",
+    ),
+    Mutation(
+        "commit: accepted drafts are computed again",
+        "kernels/commit.py",
+        "known + (count - 1).clamp(min=0), 0)",
+        "known, 0)",
+    ),
+    Mutation(
+        "draft model: its first pass begins a token late",
+        "speculate/draft_inputs.py",
+        "first = computed - (planned - 1)\n    query_lens",
+        "first = computed - (planned - 2)\n    query_lens",
+    ),
+    Mutation(
+        "draft model: the first pass does not see its last token",
+        "speculate/draft_inputs.py",
+        "last_indices.copy_(torch.where(runs, start_loc[:-1] + alive - 1, 0))",
+        "last_indices.copy_(torch.where(runs, start_loc[:-1], 0))",
+    ),
+    Mutation(
+        "draft model: a draft stands one place too early",
+        "speculate/draft_inputs.py",
+        "position = torch.where(runs, length + idx - 1, 0).long()",
+        "position = torch.where(runs, length + idx - 2, 0).long()",
+    ),
+    Mutation(
+        "draft model: the token before the new one is not computed again",
+        "speculate/draft_inputs.py",
+        "    fill_tokens(\n        *(rows, start_loc, query_lens, first,",
+        "    query_lens.copy_(torch.where(runs & (planned == 2), 1, query_lens))\n"
+        "    first = torch.where(planned == 2, computed, first)\n"
+        "    last_indices.copy_(torch.where(runs & (planned == 2), start_loc[:-1], last_indices))\n"
+        "    fill_tokens(\n        *(rows, start_loc, query_lens, first,",
+    ),
+    Mutation(
+        "draft model: what ends with a step leaves no keys",
+        "kernels/commit.py",
+        "ran[rows] = runs.int()",
+        "ran[rows] = (after == RowStatus.RUNNING).int()",
+    ),
+    Mutation(
+        "draft model: later passes take the first draft",
+        "speculate/draft_model.py",
+        "*(drafts[:, idx - 1], idx, batch.rows,",
+        "*(drafts[:, 0], idx, batch.rows,",
+    ),
+    Mutation(
+        "draft graphs: the later passes are padded further than the first",
+        "speculate/draft_graphs.py",
+        "batch.pad(max(desc.num_reqs, rest.num_reqs) if fits else desc.num_reqs, desc.num_tokens)",
+        "batch.pad(desc.num_reqs, desc.num_tokens)",
     ),
 ]
 

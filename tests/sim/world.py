@@ -41,6 +41,7 @@ EVENTS = (
     "drafts",
     "few_pages",
     "few_tokens",
+    "follow_ups",
     "graphs",
     "late_arrivals",
     "logprobs",
@@ -145,7 +146,21 @@ class World:
                 shared = rng.randint(1, prompt_len)
                 prompt = rng.choice(bases)[:shared] + prompt[shared:]
             jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(1, limit - prompt_len)))
+            if "follow_ups" in self.events and rng.random() < 0.5:
+                jobs += self._draw_follow_up(jobs[-1])
         return jobs
+
+    def _draw_follow_up(self, job: Job) -> list[Job]:
+        """A conversation goes on: the prompt is another's with its answer, so the pages of both are found again."""
+        rng, limit = self._random, self.options.max_model_len
+        assert limit is not None
+        said = [*job.request.prompt_token_ids, *job.expected, rng.randrange(VOCAB_SIZE)]
+        if len(said) >= limit:
+            return []
+        later = self._draw_job(f"{job.request.request_id}+", said, rng.randint(1, limit - len(said)))
+        later.arrives_at = job.arrives_at + rng.randint(10, 60)
+        later.aborts_at = None
+        return [later]
 
     def _draw_job(self, request_id: str, prompt: list[int], max_tokens: int) -> Job:
         rng, events = self._random, self.events

@@ -64,10 +64,11 @@ def plain_outcomes(make_engine: MakeEngine, kind: str, count: int) -> dict[str, 
     return _PLAIN[kind, count]
 
 
-def check(make_engine: MakeEngine, kind: str, count: int, speculative: dict[str, Any]) -> Engine:
+def check(make_engine: MakeEngine, kind: str, count: int, speculative: dict[str, Any], **options: Any) -> Engine:
     """Against plain decoding, with too few pages for all and the steps in flight that make bounds bounds."""
     expected = plain_outcomes(make_engine, kind, count)
     engine = make_engine(
+        **options,
         speculative_config=speculative,
         steps_in_flight=2,
         max_num_batched_tokens=80,
@@ -114,6 +115,30 @@ def test_two_hundred_requests(
     make_engine: MakeEngine, folders: dict[str, Path], method: str, k: int, kind: str
 ) -> None:
     check(make_engine, kind, 200, config_of(method, k, folders))
+
+
+IN_GRAPHS = {"device": "sim", "cudagraph_mode": "full", "cudagraph_capture_sizes": (4, 12, 32, 80)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("method", "k"), [("ngram", 3), ("near", 5)])
+def test_the_same_tokens_in_graphs_on_a_device_that_runs_later(
+    make_engine: MakeEngine, folders: dict[str, Path], method: str, k: int, kind: str
+) -> None:
+    """The real model on the simulated device, which refuses every wait and every stale byte."""
+    engine = check(make_engine, kind, 24, config_of(method, k, folders), **IN_GRAPHS)
+    assert engine.core.runner.device.sync_guard.num_violations == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("method", ["ngram", "near"])
+def test_two_hundred_requests_in_graphs(
+    make_engine: MakeEngine, folders: dict[str, Path], method: str, k: int, kind: str
+) -> None:
+    check(make_engine, kind, 200, config_of(method, k, folders), **IN_GRAPHS)
 
 
 @pytest.mark.parametrize("verify", ["match", "rejection"])

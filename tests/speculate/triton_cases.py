@@ -44,6 +44,7 @@ def draw_rows(max_len: int, page_size: int) -> dict[str, Tensor]:
         "max_drafts": ints(torch.randint(0, 6, (NUM_ROWS,))),
         "max_total": ints(num_tokens + torch.randint(1, 9, (NUM_ROWS,))),
         "status": ints(status),
+        "ran": ints(torch.rand(NUM_ROWS) < 0.8) * ints(torch.arange(NUM_ROWS) < NUM_ROWS - 1),
     }
 
 
@@ -96,7 +97,7 @@ def _first_pass() -> Iterator[Case]:
             known = torch.minimum(torch.randint(1, m // 2, (n + pad,)), rows["num_computed"][batch.long()])
             counts = torch.where(torch.arange(n + pad) < n, known + 1, 0)
             total = int(counts.sum()) + s
-            names = ("token_ids", "page_table", "num_computed", "num_tokens", "max_drafts", "status")
+            names = ("token_ids", "page_table", "num_computed", "num_tokens", "max_drafts", "ran")
             return {
                 "batch_rows": batch,
                 "start_loc": starts(counts),
