@@ -363,7 +363,7 @@ def test_a_broken_engine_fails_its_requests_and_refuses_new_ones(
 ) -> None:
     llm = LLM(str(folder))
     monkeypatch.setattr("threading.excepthook", lambda args: None)  # the thread's own traceback is expected
-    monkeypatch.setattr(llm._client._engine.core, "step", lambda: 1 / 0)
+    monkeypatch.setattr(llm._client.running._core, "step", lambda: 1 / 0)
     output = llm.generate("x", GREEDY)[0]
     assert output.finish_reason == "error" and "ZeroDivisionError" in (output.error or "")
     with pytest.raises(EngineError, match="the engine stopped"):

@@ -130,15 +130,29 @@ def _assemble(
             f"{options.gpu_memory_utilization}), max_num_batched_tokens ({config.scheduler.max_num_batched_tokens}) or "
             f"max_num_seqs ({config.scheduler.max_num_seqs}), or free memory that other processes hold"
         ) from error
-    if device.name == "cuda":
-        # A full collection of garbage walks every object that torch has made, longer than a hundred steps take.
-        # What is here now stays for good, so the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
+    _keep_memory(device)
     core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
     generation = checkpoint.generation_config if checkpoint is not None else {}
     defaults, eos_token_ids = sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer)
     return Engine(config, tokenizer, defaults, eos_token_ids, core)
+
+
+def _keep_memory(device: Device) -> None:
+    """A full collection of garbage walks every object that torch has made, longer than a hundred steps take.
+
+    What is here now stays as long as the engine, so the collector need not look at it again.
+    """
+    if device.name == "cuda":
+        gc.collect()
+        gc.freeze()
+
+
+def release_memory(device: Device) -> None:
+    """When nobody holds the engine any more: find what of it refers to itself, and let others have the memory."""
+    if device.name == "cuda":
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _load(model: Decoder, checkpoint: Checkpoint | None) -> Decoder:

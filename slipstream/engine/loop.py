@@ -13,7 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from slipstream.engine.build import Engine, EngineInfo
+from slipstream.engine.build import Engine, EngineInfo, release_memory
+from slipstream.engine.core import EngineCore
 from slipstream.engine.driver import Add, Deliver, Driver, Finish, Message, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError
@@ -46,17 +47,16 @@ class EngineLoop:
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="slipstream-engine", daemon=True)
         self._thread.start()
-        self._engine = built.result()  # raises what the build raised
+        engine = built.result()  # raises what the build raised
+        self._core: EngineCore | None = engine.core
+        self._stats = engine.core.stats
+        self.info = EngineInfo(engine.config, engine.tokenizer, engine.defaults, engine.eos_token_ids)
         # An interpreter that ends under a thread in the middle of CUDA calls takes the process down with it.
-        atexit.register(self.close)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine
+        atexit.register(self._stop)
 
     @property
     def stats(self) -> EngineStats:
-        return self._engine.core.stats
+        return self._stats if self._core is None else self._core.stats
 
     def add(self, request: Request) -> None:
         if self._failure:
@@ -67,7 +67,14 @@ class EngineLoop:
         self._inbox.put(Finish(request_id))
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        """End the thread, and give the device's memory back: the next engine may want all of it."""
+        atexit.unregister(self._stop)
+        self._stop()
+        if self._core is not None:
+            self._stats, device, self._core = self._core.stats, self._core.runner.device, None
+            release_memory(device)
+
+    def _stop(self) -> None:
         self._inbox.put(Stop())
         self._thread.join()
 

@@ -18,7 +18,8 @@ import torch
 from slipstream.config import GRAPH_MODES, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
-from slipstream.types import Request
+from slipstream.llm import LLM
+from slipstream.types import Request, SamplingParams
 from tests.engine.drive import make_request, run
 
 try:
@@ -108,6 +109,18 @@ def tokens_of(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
 def expected(folder: Path) -> dict[str, list[int]]:
     options = {"model": str(folder), "device": "cpu", "dtype": "float64", "max_num_seqs": 16}
     return tokens_of(build_engine(EngineOptions.from_dict(options)), some_requests())
+
+
+def test_a_closed_engine_leaves_its_memory_to_the_next(folder: Path) -> None:
+    """Each takes more than half of the GPU."""
+    torch.cuda.empty_cache()
+    before, page_bytes = torch.cuda.mem_get_info()[0], 512 * 384
+    for _ in range(2):
+        size = {"block_size": 512, "num_gpu_blocks_override": int(0.6 * before) // page_bytes}
+        with LLM(str(folder), dtype="float32", **size) as llm:
+            assert torch.cuda.mem_get_info()[0] < 0.5 * before
+            assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
+    assert torch.cuda.mem_get_info()[0] > 0.95 * before
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
