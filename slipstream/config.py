@@ -389,8 +389,7 @@ def _resolve_cache(
     else:
         wish = min(hardware.free_memory_bytes // 4, 4 * GIB)
         if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
-            all_params = num_params + (draft.num_params if draft else 0)
-            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, all_params)
+            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, num_params, draft)
         memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
         pages_per_request = -(-scheduler.max_model_len // options.block_size)
         num_pages = min(memory // page_bytes, scheduler.max_num_seqs * pages_per_request)
@@ -408,14 +407,19 @@ def _gpu_cache_bytes(
     dtype: str,
     scheduler: SchedulerConfig,
     num_params: int,
+    draft: DraftModel | None,
 ) -> int:
     """What is left of the share of the GPU's memory that the engine may use, others' use of it subtracted."""
     share = options.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
     others = hardware.total_memory_bytes - hardware.free_memory_bytes
-    weights = num_params * DTYPE_BYTES[dtype]
+    weights = (num_params + (draft.num_params if draft else 0)) * DTYPE_BYTES[dtype]
     working = working_memory_bytes(model, dtype, scheduler)
+    if draft is not None:
+        # Its activations, and the logits of all drafts where they are kept.
+        working += working_memory_bytes(draft.config, dtype, scheduler) - GIB
+        working += (scheduler.max_num_seqs + 1) * scheduler.num_drafts * draft.config.vocab_size * 4
     left = int(hardware.total_memory_bytes * share) - others - weights - working
     if left <= 0:
         raise ConfigError(

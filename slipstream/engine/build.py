@@ -178,12 +178,12 @@ def open_draft(options: EngineOptions, hf_config: dict[str, Any], tokenizer: Tok
     if speculative is None or speculative.model is None:
         return None
     draft = open_checkpoint(resolve_model(speculative.model))
-    other = draft.tokenizer()
     if tokenizer is None:
         sizes = [architecture_of(config).read_config(config).vocab_size for config in (hf_config, draft.config)]
         same = sizes[0] == sizes[1]
     else:
-        sizes, same = [tokenizer.vocab_size, other.vocab_size], tokenizer.has_tokens_of(other)
+        other = draft.tokenizer()
+        sizes, same = [tokenizer.vocab_size, other.vocab_size], tokenizer.agrees_with(other)
     if not same:
         raise ConfigError(
             f"the draft model {speculative.model} has another vocabulary than the target ({sizes[1]} tokens, "

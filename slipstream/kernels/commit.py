@@ -55,12 +55,13 @@ def commit(
     length, limit = num_tokens[rows], max_total[rows]
     # A prompt chunk that ends before the last known token draws nothing.
     draws = runs & (num_computed[rows] + known == length)
-    takes = draws & ~failed
-
     idx = torch.arange(new_ids.shape[1])
-    count = torch.minimum(num_accepted + 1, limit - length)
+    # Accepted drafts, and the target's own token if there is one.
+    count = torch.minimum(num_accepted + (~failed).int(), limit - length)
     ends = (stop_ids[rows].unsqueeze(1) == new_ids.unsqueeze(2)).any(2) & (idx < count.unsqueeze(1))
     stopped = ends.any(1)
+    fails = failed & ~stopped  # what would have come behind a stop concerns nobody
+    takes = draws & ~fails
     count = torch.where(stopped, ends.int().argmax(1) + 1, count)
     count = torch.where(takes, count, 0).int()
 
@@ -72,7 +73,7 @@ def commit(
     after = status[rows]
     after = torch.where(takes & (length + count >= limit), int(RowStatus.LENGTH), after)
     after = torch.where(takes & stopped, int(RowStatus.STOPPED), after)
-    after = torch.where(draws & failed, int(RowStatus.ERROR), after)
+    after = torch.where(draws & fails, int(RowStatus.ERROR), after)
     checked = torch.where(draws, query_lens - known, 0)
     computed = num_computed[rows] + torch.where(runs, known + (count - 1).clamp(min=0), 0)
     num_computed[rows] = computed
@@ -123,16 +124,17 @@ def _commit_kernel(
     computed, length, limit = tl.load(num_computed + row), tl.load(num_tokens + row), tl.load(max_total + row)
     draws = runs & (computed + known == length)
     bad = tl.load(failed + i) != 0
-    takes = draws & (bad == 0)
 
     idx, slot = tl.arange(0, WIDTH), tl.arange(0, STOPS)
     ids = tl.load(new_ids + i.to(tl.int64) * width + idx, mask=idx < width, other=-2).to(tl.int32)
     accepted = tl.load(num_accepted + i)
-    count = tl.minimum(accepted + 1, limit - length)
+    count = tl.minimum(accepted + tl.where(bad, 0, 1), limit - length)
     stops = tl.load(stop_ids + row * num_stop_ids + slot, mask=slot < num_stop_ids, other=-1)
     ends = tl.sum((ids[:, None] == stops[None, :]).to(tl.int32), 1) > 0
     first_end = tl.min(tl.where(ends & (idx < count), idx, WIDTH), 0)
     stopped = first_end < WIDTH
+    bad = bad & (stopped == 0)  # what would have come behind a stop concerns nobody
+    takes = draws & (bad == 0)
     count = tl.where(takes, tl.where(stopped, first_end + 1, count), 0)
 
     tl.store(token_ids + row * max_len + tl.minimum(length + idx, max_len - 1), ids, mask=idx < count)

@@ -16,6 +16,7 @@ from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 from slipstream.types import RowStatus
 
 _BLOCK = 1024
+_ANY_ID = 2**31 - 1
 
 
 @operation(
@@ -76,7 +77,7 @@ def prepare_inputs(
     query_lens.copy_(torch.where(runs, known + drafts, 0))
     seq_lens.copy_(torch.where(runs, num_computed[rows] + known + drafts, 0))
     torch.index_select(page_table, 0, rows, out=block_table)
-    tables = (token_ids, page_table, page_size)
+    tables = (token_ids, page_table, page_size, _ANY_ID)
     fill_tokens(rows, query_start_loc, query_lens, num_computed[rows], *tables, input_ids, positions, slot_mapping)
     drafts = torch.where(runs, drafts, 0)
     starts = (query_start_loc, logit_start_loc)
@@ -121,6 +122,7 @@ def fill_tokens(
     token_ids: Tensor,
     page_table: Tensor,
     page_size: int,
+    vocab_size: int,  # a token that the model does not know is 0 to it
     input_ids: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -131,7 +133,8 @@ def fill_tokens(
     row, idx = rows[request], torch.arange(total, dtype=torch.int32) - query_start_loc[request]
     alive = idx < query_lens[request]
     position = torch.where(alive, first[request] + idx, 0).long()
-    input_ids[:total] = torch.where(alive, token_ids[row, position], 0)
+    ids = token_ids[row, position]
+    input_ids[:total] = torch.where(alive & (ids < vocab_size), ids, 0)
     positions[:total] = position
     page_id = page_table[row, position // page_size].long()
     slot_mapping[:total] = torch.where(alive, page_id * page_size + position % page_size, -1)
@@ -160,6 +163,7 @@ def fill_request(
     query_len,
     first,
     page_size,
+    vocab_size,
     stride,
     input_ids,
     positions,
@@ -172,7 +176,7 @@ def fill_request(
         token = start + at + slot
         ids = tl.load(tokens_in_row + position, mask=alive, other=0)
         page = tl.load(pages_in_row + position // page_size, mask=alive, other=0).to(tl.int64)
-        tl.store(input_ids + token, ids, mask=exists)
+        tl.store(input_ids + token, tl.where(ids < vocab_size, ids, 0), mask=exists)
         tl.store(positions + token, position.to(tl.int64), mask=exists)
         place = page * page_size + position % page_size
         tl.store(slot_mapping + token, tl.where(alive, place, -1), mask=exists)
@@ -252,6 +256,6 @@ def _prepare_kernel(
         pages = page_table + row * max_pages
         copy_pages(pages, block_table + i.to(tl.int64) * max_pages, slot, max_pages)
         fill_request(
-            *(token_ids + row * max_len, pages, slot, start, planned, query_len, computed, page_size, stride),
-            *(input_ids, positions, slot_mapping),
+            *(token_ids + row * max_len, pages, slot, start, planned, query_len, computed, page_size, 0x7FFFFFFF),
+            *(stride, input_ids, positions, slot_mapping),
         )

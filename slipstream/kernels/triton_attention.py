@@ -18,7 +18,7 @@ from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, 
 
 _SPLITS = 16
 _CHUNK = 64
-_MAX_DECODE_ROWS = 64  # of a tile: query tokens times heads of a group
+_MAX_DECODE_ROWS = 128  # of a tile: query tokens times heads of a group
 
 
 def _shape(
@@ -84,8 +84,8 @@ def triton_attention(
         BLOCK_N=_CHUNK if row_bytes < 1024 else _CHUNK // 2,
         SPLITS=splits,
         WINDOW=window > 0,
-        num_warps=4,
-        num_stages=1 if is_wide else 2,
+        num_warps=8 if block_m > 64 else 4,
+        num_stages=1 if is_wide or block_m > 64 else 2,
     )
     return out
 

@@ -6,6 +6,7 @@ construction, so one tokenizer serves many threads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from slipstream.models.chat_template import ChatTemplate, Message
 from slipstream.models.json_file import read_json_if_present
 
 _LONG_TEXT = 2000  # characters
+# What converters write into a vocabulary that is smaller than the embedding.
+_FILLER = re.compile(r"\[PAD\d+\]")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -87,9 +90,13 @@ class Tokenizer:
         """How many tokens the tokenizer knows; the model's embedding may have more rows."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
-    def has_tokens_of(self, other: Tokenizer) -> bool:
-        """Whether every token means the same in both vocabularies."""
-        return bool(self._backend.get_vocab(True) == other._backend.get_vocab(True))
+    def agrees_with(self, other: Tokenizer) -> bool:
+        """Whether every id that both vocabularies have is the same token; what only fills one up does not count."""
+        own, others = (
+            {idx: token for token, idx in tokenizer._backend.get_vocab(True).items() if not _FILLER.fullmatch(token)}
+            for tokenizer in (self, other)
+        )
+        return all(others[idx] == token for idx, token in own.items() if idx in others)
 
     @property
     def has_chat_template(self) -> bool:

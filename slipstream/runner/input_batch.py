@@ -54,6 +54,8 @@ class InputBuffers:
         self.logit_positions = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.logit_drafts = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.rows = rows
+        self._one_each = np.arange(max_reqs + 1, dtype=np.int32)
+        self._no_drafting = DraftBatch(rows.batch_rows, 0, rows.draft_start_loc, _NOTHING, 0, 0, _NOTHING)
 
     def of_a_step(self) -> tuple[Tensor, ...]:
         """What every step fills anew, up to its padded size. Debug runs poison it before."""
@@ -65,23 +67,26 @@ class InputBuffers:
         """Send the batch's composition to the device. The batch that comes back has the plan's own size."""
         num_reqs = len(plan.requests)
         _, _, rows, counts, computed, _, drafts = zip(*plan.requests, strict=True)  # as one column each
-        num_tokens, num_logits = np.array(counts, dtype=np.int32), np.array(drafts, dtype=np.int32) + 1
-        starts, logit_starts = _starts(num_tokens), _starts(num_logits)
-        # The drafter goes over the known tokens and the new one.
-        in_pass = num_tokens - num_logits + 2 if self._max_logits > 1 else num_logits
-        pass_starts = _starts(in_pass) if self._max_logits > 1 else logit_starts
-        self.rows.stage_batch(np.array(rows, dtype=np.int32), starts, logit_starts, pass_starts)
+        batch_rows, num_tokens = np.array(rows, dtype=np.int32), np.array(counts, dtype=np.int32)
+        starts, bounds = _starts(num_tokens), np.array(computed, dtype=np.int32) + num_tokens
+        logit_starts, drafting = self._one_each[: num_reqs + 1], self._no_drafting
+        if self._max_logits == 1:
+            self.rows.stage_batch(batch_rows, starts, logit_starts)
+        else:
+            num_logits = np.array(drafts, dtype=np.int32) + 1
+            logit_starts = _starts(num_logits)
+            in_pass = num_tokens - num_logits + 2  # the drafter goes over the known tokens and the new one
+            pass_starts = _starts(in_pass)
+            self.rows.stage_batch(batch_rows, starts, logit_starts, pass_starts)
+            drafting = DraftBatch(
+                *(self.rows.batch_rows, num_reqs, self.rows.draft_start_loc, pass_starts, int(pass_starts[-1])),
+                *(int(in_pass.max()), np.minimum(bounds + 1, self.max_model_len)),
+            )
         self.rows.flush()
-        longest, limit = int(num_tokens.max()), self.max_model_len
-        is_decode = longest * num_reqs == starts[-1] == logit_starts[-1]
-        bounds = np.array(computed, dtype=np.int32) + num_tokens
-        drafting = DraftBatch(
-            *(self.rows.batch_rows, num_reqs, self.rows.draft_start_loc, pass_starts, int(pass_starts[-1])),
-            *(int(in_pass.max()), np.minimum(bounds + 1, limit)),
-        )
+        longest = int(num_tokens.max())
+        decode_len = longest if longest * num_reqs == starts[-1] == logit_starts[-1] else None
         size = (num_reqs, int(starts[-1]), int(logit_starts[-1]))
-        decode_len = longest if is_decode else None
-        return self._batch(*size, longest, starts, np.minimum(bounds, limit), drafting, decode_len)
+        return self._batch(*size, longest, starts, np.minimum(bounds, self.max_model_len), drafting, decode_len)
 
     def stage_nothing(self) -> None:
         """Make the batch on the device one of padding alone, as it was before the first step."""
@@ -116,11 +121,9 @@ class InputBuffers:
 
     def static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None) -> DraftBatch:
         """A request that decodes has two tokens in the drafter's first pass, any other at most one more than here."""
-        rows = self.rows
         first_len = None if query_len is None else 2
         num_tokens = num_tokens + num_reqs if first_len is None else first_len * num_reqs
-        empty = DraftBatch(rows.batch_rows, 0, rows.draft_start_loc, _NOTHING, 0, 0, _NOTHING)
-        return empty.static(num_reqs, num_tokens, first_len, self.max_model_len)
+        return self._no_drafting.static(num_reqs, num_tokens, first_len, self.max_model_len)
 
     def prepare(self, batch: InputBatch) -> None:
         """Queue the filling of the batch from the rows."""

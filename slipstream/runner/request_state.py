@@ -164,12 +164,15 @@ class RequestRows:
         self._put("page_table", diff.row, diff.page_ids, diff.first_idx)
 
     def stage_batch(self, rows: Int32s, *offsets: Int32s) -> None:
-        """Make the batch these rows; whatever lies behind them becomes padding."""
+        """Make the batch these rows; whatever lies behind them becomes padding.
+
+        ``offsets`` are those of ``_BATCH_OFFSETS``; the last may be left out where nobody drafts.
+        """
         n = len(rows)
         wanted_rows = np.full_like(self._batch_rows_mirror, self.scratch_row)
         wanted_rows[:n] = rows
         self._put_changes("batch_rows", self._batch_rows_mirror, wanted_rows)
-        for name, starts in zip(_BATCH_OFFSETS, offsets, strict=True):
+        for name, starts in zip(_BATCH_OFFSETS, offsets, strict=False):
             wanted_starts = np.full_like(self._offset_mirrors[name], starts[-1])
             wanted_starts[: n + 1] = starts
             self._put_changes(name, self._offset_mirrors[name], wanted_starts)

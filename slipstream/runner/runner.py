@@ -18,7 +18,7 @@ from slipstream.runner.async_output import InFlightStep, OutputRing, PromptSpan,
 from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.program import Model, StepProgram
 from slipstream.runner.request_state import RequestRows
-from slipstream.runner.step_graphs import StepGraphs
+from slipstream.runner.step_graphs import Drafting, StepGraphs
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
@@ -98,16 +98,21 @@ class Runner:
     def _run(self, plan: StepPlan) -> StepOutput:
         num_reqs = len(plan.requests)
         batch = self.buffers.stage(plan)
-        hidden, logprobs = self.graphs.run(batch, self._needs(plan), self._drafts(plan))
+        hidden, logprobs = self.graphs.run(batch, self._needs(plan), self._drafting(plan))
         spans, prompt_logprobs = self._score_prompts(plan, hidden)
         if logprobs is not None:
             logprobs = logprobs[: batch.logit_indices.shape[0]]
         return StepOutput(self._out[:num_reqs], logprobs, prompt_logprobs, spans)
 
-    def _drafts(self, plan: StepPlan) -> bool:
-        """Whether the step has a request to draft for."""
-        of_row = self._drafts_of_row
-        return self._config.num_drafts > 0 and any(of_row[r.row] for r in plan.requests)
+    def _drafting(self, plan: StepPlan) -> Drafting | None:
+        """How to draft after the step, if it has a request to draft for.
+
+        A request that draws nothing in this step may be drafted for: with one token of its prompt left.
+        """
+        if not self._config.num_drafts:
+            return None
+        rows = [r.row for r in plan.requests if self._drafts_of_row[r.row]]
+        return Drafting(any(self._needs_of_row[row].noise for row in rows)) if rows else None
 
     def _needs(self, plan: StepPlan) -> SamplingNeeds:
         of_row = self._needs_of_row

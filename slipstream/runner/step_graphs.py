@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,6 +37,13 @@ def _order(desc: BatchExecutionDescriptor, largest_decode: int, usual_query_len:
     if desc.tier == "fast" and (not is_mixed or size >= _SMALLEST_MIXED):
         return 0
     return 2 if is_mixed else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A step has requests to draft for."""
+
+    noise: bool  # one of them is not greedy
 
 
 class StepGraphs:
@@ -93,15 +101,12 @@ class StepGraphs:
         )
         return not self._is_complete
 
-    def run(self, batch: InputBatch, needs: SamplingNeeds, drafts: bool) -> tuple[Tensor, Tensor | None]:
-        """A step over staged rows: hidden states, and log probabilities if a request wants them.
-
-        ``drafts`` says whether any of the requests is one to draft for.
-        """
+    def run(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> tuple[Tensor, Tensor | None]:
+        """A step over staged rows: hidden states, and log probabilities if a request wants them."""
         program, common = self._program, batch.attention
         tier: Tier = "fast" if (needs | _FAST_NEEDS) == _FAST_NEEDS else "full"
         # Single tokens of requests that draft are prompts in small chunks: rare, and not what is recorded for decodes.
-        query_len = None if drafts and batch.decode_len == 1 else batch.decode_len
+        query_len = None if drafting and batch.decode_len == 1 else batch.decode_len
         desc = self._manager.dispatch(common.num_reqs, common.num_actual_tokens, query_len, tier)
         if desc.mode is CUDAGraphMode.FULL:
             self._manager.replay(desc)
@@ -115,8 +120,8 @@ class StepGraphs:
         else:
             padded, target = batch, program.target(batch)
         logprobs = program.finish(padded, target.logits[: padded.logit_indices.shape[0]], needs)
-        if drafts:
-            program.draft(batch.drafting, needs.noise, in_graph=False)
+        if drafting:
+            program.draft(batch.drafting, drafting.noise, in_graph=False)
         return target.hidden, logprobs
 
     def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:

@@ -286,7 +286,7 @@ class Scheduler:
         """Slots of the cache that the request's next step may write, drafts and drafting after them included."""
         config, request = self._config, state.request
         bound = state.num_tokens_bound + num_more
-        if request.num_drafts(config.num_drafts):
+        if config.num_drafts and request.num_drafts(config.num_drafts):
             bound += config.num_drafts + config.num_draft_slots
         return min(bound, request.max_total_tokens)
 

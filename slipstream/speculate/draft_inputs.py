@@ -41,6 +41,7 @@ def prepare_first_pass(
     max_drafts: Tensor,  # [num_rows] int32: a row at 0 has no drafts, hence no passes
     ran: Tensor,  # [num_rows] int32: a row that ended with this step goes through it: its pages may be found again
     page_size: int,
+    vocab_size: int,  # of the draft model; a token it does not know is 0 to it
     # written, each up to its padded size:
     input_ids: Tensor,  # [padded_tokens] int32
     positions: Tensor,  # [padded_tokens] int64
@@ -57,7 +58,7 @@ def prepare_first_pass(
         _first_pass_kernel[(num_blocks, num_reqs + 1)](
             *(batch_rows, start_loc, token_ids, page_table, num_computed, num_tokens, max_drafts, ran),
             *(input_ids, positions, slot_mapping, query_lens, seq_lens, last_indices, draft_positions, block_table),
-            *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size),
+            *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size, vocab_size),
             BLOCK=_BLOCK,
         )
         return
@@ -74,7 +75,7 @@ def prepare_first_pass(
     draft_positions.copy_(num_tokens[rows])
     torch.index_select(page_table, 0, rows, out=block_table)
     fill_tokens(
-        *(rows, start_loc, query_lens, first, token_ids, page_table, page_size),
+        *(rows, start_loc, query_lens, first, token_ids, page_table, page_size, vocab_size),
         *(input_ids, positions, slot_mapping),
     )
 
@@ -102,6 +103,7 @@ def _first_pass_kernel(
     max_len,
     max_pages,
     page_size,
+    vocab_size,
     BLOCK: tl.constexpr,
 ):
     block, i, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(0) * BLOCK
@@ -126,7 +128,7 @@ def _first_pass_kernel(
         copy_pages(pages, block_table + i.to(tl.int64) * max_pages, slot, max_pages)
         fill_request(
             *(token_ids + row * max_len, pages, slot, start, planned, query_len, first),
-            *(page_size, stride, input_ids, positions, slot_mapping),
+            *(page_size, vocab_size, stride, input_ids, positions, slot_mapping),
         )
 
 

@@ -50,7 +50,8 @@ class DraftModelSpeculator:
         self._rows = rows
         self.num_drafts = speculative.num_drafts
         self._page_size = config.cache.page_size
-        self._vocab_size = min(config.model.vocab_size, config.draft_model.vocab_size)
+        self._draft_vocab_size = config.draft_model.vocab_size
+        self._vocab_size = min(config.model.vocab_size, self._draft_vocab_size)  # of which both know all tokens
         self._max_len = config.scheduler.max_model_len
         place, max_reqs = device.torch_device, config.scheduler.max_num_seqs
         max_tokens = config.scheduler.max_num_batched_tokens + max_reqs
@@ -105,7 +106,7 @@ class DraftModelSpeculator:
         rows, n, num_reqs = self._rows, batch.num_tokens, batch.padded_reqs
         prepare_first_pass(
             *(batch.rows, batch.start_loc, rows.token_ids, rows.page_table, rows.num_computed, rows.num_tokens),
-            *(rows.max_drafts, rows.ran, self._page_size),
+            *(rows.max_drafts, rows.ran, self._page_size, self._draft_vocab_size),
             *(self._input_ids[:n], self._positions[:n], self._slot_mapping[:n]),
             *(self._query_lens[:num_reqs], self._seq_lens[:num_reqs], self._last_indices[:num_reqs]),
             *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),

@@ -72,6 +72,9 @@ class Verifier:
             return Verified(sampled.token_ids.unsqueeze(1), none, sampled.failed, sampled.logprobs)
         if self._mode == "synthetic":
             accepted = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
+            if needs.logprobs:
+                taken_ids = torch.where(accepted & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
+                sampled = sampled._replace(logprobs=pack_logprobs(check_logits(logits)[0], taken_ids))
         taken = accept_drafts(
             sampled.token_ids, drafted.draft_ids, accepted, sampled.failed, drafted.logit_start_loc, self._width
         )

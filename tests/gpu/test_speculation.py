@@ -15,6 +15,7 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.speculate.rejection import DRAFT_NOISE, RESIDUAL_NOISE
 from slipstream.types import Request
 from tests.engine.drive import make_request, run
+from tests.speculate.coin_model import make_core, sigmas_off
 from tests.speculate.unbiased import drawn_with, try_many
 
 tiny_models = pytest.importorskip("tests.tiny_models", reason="transformers writes the tiny models")
@@ -138,3 +139,10 @@ def test_rejection_is_unbiased(dtype: torch.dtype) -> None:
     assert abs(outcome.sigmas) < 6, outcome
     shared = try_many("cuda", 60_000, dtype, drawn_with(RESIDUAL_NOISE), batch_size=8192)
     assert shared.sigmas > 12, shared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_whole_engine_is_unbiased(dtype: torch.dtype) -> None:
+    """A million tokens through the real drafter, in graphs and outside of them."""
+    assert abs(sigmas_off(make_core("cuda", dtype, 256), dtype, 1_000_000, 256)) < 6
+    assert sigmas_off(make_core("cuda", dtype, 256, purpose=RESIDUAL_NOISE), dtype, 100_000, 256) > 12

@@ -72,9 +72,10 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
             computed[row] += known[i]
             if computed[row] == tokens[row]:
                 num_checked = there[i]
-                if failed[i]:
+                stops_first = any(t in stops[row] for t in new_ids[i][: min(accepted[i], limits[row] - tokens[row])])
+                if failed[i] and not stops_first:
                     status[row] = int(RowStatus.ERROR)
-                for idx in range(0 if failed[i] else accepted[i] + 1):
+                for idx in range(0 if failed[i] and not stops_first else accepted[i] + 1):
                     taken.append(new_ids[i][idx])
                     history[row, tokens[row]] = taken[-1]
                     tokens[row] += 1

@@ -229,3 +229,18 @@ def test_nothing_warns(folder: Path, smollm2_path: Path) -> None:
         warnings.simplefilter("error")
         Tokenizer.from_folder(folder).encode("hi " * 5000)
         open_checkpoint(smollm2_path).tokenizer().encode("hi " * 20000)
+
+
+def test_vocabularies_agree_up_to_what_fills_them(tmp_path: Path) -> None:
+    def make(name: str, *tokens: str) -> Tokenizer:
+        folder = tmp_path / name
+        folder.mkdir()
+        vocab = {token: idx for idx, token in enumerate(tokens)}
+        Backend(models.BPE(vocab=vocab, merges=[])).save(str(folder / "tokenizer.json"))
+        return Tokenizer.from_folder(folder)
+
+    plain, padded = make("plain", "a", "b", "c"), make("padded", "a", "b", "c", "[PAD3]", "[PAD4]")
+    longer, other = make("longer", "a", "b", "c", "d"), make("other", "a", "c", "b")
+    assert plain.agrees_with(padded) and padded.agrees_with(plain)
+    assert padded.agrees_with(longer) and longer.agrees_with(plain)
+    assert not plain.agrees_with(other) and not other.agrees_with(padded)

@@ -123,7 +123,8 @@ def hash_logits(
     num_used: int,
     guesses: bool,
 ) -> Tensor:  # [n, VOCAB_SIZE] float32: far apart, so that noise at any temperature changes nothing
-    logits = torch.zeros(hidden.shape[0], VOCAB_SIZE)
+    # Where all likely ones are forbidden the lowest of the others comes next.
+    logits = (-1e3 * torch.arange(VOCAB_SIZE)).repeat(hidden.shape[0], 1)
     states = hidden[:, 0].nan_to_num(0.0).long()
     for divisor, value in ((VOCAB_SIZE**2, 1e5), (VOCAB_SIZE, 2e5)):
         logits.scatter_(1, (states // divisor % num_used).unsqueeze(1), value)

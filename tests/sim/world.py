@@ -124,7 +124,10 @@ class World:
         rng = self._random
         if "drafts" not in self.events:
             return None
-        drawn = {"num_speculative_tokens": rng.choice([1, 2, 3, 5]), "verify": rng.choice(["match", "rejection"])}
+        drawn = {
+            "num_speculative_tokens": rng.choice([1, 2, 3, 5, 5, 16]),
+            "verify": rng.choice(["match", "rejection"]),
+        }
         if rng.random() < 0.3:
             least = rng.randint(1, 3)
             return drawn | {

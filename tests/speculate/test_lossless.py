@@ -184,3 +184,33 @@ def test_who_does_not_speculate_is_left_alone(make_engine: MakeEngine, near_fold
         updates += engine.core.step()
     drafted = {update.request_id for update in updates if update.num_drafts}
     assert drafted == {"m0", "m2"}
+
+
+@pytest.mark.parametrize("verify", ["match", "rejection"])
+def test_a_prompt_of_which_one_token_is_left_is_drafted_with_noise(
+    make_engine: MakeEngine, target_folder: Path, verify: str
+) -> None:
+    """Its step draws nothing, so nothing else in it says that noise is wanted."""
+    speculative = {"method": "draft_model", "model": str(target_folder), "num_speculative_tokens": 3, "verify": verify}
+    engine = make_engine(speculative_config=speculative, long_prefill_token_threshold=8)
+    for seed in range(12):
+        run(engine.core, [make_request(f"r{seed}", range(1, 10), 4, seed=seed, temperature=2.0)])
+    stats = engine.core.stats
+    assert stats.num_draft_tokens > 30
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+def test_a_drafter_with_fewer_tokens_than_the_target(
+    make_engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Siblings pad their vocabularies differently. What the drafter does not know it drafts badly, no more."""
+    from tests import tiny_models
+
+    small = tiny_models.save(tiny_models.build("llama", vocab_size=264), tmp_path_factory.mktemp("fewer"))
+    requests = [make_request(f"r{i}", [270, 5, 271, i], 30, seed=i, temperature=1.5) for i in range(6)]
+    plain = run(make_engine().core, requests)
+    for verify in ("match", "rejection"):
+        speculative = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 3, "verify": verify}
+        outcomes = run(make_engine(speculative_config=speculative).core, requests)
+        assert verify == "rejection" or outcomes == plain
+        assert any(token >= 264 for outcome in outcomes.values() for token in outcome.token_ids)

@@ -103,6 +103,7 @@ def _first_pass() -> Iterator[Case]:
                 "start_loc": starts(counts),
                 **chosen(rows, *names),
                 "page_size": 4,
+                "vocab_size": 900,
                 "input_ids": poisoned(total),
                 "positions": poisoned(total, dtype=torch.int64),
                 "slot_mapping": poisoned(total, dtype=torch.int64),
