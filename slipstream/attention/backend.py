@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
+from slipstream.kernels.tap import tap
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int = 0  # how many positions a token sees, itself included; 0 means all before it
+
+
+# The tap behind the final norm; others are numbers of layers.
+NORMED = -1
 
 
 class AttentionBackend(Protocol):
@@ -61,6 +66,8 @@ class AttentionContext:
     kv_caches: list[Tensor]  # one a layer: [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
     positions: Tensor  # [padded_tokens] int64
     slot_mapping: Tensor  # [padded_tokens] int64
+    # Where a drafter wants the residual stream after so many layers, or behind the final norm: [padded_tokens, hidden].
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
     # Made by the first layer that needs them, shared by the rest.
     _slots: tuple[Tensor, Tensor] | None = None
     _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -70,6 +77,11 @@ class AttentionContext:
         kv_cache = self.kv_caches[layer.idx]
         q = rope_and_cache(q, k, v, *self.rotation(cos_sin, q.dtype), kv_cache, *self.slots)
         return self.backend.run(layer, q, kv_cache, self.metadata)
+
+    def tap(self, num_layers: int, hidden: Tensor, residual: Tensor | None = None) -> None:
+        """The model has come so far: hidden + residual is the stream after so many layers."""
+        if (out := self.taps.get(num_layers)) is not None:
+            tap(hidden, residual, out)
 
     @property
     def slots(self) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,9 @@ class PiecewiseForward:
     def record(self, forward: Callable[[AttentionContext], Tensor], context: AttentionContext) -> None:
         """Record a pass. Attention does not run, so neither do its inputs need to be there."""
         splitting = _SplittingContext(
-            context.backend, context.metadata, context.kv_caches, context.positions, context.slot_mapping, recorder=self
+            *(context.backend, context.metadata, context.kv_caches, context.positions, context.slot_mapping),
+            taps=context.taps,
+            recorder=self,
         )
         self.begin_piece()
         try:

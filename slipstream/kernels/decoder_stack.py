@@ -97,6 +97,7 @@ class DecoderStack:
 
 def _shape(
     hidden: Tensor,
+    residual: Tensor | None,
     stack: DecoderStack,
     kv_caches: Sequence[Tensor],
     cos: Tensor,
@@ -107,13 +108,16 @@ def _shape(
     query_lens: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
+    begin: int,
+    end: int,
 ) -> tuple[TensorSpec, TensorSpec]:
     return spec_of(hidden), spec_of(hidden)
 
 
 @operation(_shape, writes=("kv_caches",))
 def decoder_stack(
-    hidden: Tensor,  # [num_tokens, hidden] float32: the embeddings
+    hidden: Tensor,  # [num_tokens, hidden] float32: the embeddings, or what a layer has left
+    residual: Tensor | None,  # [num_tokens, hidden] float32: the stream it is still to be added to
     stack: DecoderStack,
     kv_caches: Sequence[Tensor],  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
     cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
@@ -124,6 +128,8 @@ def decoder_stack(
     query_lens: Tensor,  # [num_reqs] int32
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
+    begin: int,  # the first layer
+    end: int,  # the one behind the last
 ) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
     lib = native.library()
     assert lib is not None
@@ -141,8 +147,9 @@ def decoder_stack(
     )
     arrays = [x.data_ptr() for x in (cos, sin, page_ids, offsets, query_start_loc, query_lens, seq_lens, block_table)]
     step = _Step(hidden.shape[0], seq_lens.shape[0], block_table.stride(0), *arrays, torch.get_num_threads())
-    out, residual = hidden.clone(), torch.zeros_like(hidden)
-    pointers = (ctypes.addressof(layers), len(layers), ctypes.addressof(sizes), ctypes.addressof(step))
+    out, residual = hidden.clone(), torch.zeros_like(hidden) if residual is None else residual.clone()
+    first = ctypes.addressof(layers) + begin * ctypes.sizeof(_Layer)
+    pointers = (first, end - begin, ctypes.addressof(sizes), ctypes.addressof(step))
     if lib.slip_decoder_stack(*pointers, out.data_ptr(), residual.data_ptr()):
         raise MemoryError("no memory for the activations of a step")
     return out, residual

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.backend import NORMED, AttentionContext
 from slipstream.attention.cpu import InPlace
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
@@ -72,18 +72,35 @@ class Decoder(nn.Module):
         if self._stack is not None and isinstance(context.metadata, InPlace):
             return self._forward_at_once(self._stack, hidden, context, context.metadata.common)
         residual: Tensor | None = None
-        for layer, cos_sin in zip(self.model.layers, self.cos_sin, strict=True):
+        for idx, (layer, cos_sin) in enumerate(zip(self.model.layers, self.cos_sin, strict=True)):
+            context.tap(idx, hidden, residual)
             hidden, residual = layer(hidden, residual, context, cos_sin)
         assert residual is not None
-        return self.model.norm.add(hidden, residual)[0]
+        return self._finish(hidden, residual, context)
+
+    def _finish(self, hidden: Tensor, residual: Tensor, context: AttentionContext) -> Tensor:
+        context.tap(self.config.num_layers, hidden, residual)
+        normed = self.model.norm.add(hidden, residual)[0]
+        context.tap(NORMED, normed)
+        return normed
 
     def _forward_at_once(
         self, stack: DecoderStack, hidden: Tensor, context: AttentionContext, common: CommonAttentionMetadata
     ) -> Tensor:
         turn = context.rotation(self.cos_sin[0], hidden.dtype)
         tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
-        hidden, residual = decoder_stack(hidden, stack, context.kv_caches, *turn, *context.slots, *tables)
-        return self.model.norm.add(hidden, residual)[0]
+        arrays = (context.kv_caches, *turn, *context.slots, *tables)
+        # In one go, or up to each layer that a drafter wants to look behind.
+        begin, num_layers = 0, self.config.num_layers
+        residual: Tensor | None = None
+        for end in [*sorted(idx for idx in context.taps if 0 <= idx < num_layers), num_layers]:
+            if end > begin:
+                hidden, residual = decoder_stack(hidden, residual, stack, *arrays, begin, end)
+            if end < num_layers:
+                context.tap(end, hidden, residual)
+            begin = end
+        assert residual is not None
+        return self._finish(hidden, residual, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         head = self._packed_head

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.attention.backend import NORMED, AttentionContext
+from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import build_engine
 from slipstream.errors import ModelError
@@ -171,3 +173,35 @@ def test_layers_without_a_window_share_one_rope_table(tmp_path: Path) -> None:
     assert first is third
     assert not torch.equal(first, second)
     assert [layer.self_attn.layer.window for layer in model.model.layers] == [32, 0, 32]
+
+
+@pytest.mark.parametrize("variant", tiny_models.VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_taps_show_the_stream_between_layers(variant: str, dtype: str, tmp_path: Path) -> None:
+    """Against the hidden states that transformers gives, which counts rope in float32 at most, as here in both types."""
+    reference = tiny_models.build(variant)
+    folder = tiny_models.save(reference, tmp_path)
+    engine = build_engine(EngineOptions(model=str(folder), dtype=dtype, max_model_len=16))
+    runner, token_ids = engine.core.runner, [3, 200, 7, 7, 90, 11]
+    n, page_size, num_layers = len(token_ids), engine.config.cache.page_size, engine.config.model.num_layers
+    lens = torch.tensor([n], dtype=torch.int32)
+    starts, positions = torch.tensor([0, n], dtype=torch.int32), torch.arange(n)
+    metadata = CommonAttentionMetadata(
+        *(1, n, n, starts, starts.numpy(), lens, lens, lens.numpy()),
+        block_table=torch.ones(1, 1, dtype=torch.int32),
+        slot_mapping=positions + page_size,
+    )
+    size = engine.config.model.hidden_size
+    wide = torch.zeros(n, size * (num_layers + 2), dtype=getattr(torch, dtype))
+    taps = dict(zip([*range(num_layers + 1), NORMED], wide.split(size, dim=1), strict=True))
+    backend = runner.program.backend
+    context = AttentionContext(
+        *(backend, backend.build(metadata), runner.kv_caches, positions, metadata.slot_mapping), taps=taps
+    )
+    with torch.inference_mode():
+        hidden = runner.program.model.forward(torch.tensor(token_ids, dtype=torch.int32), context)
+        states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    for idx, state in enumerate(states[:-1]):  # the last one is normed
+        torch.testing.assert_close(taps[idx].float(), state[0], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(taps[NORMED].float(), states[-1][0], rtol=2e-4, atol=2e-4)
+    assert torch.equal(taps[NORMED], hidden)
