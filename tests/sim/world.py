@@ -227,7 +227,7 @@ class World:
                     self._check_idle()
                     self.core.use_idle_time()
                 now += 1
-                assert now < 5000, "the engine does not come to an end"
+                assert now < 1500, "the engine does not come to an end"
             self.num_launched = self.device.num_launched - num_launched
             self.num_steps, self.num_preemptions = self.core.stats.num_steps, self.core.stats.num_preemptions
             for job in self.jobs:
