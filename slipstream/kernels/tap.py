@@ -1,4 +1,4 @@
-"""A look at the residual stream between two layers: the sum that the next norm would make, written where it is wanted."""
+"""A look at the residual stream between two layers: the sum that the next norm would make, put where it is wanted."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_layers_without_a_window_share_one_rope_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", tiny_models.VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_taps_show_the_stream_between_layers(variant: str, dtype: str, tmp_path: Path) -> None:
-    """Against the hidden states that transformers gives, which counts rope in float32 at most, as here in both types."""
+    """Against the hidden states that transformers gives; its rope is float32 at best, whatever the type here."""
     reference = tiny_models.build(variant)
     folder = tiny_models.save(reference, tmp_path)
     engine = build_engine(EngineOptions(model=str(folder), dtype=dtype, max_model_len=16))
