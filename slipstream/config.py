@@ -91,10 +91,12 @@ class EngineOptions:
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(None, "Padded numbers of tokens to record graphs for.")
     enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
-    speculate: str | None = _option(None, "Draft tokens ahead by this method: ngram or draft_model; none if unset.")
+    speculate: str | None = _option(
+        None, "Draft tokens ahead by this method: ngram, draft_model, eagle, eagle3 or mtp."
+    )
     k: int | None = _option(None, "Most tokens to draft ahead.")
     draft_model: str | None = _option(
-        None, "Checkpoint of the draft_model method: any smaller model with the same vocabulary."
+        None, "Checkpoint that drafts: a smaller model with the same vocabulary, or an EAGLE head of this model."
     )
     speculative_config: Mapping[str, Any] | None = _option(
         None,
@@ -227,6 +229,8 @@ class SchedulerConfig:
     num_draft_slots: int = 0
     # Whether the drafter keeps keys of its own in the pages. A page without them is of no use to a request that drafts.
     drafts_in_pages: bool = False
+    # Whether its keys at a slot depend on the token behind. The last slot of a page then depends on the next page.
+    drafts_look_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -312,6 +316,7 @@ def resolve(
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if draft is not None else 0,
         drafts_in_pages=draft is not None,
+        drafts_look_ahead=speculative is not None and speculative.takes_hidden_states,
     )
     return EngineConfig(
         model=model,

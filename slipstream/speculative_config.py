@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from slipstream.errors import ConfigError, nearest
 
-METHODS = ("ngram", "draft_model")
-Method = Literal["ngram", "draft_model"]
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
 VERIFY_MODES = ("match", "rejection", "synthetic")
 VerifyMode = Literal["match", "rejection", "synthetic"]
 MAX_DRAFTS = 16
 MAX_MATCH = 32
 _USUAL_MATCH = 5
-_DEFAULT_DRAFTS: dict[Method, int] = {"ngram": 4, "draft_model": 3}
+_DEFAULT_DRAFTS: dict[Method, int] = {"ngram": 4, "draft_model": 3, "eagle": 3, "eagle3": 3, "mtp": 1}
 _NGRAM_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
 _KEYS = ("method", "model", "num_speculative_tokens", *_NGRAM_KEYS, "verify", "acceptance_rates")
 _NGRAM_MODELS = ("ngram", "[ngram]")  # how vLLM's users spell it where a model is asked for
@@ -30,12 +30,17 @@ class SpeculativeConfig:
     # match: drafts that equal the target's own choice. rejection: speculative sampling, the same distribution but other
     # tokens than without drafts. synthetic: at random with given rates, for benchmarks; the text means nothing.
     verify: VerifyMode = "match"
-    model: str | None = None  # of a draft_model: a folder, a .gguf file, a hub id or an alias
+    model: str | None = None  # of a draft model or a head: a folder, a .gguf file, a hub id or an alias
     # ngram: how many of the last tokens must, and at most may, have stood together before.
     min_match: int = 1
     max_match: int = _USUAL_MATCH
     # synthetic: entry i is the probability that the first i + 1 drafts are all accepted.
     acceptance_rates: tuple[float, ...] = ()
+
+    @property
+    def takes_hidden_states(self) -> bool:
+        """Whether drafts come from the target's own hidden states, each paired with the token behind it."""
+        return self.method in ("eagle", "eagle3", "mtp")
 
     @property
     def is_synthetic(self) -> bool:
@@ -96,10 +101,12 @@ def _method(given: Mapping[str, Any], names: Mapping[str, str]) -> Method:
 
 def _model(given: Mapping[str, Any], method: Method) -> str | None:
     model = given.get("model")
-    if method == "draft_model":
+    if method in ("draft_model", "eagle", "eagle3"):
         if not (isinstance(model, str) and model):
-            raise ConfigError("draft_model needs a model: name one as draft_model, or as model in speculative_config")
+            raise ConfigError(f"{method} needs a model: name one as draft_model, or as model in speculative_config")
         return model
+    if method == "mtp" and model is not None:
+        raise ConfigError(f"mtp drafts with layers of the target itself and takes no model; leave out {model!r}")
     if model is not None and model not in _NGRAM_MODELS:
         raise ConfigError(f"ngram drafts from a request's own tokens and takes no model; leave out {model!r}")
     return None

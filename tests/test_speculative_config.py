@@ -17,6 +17,8 @@ from tests.test_config import CPU, MODEL
 
 NGRAM = SpeculativeConfig("ngram", 4)
 
+KNOWN = "; known are ngram, draft_model, eagle, eagle3, mtp"
+
 
 def read(**options: Any) -> SpeculativeConfig | None:
     return speculation_of(EngineOptions.from_dict(options))
@@ -75,10 +77,10 @@ def test_vllms_spelling(given: dict[str, Any], expected: SpeculativeConfig) -> N
     [
         ({"speculate": "ngrm"}, "unknown method 'ngrm' in speculate; did you mean 'ngram'?"),
         ({"speculate": "draft"}, "unknown method 'draft' in speculate; did you mean 'draft_model'?"),
-        ({"speculate": "xyz"}, "unknown method 'xyz' in speculate; known are ngram, draft_model"),
-        ({"speculate": "two\nlines"}, "unknown method 'two\\nlines' in speculate; known are ngram, draft_model"),
-        ({"speculate": ""}, "unknown method '' in speculate; known are ngram, draft_model"),
-        ({"speculate": True}, "unknown method True in speculate; known are ngram, draft_model"),
+        ({"speculate": "xyz"}, "unknown method 'xyz' in speculate" + KNOWN),
+        ({"speculate": "two\nlines"}, "unknown method 'two\\nlines' in speculate" + KNOWN),
+        ({"speculate": ""}, "unknown method '' in speculate" + KNOWN),
+        ({"speculate": True}, "unknown method True in speculate" + KNOWN),
         ({"speculate": "ngram", "k": 0}, "k must be an integer from 1 to 16, not 0"),
         ({"speculate": "ngram", "k": 17}, "k must be an integer from 1 to 16, not 17"),
         ({"speculate": "ngram", "k": -1}, "k must be an integer from 1 to 16, not -1"),
@@ -109,10 +111,10 @@ RATES = "acceptance_rates: 2 numbers from 1 down to 0, entry i for the probabili
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "speculative_config names no method; known are ngram, draft_model"),
+        ({}, "speculative_config names no method" + KNOWN),
         ([], 'speculative_config must be a JSON object such as {"method": "ngram"}'),
         ("ngram", 'speculative_config must be a JSON object such as {"method": "ngram"}'),
-        ({"method": "eagle"}, "unknown method 'eagle' in speculative_config; known are ngram, draft_model"),
+        ({"method": "medusa"}, "unknown method 'medusa' in speculative_config" + KNOWN),
         ({"method": "ngrams"}, "unknown method 'ngrams' in speculative_config; did you mean 'ngram'?"),
         ({"method": ["ngram"]}, "unknown method ['ngram'] in speculative_config; did you mean 'ngram'?"),
         (

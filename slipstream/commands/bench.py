@@ -26,6 +26,7 @@ from slipstream.types import SYNTHETIC_NOTICE, DraftStats
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
     from slipstream.models.tokenizer import Tokenizer
+    from slipstream.models.weights import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def run(
     options = workload.fit(options if model is None else replace(options, model=model))
     name = shape or case_name(options.model)
     if shape is not None:
-        check_room(options, workload, shape_config(shape), None, name)
+        check_room(options, workload, shape_config(shape), None, None, name)
     else:
         options = resolve_models(options)  # shows its own progress
         check_room(options, workload, *_open(options), name)
@@ -121,13 +122,13 @@ def case_name(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").lower()
 
 
-def _open(options: EngineOptions) -> tuple[dict[str, Any], Tokenizer | None]:
+def _open(options: EngineOptions) -> tuple[dict[str, Any], Checkpoint, Tokenizer | None]:
     """Configuration and, where a draft model's has to fit it, the tokenizer of a checkpoint."""
     from slipstream.models.weights import open_checkpoint
 
     checkpoint, speculative = open_checkpoint(Path(options.model)), speculation_of(options)
     wanted = speculative is not None and speculative.model is not None
-    return checkpoint.config, checkpoint.tokenizer() if wanted else None
+    return checkpoint.config, checkpoint, checkpoint.tokenizer() if wanted else None
 
 
 def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, case: str) -> tuple[list[Row], str]:
@@ -195,16 +196,22 @@ def _speculation(speculative: SpeculativeConfig | None, drafts: DraftStats) -> R
 
 
 def check_room(
-    options: EngineOptions, workload: Workload, hf_config: dict[str, Any], tokenizer: Tokenizer | None, name: str
+    options: EngineOptions,
+    workload: Workload,
+    hf_config: dict[str, Any],
+    checkpoint: Checkpoint | None,
+    tokenizer: Tokenizer | None,
+    name: str,
 ) -> None:
     """Refuse what does not fit into the model's context, the KV cache or memory, before anything is allocated."""
-    from slipstream.engine.build import open_draft, plan_engine
+    from slipstream.engine.build import plan_engine
+    from slipstream.engine.drafter import open_drafter
     from slipstream.models.registry import architecture_of
 
     max_position = architecture_of(hf_config).read_config(hf_config).max_position
     workload.check_length(f"the context of {name}", max_position)
-    draft = open_draft(options, hf_config, tokenizer)
-    workload.check(plan_engine(options, hf_config, None if draft is None else draft.config).config)
+    drafter = open_drafter(options, hf_config, checkpoint, tokenizer)
+    workload.check(plan_engine(options, hf_config, None if drafter is None else drafter.model).config)
 
 
 def _table(rows: list[Row], hardware: str) -> Table:

@@ -25,9 +25,9 @@ from slipstream.config import (
 from slipstream.device import open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
+from slipstream.engine.drafter import open_drafter, without_network
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.models.decoder import Decoder
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import build_model, count_parameters, load_weights, randomize_weights
 from slipstream.models.registry import Architecture, architecture_of
@@ -36,9 +36,6 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.speculate.draft_model import DraftModelSpeculator
-from slipstream.speculate.ngram import NgramSpeculator
-from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
 from slipstream.types import SamplingParams
 
 
@@ -75,23 +72,15 @@ class EnginePlan(NamedTuple):
     architecture: Architecture
     device: Device
     config: EngineConfig
-    draft_architecture: Architecture | None = None
 
 
-def plan_engine(
-    options: EngineOptions, hf_config: dict[str, Any], draft_config: dict[str, Any] | None = None
-) -> EnginePlan:
+def plan_engine(options: EngineOptions, hf_config: dict[str, Any], draft: DraftModel | None = None) -> EnginePlan:
     """Resolve the configuration, and refuse a model that this machine's memory cannot hold."""
     architecture = architecture_of(hf_config)
     device = open_device(options.device)
     hardware = device.hardware(options.dtype)
     model = architecture.read_config(hf_config)
     num_params = count_parameters(architecture, model)
-    draft, draft_architecture = None, None
-    if draft_config is not None:
-        draft_architecture = architecture_of(draft_config)
-        draft_model = draft_architecture.read_config(draft_config)
-        draft = DraftModel(draft_model, count_parameters(draft_architecture, draft_model))
     config = resolve(options, hardware, model, num_params, draft)
     if draft is not None:
         num_params += draft.num_params
@@ -102,27 +91,25 @@ def plan_engine(
             f"the model in {config.dtype} needs {needed / GIB:.1f} GiB for weights and KV cache, "
             f"{free / GIB:.1f} GiB are free; use a smaller model, a 16-bit dtype or kv_cache_memory_bytes"
         )
-    return EnginePlan(architecture, device, config, draft_architecture)
+    return EnginePlan(architecture, device, config)
 
 
 def _assemble(
     options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
 ) -> Engine:
-    draft = open_draft(options, hf_config, tokenizer)
-    architecture, device, config, draft_architecture = plan_engine(
-        options, hf_config, None if draft is None else draft.config
-    )
+    drafter = open_drafter(options, hf_config, checkpoint, tokenizer)
+    architecture, device, config = plan_engine(options, hf_config, None if drafter is None else drafter.model)
     try:
         with device.sync_guard.allow("build"):
-            model = _load(build_model(architecture, config, device.torch_device), checkpoint)
-            draft_model: Decoder | None = None
-            if draft_architecture is not None:
-                empty = build_model(draft_architecture, config, device.torch_device, config.draft_model)
-                draft_model = _load(empty, draft)
-
-            def make_speculator(rows: DraftRows) -> Speculator:
-                return _speculator(config, device, draft_model, rows)
-
+            model = build_model(architecture, config, device.torch_device)
+            if checkpoint is None:
+                randomize_weights(model)
+            else:
+                load_weights(model, checkpoint.tensors())
+            make_speculator = without_network(config)
+            if drafter is not None and config.draft_model is not None:
+                make_speculator = drafter.build(config, device, model, _backend(config, config.draft_model))
+            model.pack()
             runner = Runner(config, device, model, _backend(config, config.model), make_speculator)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -153,43 +140,6 @@ def release_memory(device: Device) -> None:
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _load(model: Decoder, checkpoint: Checkpoint | None) -> Decoder:
-    if checkpoint is None:
-        randomize_weights(model)
-    else:
-        load_weights(model, checkpoint.tensors())
-    model.pack()
-    return model
-
-
-def _speculator(config: EngineConfig, device: Device, draft_model: Decoder | None, rows: DraftRows) -> Speculator:
-    if config.speculative is None:
-        return NoSpeculator()
-    if draft_model is None or config.draft_model is None:
-        return NgramSpeculator(config.speculative, rows)
-    return DraftModelSpeculator(config, device, draft_model, _backend(config, config.draft_model), rows)
-
-
-def open_draft(options: EngineOptions, hf_config: dict[str, Any], tokenizer: Tokenizer | None) -> Checkpoint | None:
-    """The draft model's checkpoint, its weights not yet read, if one is wanted and knows the target's tokens."""
-    speculative = speculation_of(options)
-    if speculative is None or speculative.model is None:
-        return None
-    draft = open_checkpoint(resolve_model(speculative.model))
-    if tokenizer is None:
-        sizes = [architecture_of(config).read_config(config).vocab_size for config in (hf_config, draft.config)]
-        same = sizes[0] == sizes[1]
-    else:
-        other = draft.tokenizer()
-        sizes, same = [tokenizer.vocab_size, other.vocab_size], tokenizer.agrees_with(other)
-    if not same:
-        raise ConfigError(
-            f"the draft model {speculative.model} has another vocabulary than the target ({sizes[1]} tokens, "
-            f"{sizes[0]} there): a draft would mean another text; use a draft model of the same family"
-        )
-    return draft
 
 
 def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:

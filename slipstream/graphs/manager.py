@@ -51,6 +51,7 @@ class CudaGraphManager:
         self._device = device
         self._pool = pool
         self._graphs: dict[BatchExecutionDescriptor, Graph] = {}
+        self.states: dict[BatchExecutionDescriptor, AttentionStatePair] = {}  # for passes that share them
         self.descriptors = list(_descriptors(mode, sorted(set(sizes)), max_num_reqs, tiers, query_lens))
         # Largest first: later graphs then fit into the memory of earlier ones.
         ordered = sorted(self.descriptors, key=lambda desc: (order(desc), -desc.num_tokens))
@@ -128,7 +129,8 @@ class CudaGraphManager:
                     recorded.run()
                 assert capture.graph is not None
                 self._graphs[desc] = capture.graph
-        return AttentionStatePair(warmup.state, recorded.state)
+        self.states[desc] = AttentionStatePair(warmup.state, recorded.state)
+        return self.states[desc]
 
     def _with_progress(self, text: str) -> Iterator[BatchExecutionDescriptor]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig, ModelConfig
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
+from slipstream.models.mtp_head import is_mtp_tensor
 from slipstream.models.registry import Architecture
 
 # Checkpoints may carry these; the engine computes them itself.
@@ -20,11 +22,18 @@ def build_model(
     architecture: Architecture, config: EngineConfig, device: torch.device, model: ModelConfig | None = None
 ) -> Decoder:
     """The target, unless another model is named."""
+    with built_under(config, device):
+        return architecture(model or config.model, config.scheduler.max_model_len)
+
+
+@contextmanager
+def built_under(config: EngineConfig, device: torch.device) -> Iterator[None]:
+    """What is made inside has the engine's type and lives on its device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.dtype))
     try:
         with device:
-            return architecture(model or config.model, config.scheduler.max_model_len)
+            yield
     finally:
         torch.set_default_dtype(before)
 
@@ -43,6 +52,8 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if slot is None:
             if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.lm_head is None):
                 continue
+            if is_mtp_tensor(name, model.config.num_layers):
+                continue  # they draft; who wants that reads them by itself
             raise ModelError(f"tensor '{name}' does not belong to {model.config.architecture}, or occurs twice")
         if slot.shape != tensor.shape:
             raise ModelError(f"tensor '{name}' has shape {list(tensor.shape)}, the config says {list(slot.shape)}")

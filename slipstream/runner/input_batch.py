@@ -15,7 +15,7 @@ from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
 from slipstream.sampling.sampler import Positions
-from slipstream.speculate.speculator import DraftBatch
+from slipstream.speculate.speculator import DraftBatch, TargetPass
 from slipstream.speculate.verify import Drafted
 from slipstream.types import StepPlan
 
@@ -55,7 +55,9 @@ class InputBuffers:
         self.logit_drafts = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.rows = rows
         self._one_each = np.arange(max_reqs + 1, dtype=np.int32)
-        self._no_drafting = DraftBatch(rows.batch_rows, 0, rows.draft_start_loc, _NOTHING, 0, 0, _NOTHING)
+        # What a step without drafts has for them; others are made from it.
+        step = TargetPass(self._attention(0, 0, 0, _NOTHING, _NOTHING), self.positions, rows.query_start_loc, None)
+        self.no_drafting = DraftBatch(rows.batch_rows, 0, rows.draft_start_loc, _NOTHING, 0, 0, _NOTHING, step)
 
     def of_a_step(self) -> tuple[Tensor, ...]:
         """What every step fills anew, up to its padded size. Debug runs poison it before."""
@@ -69,7 +71,7 @@ class InputBuffers:
         _, _, rows, counts, computed, _, drafts = zip(*plan.requests, strict=True)  # as one column each
         batch_rows, num_tokens = np.array(rows, dtype=np.int32), np.array(counts, dtype=np.int32)
         starts, bounds = _starts(num_tokens), np.array(computed, dtype=np.int32) + num_tokens
-        logit_starts, drafting = self._one_each[: num_reqs + 1], self._no_drafting
+        logit_starts, drafting = self._one_each[: num_reqs + 1], self.no_drafting
         if self._max_logits == 1:
             self.rows.stage_batch(batch_rows, starts, logit_starts)
         else:
@@ -80,7 +82,7 @@ class InputBuffers:
             self.rows.stage_batch(batch_rows, starts, logit_starts, pass_starts)
             drafting = DraftBatch(
                 *(self.rows.batch_rows, num_reqs, self.rows.draft_start_loc, pass_starts, int(pass_starts[-1])),
-                *(int(in_pass.max()), np.minimum(bounds + 1, self.max_model_len)),
+                *(int(in_pass.max()), np.minimum(bounds + 1, self.max_model_len), drafting.step),
             )
         self.rows.flush()
         longest = int(num_tokens.max())
@@ -105,7 +107,8 @@ class InputBuffers:
             query_start_loc_cpu=common.query_start_loc_cpu,
             seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
         )
-        return replace(padded, attention=attention, drafting=batch.drafting, decode_len=batch.decode_len)
+        drafting = batch.drafting.of(batch.drafting.step._replace(attention=attention, positions=padded.positions))
+        return replace(padded, attention=attention, drafting=drafting, decode_len=batch.decode_len)
 
     def static(self, desc: BatchExecutionDescriptor) -> InputBatch:
         """A batch for a recording, which serves every step of its size: the host's numbers are the largest possible."""
@@ -116,14 +119,14 @@ class InputBuffers:
         num_logits = num_tokens if query_len is not None else min(num_tokens, num_reqs * self._max_logits)
         # In a mixed batch one request may have all the tokens.
         longest = query_len or num_tokens
-        drafting = self.static_drafting(num_reqs, num_tokens, query_len)
+        drafting = self._static_drafting(num_reqs, num_tokens, query_len)
         return self._batch(num_reqs, num_tokens, num_logits, longest, starts, bounds, drafting, query_len)
 
-    def static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None) -> DraftBatch:
+    def _static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None) -> DraftBatch:
         """A request that decodes has two tokens in the drafter's first pass, any other at most one more than here."""
         first_len = None if query_len is None else 2
         num_tokens = num_tokens + num_reqs if first_len is None else first_len * num_reqs
-        return self._no_drafting.static(num_reqs, num_tokens, first_len, self.max_model_len)
+        return self.no_drafting.static(num_reqs, num_tokens, first_len, self.max_model_len)
 
     def prepare(self, batch: InputBatch) -> None:
         """Queue the filling of the batch from the rows."""
@@ -137,18 +140,10 @@ class InputBuffers:
             *(batch.logit_indices, *drafted.at, drafted.draft_ids),
         )
 
-    def _batch(
-        self,
-        num_reqs: int,
-        num_tokens: int,
-        num_logits: int,
-        max_query_len: int,
-        query_start_loc_cpu: Int32s,
-        bounds: Int32s,
-        drafting: DraftBatch,
-        decode_len: int | None,
-    ) -> InputBatch:
-        attention = CommonAttentionMetadata(
+    def _attention(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, query_start_loc_cpu: Int32s, bounds: Int32s
+    ) -> CommonAttentionMetadata:
+        return CommonAttentionMetadata(
             num_reqs=num_reqs,
             num_actual_tokens=num_tokens,
             max_query_len=max_query_len,
@@ -160,10 +155,26 @@ class InputBuffers:
             block_table=self.block_table[:num_reqs],
             slot_mapping=self.slot_mapping[:num_tokens],
         )
+
+    def _batch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        num_logits: int,
+        max_query_len: int,
+        query_start_loc_cpu: Int32s,
+        bounds: Int32s,
+        drafting: DraftBatch,
+        decode_len: int | None,
+    ) -> InputBatch:
+        attention = self._attention(num_reqs, num_tokens, max_query_len, query_start_loc_cpu, bounds)
+        positions = self.positions[:num_tokens]
+        if self._max_logits > 1:
+            drafting = drafting.of(TargetPass(attention, positions, self.rows.query_start_loc, decode_len))
         at = Positions(self.logit_rows[:num_logits], self.logit_positions[:num_logits])
         return InputBatch(
             input_ids=self.input_ids[:num_tokens],
-            positions=self.positions[:num_tokens],
+            positions=positions,
             batch_rows=self.rows.batch_rows[:num_reqs],
             logit_indices=self.logit_indices[:num_logits],
             drafted=Drafted(at, self.logit_drafts[:num_logits], self.rows.logit_start_loc[: num_reqs + 1]),

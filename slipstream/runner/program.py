@@ -56,6 +56,7 @@ class StepProgram:
             kv_caches=self.kv_caches,
             positions=batch.positions,
             slot_mapping=batch.attention.slot_mapping,
+            taps=self.speculator.taps(batch.input_ids.shape[0]),
         )
 
     def target(self, batch: InputBatch) -> TargetOutput:

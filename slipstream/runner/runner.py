@@ -55,7 +55,8 @@ class Runner:
         self.speculator = make_speculator(self.rows.drafting)
         if self.speculator.needs.own_keys != config.scheduler.drafts_in_pages:
             raise ValueError("the scheduler was not told what the drafter keeps in the pages")
-        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, self.speculator.draft_logits)
+        drawn_from = (self.speculator.draft_logits, self.speculator.draft_columns)
+        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *drawn_from)
         self.program = StepProgram(
             model, backend, self.rows, self.buffers, self.kv_caches, verifier, self.speculator, self._out
         )

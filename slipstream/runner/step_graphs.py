@@ -80,9 +80,12 @@ class StepGraphs:
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._is_complete = False
         if self.mode is not CUDAGraphMode.NONE:
-            drafting, max_len = program.buffers.static_drafting(1, 1, None), program.buffers.max_model_len
+            buffers = program.buffers
             program.speculator.init_graphs(
-                GraphSetting(device, self.mode, sizes, max_num_reqs, max_len, self._manager.pool, drafting)
+                GraphSetting(
+                    *(device, self.mode, sizes, max_num_reqs, buffers.max_model_len, self._manager.pool),
+                    *(buffers.no_drafting, lambda desc: buffers.static(desc).drafting, self._manager.states.get),
+                )
             )
 
     @torch.inference_mode()
@@ -121,7 +124,9 @@ class StepGraphs:
             padded, target = batch, program.target(batch)
         logprobs = program.finish(padded, target.logits[: padded.logit_indices.shape[0]], needs)
         if drafting:
-            program.draft(batch.drafting, drafting.noise, in_graph=False)
+            # In pieces the drafter's first pass may be padded as the target's; the device's padding is there.
+            in_pieces = desc.mode is CUDAGraphMode.PIECEWISE
+            program.draft((padded if in_pieces else batch).drafting, drafting.noise, in_graph=False)
         return target.hidden, logprobs
 
     def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:

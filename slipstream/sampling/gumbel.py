@@ -20,11 +20,33 @@ def gumbel_noise(
     purpose: int = TARGET_NOISE,
 ) -> Tensor:  # [n, vocab_size] float32
     """Noise of token t is word t % 4 of the Philox block with counter (t // 4, position, purpose, choice)."""
-    blocks = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
+    words = _words(seeds, positions, choice, torch.arange(-(-vocab_size // 4), device=seeds.device), purpose)
+    return _gumbel(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
+
+
+def gumbel_noise_at(
+    seeds: Tensor,  # [n, 2] int32
+    positions: Tensor,  # [n] int32
+    choice: Tensor,  # [n] int32
+    token_ids: Tensor,  # [m] int32
+    purpose: int = TARGET_NOISE,
+) -> Tensor:  # [n, m] float32
+    """The noise of these tokens alone, whatever the size of the vocabulary they are from."""
+    word0, word1, word2, word3 = _words(seeds, positions, choice, token_ids.long() // 4, purpose)
+    within = token_ids % 4
+    low, high = torch.where(within == 0, word0, word1), torch.where(within == 2, word2, word3)
+    return _gumbel(torch.where(within < 2, low, high))
+
+
+def _words(seeds: Tensor, positions: Tensor, choice: Tensor, blocks: Tensor, purpose: int) -> tuple[Tensor, ...]:
+    """All four words of these Philox blocks, [n, num_blocks] each."""
     position = (positions.long() & MASK).unsqueeze(1)
     low, high = (seeds.long() & MASK).unsqueeze(2).unbind(1)
-    words = philox((blocks, position, torch.full_like(position, purpose), choice.long().unsqueeze(1)), (low, high))
-    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    counter = (blocks.unsqueeze(0), position, torch.full_like(position, purpose), choice.long().unsqueeze(1))
+    return philox(counter, (low, high))
+
+
+def _gumbel(bits: Tensor) -> Tensor:
     # With u small the exponential variable -log(1 - u) is small and the noise large: this tail keeps full precision.
     uniform = ((bits + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -33,11 +55,29 @@ def gumbel_noise(
 @jit
 def gumbel_block(seeds, position, choice, first_token, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
     """The same noise inside a kernel, of BLOCK tokens from a multiple of four on; ``seeds`` points to the two words."""
+    quad = first_token // 4 + tl.arange(0, BLOCK // 4)
+    word0, word1, word2, word3 = tl.philox(_key(seeds), quad, position, PURPOSE, choice)
+    return _gumbel_of(tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3)))
+
+
+@jit
+def gumbel_at(seeds, position, choice, ids, PURPOSE: tl.constexpr):
+    """The same noise of any tokens. Each pays for a whole Philox block, of which its neighbours may want words too."""
+    word0, word1, word2, word3 = tl.philox(_key(seeds), ids // 4, position, PURPOSE, choice)
+    within = ids % 4
+    low, high = tl.where(within == 0, word0, word1), tl.where(within == 2, word2, word3)
+    return _gumbel_of(tl.where(within < 2, low, high))
+
+
+@jit
+def _key(seeds):
     low = tl.load(seeds).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(seeds + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
-    quad = first_token // 4 + tl.arange(0, BLOCK // 4)
-    word0, word1, word2, word3 = tl.philox((high << 32) | low, quad, position, PURPOSE, choice)
-    bits = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+    return (high << 32) | low
+
+
+@jit
+def _gumbel_of(bits):
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
     # There is no log1p, and 1 - u forgets most of a small u. The next term of the series is below float32.
     u = uniform

@@ -235,7 +235,10 @@ class Scheduler:
         if not self._config.prefix_caching or not state.request.may_use_cache:
             return []
         num_pages = (len(state.token_ids) - 1) // self.pool.page_size
-        return self.pool.find(self._hashes(state, num_pages))
+        found = self.pool.find(self._hashes(state, num_pages))
+        if found and self._config.drafts_look_ahead and state.request.num_drafts(self._config.num_drafts):
+            found.pop()  # it may have been followed by another token when the drafter filled it
+        return found
 
     def _remember_pages(self, state: RequestState, num_computed: int) -> None:
         """Offer to the cache the pages that a collected step has filled."""

@@ -6,7 +6,7 @@ them, or launched, never in pieces. All share the memory of the target's graphs,
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,18 +18,29 @@ from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.graphs.piecewise import PiecewiseForward
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
 
-# Tokens in the first pass of a request that decodes: the one before the new token, and the new one.
-_FIRST_QUERY_LEN = 2
+
+class FirstSize(NamedTuple):
+    """Tokens of a first pass, and those of each request where all have the same."""
+
+    num_tokens: int
+    query_len: int | None
 
 
 class DraftPasses(Protocol):
     """The launches of a drafter, in this order."""
 
     num_drafts: int
+    shares_states: bool  # the first pass goes over the target's tokens
+
+    def first_size(self, batch: DraftBatch) -> FirstSize: ...
+
+    def first_query_len(self) -> int: ...
+
+    def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch: ...
 
     def first_ids(self, batch: DraftBatch) -> Tensor: ...
 
-    def first_context(self, batch: DraftBatch) -> AttentionContext: ...
+    def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext: ...
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor: ...
 
@@ -42,21 +53,24 @@ class DraftGraphs:
     def __init__(self, passes: DraftPasses, setting: GraphSetting) -> None:
         self._passes = passes
         self._setting = setting
-        self.first = self._manager(setting.mode, _FIRST_QUERY_LEN)
+        self.first = self._manager(setting.mode, passes.first_query_len())
         has_rest = passes.num_drafts > 1
         self.rest = self._manager(setting.mode.for_draft_decodes() if has_rest else CUDAGraphMode.NONE, 1)
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._drafts: dict[BatchExecutionDescriptor, Tensor] = {}
 
     def _manager(self, mode: CUDAGraphMode, query_len: int) -> CudaGraphManager:
-        device, _, sizes, max_num_reqs, _, pool, _ = self._setting
+        setting = self._setting
         return CudaGraphManager(
-            device, mode, sizes, max_num_reqs, query_lens=(query_len,), pool=pool, order=lambda _desc: 1
+            *(setting.device, mode, setting.sizes, setting.max_num_reqs),
+            query_lens=(query_len,),
+            pool=setting.pool,
+            order=lambda _desc: 1,
         )
 
     def run(self, batch: DraftBatch, noise: bool) -> Tensor:
         passes, num_reqs = self._passes, batch.num_reqs
-        desc = self.first.dispatch(num_reqs, int(batch.start_loc_cpu[-1]), batch.query_len)
+        desc = self.first.dispatch(num_reqs, *passes.first_size(batch))
         rest = self.rest.dispatch(num_reqs, num_reqs, 1)
         # What the later passes read of a request, padding included, the first one has to write.
         fits = desc.mode is CUDAGraphMode.NONE or rest.num_reqs <= desc.num_reqs
@@ -77,16 +91,15 @@ class DraftGraphs:
     def capture_one_more(self) -> bool:
         return self.first.capture_one_more(self._create_first) or self.rest.capture_one_more(self._create_rest)
 
-    def _static(self, desc: BatchExecutionDescriptor) -> DraftBatch:
-        setting = self._setting
-        return setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len)
-
     def _create_first(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
-        passes, batch = self._passes, self._static(desc)
-        state = AttentionState(batch)
+        passes, batch = self._passes, self._passes.static_batch(desc, self._setting)
+        # A pass over the target's tokens takes its attention state from the target's recording, that of the warm-up
+        # for the warm-up: one that initialises itself when first run must do so in the recording as well.
+        pair = self._setting.states(desc) if passes.shares_states else None
+        state = AttentionState(batch) if pair is None else pair.warmup if warmup else pair.captured
 
         def run() -> None:
-            ids, context = passes.first_ids(batch), passes.first_context(batch)
+            ids, context = passes.first_ids(batch), passes.first_context(batch, state.metadata)
             state.metadata = context.metadata
             if desc.mode is CUDAGraphMode.FULL:
                 passes.choose_first(batch, passes.forward(ids, context), noise=True)
@@ -99,7 +112,8 @@ class DraftGraphs:
         return Forward(run, state)
 
     def _create_rest(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
-        passes, batch = self._passes, self._static(desc)
+        setting, passes = self._setting, self._passes
+        batch = setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len)
 
         def run() -> None:
             drafts = passes.finish(batch, noise=True)

@@ -132,6 +132,96 @@ def _first_pass_kernel(
         )
 
 
+@operation(writes_only, writes=("input_ids", "last_indices", "draft_positions", "block_table"))
+def prepare_shifted_pass(
+    batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
+    query_start_loc: Tensor,  # [padded_reqs + 1] int32: the target's; padding repeats the last value
+    positions: Tensor,  # [padded_tokens] int64: the target's
+    token_ids: Tensor,  # [num_rows, max_len] int32
+    page_table: Tensor,  # [num_rows, max_pages] int32
+    num_computed: Tensor,  # [num_rows] int32
+    num_tokens: Tensor,  # [num_rows] int32
+    ran: Tensor,  # [num_rows] int32
+    # written, each up to its padded size:
+    input_ids: Tensor,  # [padded_tokens] int32: behind each of the target's tokens the next one
+    last_indices: Tensor,  # [padded_reqs] int64: the last token whose next one is known
+    draft_positions: Tensor,  # [padded_reqs] int32: where the first draft will stand
+    block_table: Tensor,  # [padded_reqs, max_pages] int32
+) -> None:
+    """For drafters that pair a token with the hidden state before it: the target's tokens, moved on by one.
+
+    A chunk of a prompt ends with the token behind it. Behind a draft that was rejected nothing is known.
+    """
+    num_tokens_padded, (num_reqs, max_pages) = input_ids.shape[0], block_table.shape
+    if runs_triton(batch_rows):
+        num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
+        _shifted_pass_kernel[(num_blocks, num_reqs + 1)](
+            *(batch_rows, query_start_loc, positions, token_ids, page_table, num_computed, num_tokens, ran),
+            *(input_ids, last_indices, draft_positions, block_table),
+            *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages),
+            BLOCK=_BLOCK,
+        )
+        return
+    rows = batch_rows.long()
+    starts, planned = query_start_loc[:-1].long(), query_start_loc.diff()
+    runs = (ran[rows] != 0) & (planned > 0)
+    first = positions[starts.clamp(max=num_tokens_padded - 1)].int()
+    last_indices.copy_(torch.where(runs, starts + num_computed[rows] - 1 - first, 0))
+    draft_positions.copy_(num_tokens[rows])
+    torch.index_select(page_table, 0, rows, out=block_table)
+
+    total = int(query_start_loc[-1])
+    request = torch.repeat_interleave(planned, output_size=total)
+    next_position = first[request] + torch.arange(total, dtype=torch.int32) - query_start_loc[request] + 1
+    known = runs[request] & (next_position < num_tokens[rows][request])
+    input_ids[:total] = torch.where(known, token_ids[rows[request], torch.where(known, next_position, 0).long()], 0)
+    input_ids[total:] = 0
+
+
+@jit
+def _shifted_pass_kernel(
+    batch_rows,
+    query_start_loc,
+    positions,
+    token_ids,
+    page_table,
+    num_computed,
+    num_tokens,
+    ran,
+    input_ids,
+    last_indices,
+    draft_positions,
+    block_table,
+    num_reqs,
+    num_tokens_padded,
+    max_len,
+    max_pages,
+    BLOCK: tl.constexpr,
+):
+    block, i, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(0) * BLOCK
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(query_start_loc + i)
+    if i == num_reqs:
+        for at in range(start, num_tokens_padded, stride):
+            tl.store(input_ids + at + slot, 0, mask=at + slot < num_tokens_padded)
+    else:
+        row = tl.load(batch_rows + i).to(tl.int64)
+        planned = tl.load(query_start_loc + i + 1) - start
+        runs = (tl.load(ran + row) != 0) & (planned > 0)
+        first = tl.load(positions + start, mask=runs, other=0).to(tl.int32)
+        length = tl.load(num_tokens + row)
+        if block == 0:
+            last = start + tl.load(num_computed + row) - 1 - first
+            tl.store(last_indices + i, tl.where(runs, last, 0).to(tl.int64))
+            tl.store(draft_positions + i, length)
+        copy_pages(page_table + row * max_pages, block_table + i.to(tl.int64) * max_pages, slot, max_pages)
+        for at in range(0, planned, stride):
+            next_position = first + at + slot + 1
+            known = runs & (at + slot < planned) & (next_position < length)
+            ids = tl.load(token_ids + row * max_len + next_position, mask=known, other=0)
+            tl.store(input_ids + start + at + slot, ids, mask=at + slot < planned)
+
+
 @operation(writes_only, writes=("input_ids", "positions", "slot_mapping", "query_lens", "seq_lens", "draft_positions"))
 def prepare_next_pass(
     before: Tensor,  # [padded_reqs] int32: the draft found last, -1 where there is none
@@ -144,6 +234,7 @@ def prepare_next_pass(
     max_total: Tensor,  # [num_rows] int32
     status: Tensor,  # [num_rows] int32
     page_size: int,
+    slots_before: int,  # how far before the draft's own slot its keys lie
     # written:
     input_ids: Tensor,  # [padded_reqs] int32
     positions: Tensor,  # [padded_reqs] int64
@@ -157,7 +248,7 @@ def prepare_next_pass(
         _next_pass_kernel[(batch_rows.shape[0],)](
             *(before, idx, batch_rows, page_table, num_computed, num_tokens, max_drafts, max_total, status),
             *(input_ids, positions, slot_mapping, query_lens, seq_lens, draft_positions),
-            *(before.stride(0), page_table.stride(0), page_size),
+            *(before.stride(0), page_table.stride(0), page_size, slots_before),
             RUNNING=int(RowStatus.RUNNING),
             num_warps=1,
         )
@@ -166,7 +257,7 @@ def prepare_next_pass(
     length = num_tokens[rows]
     runs = (status[rows] == RowStatus.RUNNING) & (num_computed[rows] + 1 == length) & (before >= 0)
     runs &= (idx < max_drafts[rows]) & (idx < max_total[rows] - length - 1)
-    position = torch.where(runs, length + idx - 1, 0).long()
+    position = torch.where(runs, length + idx - 1 - slots_before, 0).long()
     page_id = page_table[rows, position // page_size].long()
     input_ids.copy_(torch.where(runs, before, 0))
     positions.copy_(position)
@@ -196,6 +287,7 @@ def _next_pass_kernel(
     stride,
     max_pages,
     page_size,
+    slots_before,
     RUNNING: tl.constexpr,
 ):
     i = tl.program_id(0)
@@ -204,7 +296,7 @@ def _next_pass_kernel(
     before = tl.load(before_ids + i.to(tl.int64) * stride)
     runs = (tl.load(status + row) == RUNNING) & (tl.load(num_computed + row) + 1 == length) & (before >= 0)
     runs = runs & (idx < tl.load(max_drafts + row)) & (idx < tl.load(max_total + row) - length - 1)
-    position = tl.where(runs, length + idx - 1, 0)
+    position = tl.where(runs, length + idx - 1 - slots_before, 0)
     page = tl.load(page_table + row * max_pages + position // page_size).to(tl.int64)
     tl.store(input_ids + i, tl.where(runs, before, 0))
     tl.store(positions + i, position.to(tl.int64))

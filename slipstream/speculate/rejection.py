@@ -37,6 +37,7 @@ def _shape(
     seeds: Tensor,
     positions: Tensor,
     choice: Tensor,
+    draft_columns: Tensor | None = None,
 ) -> tuple[TensorSpec, TensorSpec]:
     return TensorSpec((logits.shape[0],), torch.bool), TensorSpec((logits.shape[0],), torch.int64)
 
@@ -52,9 +53,11 @@ def judge_drafts(
     seeds: Tensor,  # [num_rows, 2] int32
     positions: Tensor,  # [n] int32: the position to be drawn
     choice: Tensor,  # [num_rows] int32
+    draft_columns: Tensor | None = None,  # [vocab] int32: of a token in the draft logits, -1 if none; None: its own id
 ) -> tuple[Tensor, Tensor]:  # [n] bool: the draft stays; [n] int64: the token if not, always inside the vocabulary
     if runs_triton(logits):
-        return _launch(logits, draft_ids, logit_rows, draft_idx, draft_logits, temperature, seeds, positions, choice)
+        drafts = (draft_ids, logit_rows, draft_idx, draft_logits)
+        return _launch(logits, *drafts, temperature, seeds, positions, choice, draft_columns)
     largest, token_ids = row_max(logits)
     accepted = (draft_ids == token_ids) & torch.isfinite(largest)
     rows = logit_rows.long()
@@ -72,7 +75,7 @@ def judge_drafts(
         draft_log_probs = _one_hot(ids, logits)
     else:
         drawn_from = draft_logits[at, draft_idx[judged].long()]
-        draft_log_probs = _draft_log_probs(drawn_from, temperature[at], logits)
+        draft_log_probs = _draft_log_probs(drawn_from, temperature[at], logits, draft_columns)
     accepted[judged], token_ids[judged] = _judge(logits[judged], ids, draft_log_probs, key)
     return accepted, token_ids
 
@@ -87,9 +90,20 @@ def _one_hot(draft_ids: Tensor, logits: Tensor) -> Tensor:
     return torch.where(is_draft, 0.0, -torch.inf).to(_at_least_float32(logits))
 
 
-def _draft_log_probs(draft_logits: Tensor, temperature: Tensor, logits: Tensor) -> Tensor:
+def _draft_log_probs(
+    draft_logits: Tensor,  # [n, draft_vocab]
+    temperature: Tensor,  # [n] float32
+    logits: Tensor,  # [n, vocab]
+    draft_columns: Tensor | None,  # [vocab] int32
+) -> Tensor:  # [n, vocab]
     """Of the target's whole vocabulary. Draft logits that are no numbers make all of a row NaN."""
     scaled = draft_logits.to(_at_least_float32(logits)) / divisor(temperature).unsqueeze(1)
+    if draft_columns is not None:
+        known = scaled.log_softmax(1)
+        # The last column is that of the tokens without one. Where all others are NaN it is NaN too: a residual of the
+        # tokens that a broken drafter does not know would be no residual.
+        unknown = known[:, :1] - torch.inf
+        return torch.cat([known, unknown], 1)[:, draft_columns.long()]
     missing = max(0, logits.shape[1] - scaled.shape[1])
     return F.pad(scaled, (0, missing), value=-torch.inf).log_softmax(1)[:, : logits.shape[1]]
 
@@ -139,6 +153,7 @@ def _launch(
     seeds: Tensor,
     positions: Tensor,
     choice: Tensor,
+    draft_columns: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     n, vocab_size = logits.shape
@@ -151,9 +166,10 @@ def _launch(
     row_stride, idx_stride, _ = (0, 0, 0) if draft_logits is None else draft_logits.stride()
     _judge_kernel[(n,)](
         *(logits, logits.stride(0), draft_ids, logit_rows, draft_idx, draft_logits, row_stride, idx_stride),
-        *(temperature, seeds, positions, choice, accepted, token_ids),
+        *(draft_columns, temperature, seeds, positions, choice, accepted, token_ids),
         *(vocab_size, 0 if draft_logits is None else draft_logits.shape[2]),
         HAS_DRAFT_LOGITS=draft_logits is not None,
+        HAS_COLUMNS=draft_columns is not None,
         LEAST=LEAST_TEMPERATURE,
         TARGET=TARGET_NOISE,
         ACCEPT=ACCEPT_NOISE,
@@ -174,6 +190,7 @@ def _judge_kernel(
     draft_logits,
     row_stride,
     idx_stride,
+    draft_columns,
     temperature,
     seeds,
     positions,
@@ -183,6 +200,7 @@ def _judge_kernel(
     vocab_size,
     draft_vocab_size,
     HAS_DRAFT_LOGITS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
     LEAST: tl.constexpr,
     TARGET: tl.constexpr,
     ACCEPT: tl.constexpr,
@@ -203,8 +221,9 @@ def _judge_kernel(
                 source = draft_logits + own * row_stride + tl.load(draft_idx + i).to(tl.int64) * idx_stride
                 scale = tl.maximum(own_temperature, LEAST)
             stays, token = _judge_row(
-                *(values, vocab_size, source, draft_vocab_size, scale, draft, seeds, position, own_choice),
-                *(HAS_DRAFT_LOGITS, ACCEPT, RESIDUAL, BLOCK),
+                *(values, vocab_size, source, draft_vocab_size, draft_columns, scale),
+                *(draft, seeds, position, own_choice),
+                *(HAS_DRAFT_LOGITS, HAS_COLUMNS, ACCEPT, RESIDUAL, BLOCK),
             )
         else:
             stays = drafted
@@ -222,12 +241,14 @@ def _judge_row(
     size,
     source,
     draft_size,
+    columns,
     scale,
     draft,
     seeds,
     position,
     choice,
     HAS_DRAFT_LOGITS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
     ACCEPT: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -236,28 +257,39 @@ def _judge_row(
     draft_top, draft_log_sum, of_draft = top, log_sum, 0.0
     if HAS_DRAFT_LOGITS:
         draft_top, draft_log_sum = _log_sum(source, draft_size, scale, True, BLOCK)
-        of_draft = _scaled(source, draft, draft_size, scale, True) - draft_top - draft_log_sum
+        of_draft = _draft_logit(source, draft_size, columns, draft, size, scale, HAS_COLUMNS)
+        of_draft = of_draft - draft_top - draft_log_sum
     gap = of_draft - (_scaled(values, draft, size, 1.0, False) - top - log_sum)
     stays = _uniform_number(seeds, position, choice, ACCEPT) * tl.exp(gap) < 1.0
 
     bests, starts = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        target_log_probs = _scaled(values, column, size, 1.0, False) - top - log_sum
+        token = start + tl.arange(0, BLOCK)
+        target_log_probs = _scaled(values, token, size, 1.0, False) - top - log_sum
         if HAS_DRAFT_LOGITS:
-            draft_log_probs = _scaled(source, column, draft_size, scale, True) - draft_top - draft_log_sum
-            gaps = draft_log_probs - target_log_probs
+            of_token = _draft_logit(source, draft_size, columns, token, size, scale, HAS_COLUMNS)
+            gaps = of_token - draft_top - draft_log_sum - target_log_probs
             residual = target_log_probs + tl.log(1.0 - tl.exp(gaps))
             residual = tl.where(gaps < 0, residual, float("-inf"))
         else:
-            residual = tl.where(column == draft, float("-inf"), target_log_probs)
+            residual = tl.where(token == draft, float("-inf"), target_log_probs)
         residual += gumbel_block(seeds, position, choice, start, RESIDUAL, BLOCK)
         starts = tl.where(residual > bests, start, starts)
         bests = tl.where(residual > bests, residual, bests)
-    best, token = _first_best(bests, starts, BLOCK)
+    best, winner = _first_best(bests, starts, BLOCK)
     if best == float("-inf"):
-        best, token = _best_logit(values, size, seeds, position, choice, True, RESIDUAL, BLOCK)
-    return stays, token
+        best, winner = _best_logit(values, size, seeds, position, choice, True, RESIDUAL, BLOCK)
+    return stays, winner
+
+
+@jit
+def _draft_logit(source, draft_size, columns, token, size, scale, HAS_COLUMNS: tl.constexpr):
+    """Of tokens that the drafter does not know it is -inf."""
+    column = token
+    if HAS_COLUMNS:
+        column = tl.load(columns + token, mask=token < size, other=-1)
+        column = tl.where(column < 0, draft_size, column)
+    return _scaled(source, column, draft_size, scale, True)
 
 
 @jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.interface import Device, GraphPool
+from slipstream.graphs.descriptor import AttentionStatePair, BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode
 
 Int32s = npt.NDArray[np.int32]
@@ -42,6 +44,15 @@ class DraftRows:
     choice: Tensor
 
 
+class TargetPass(NamedTuple):
+    """The pass of the target that the drafts come after, as far as a drafter goes over the same tokens."""
+
+    attention: CommonAttentionMetadata
+    positions: Tensor  # [padded_tokens] int64; of a request's first token exact, of dead ones 0
+    all_query_start_loc: Tensor  # [max_reqs + 1] int32; behind the batch stands its last value
+    decode_len: int | None  # tokens of every request, where all are one known token and drafts
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The step's requests, for drafting after the commit. Host numbers are the plan's, device tensors padded."""
@@ -54,6 +65,8 @@ class DraftBatch:
     num_tokens: int  # padded, of that pass
     max_query_len: int
     seq_lens_bound: Int32s  # [num_reqs]: tokens of each request once the step is done, at most
+    # The target's own pass, for drafters that go over its hidden states.
+    step: TargetPass
 
     @property
     def num_reqs(self) -> int:
@@ -77,13 +90,16 @@ class DraftBatch:
         """The same requests over more memory; what lies behind them is padding."""
         return replace(self, padded_reqs=num_reqs, num_tokens=num_tokens)
 
+    def of(self, step: TargetPass) -> DraftBatch:
+        return replace(self, step=step)
+
     def static(self, num_reqs: int, num_tokens: int, query_len: int | None, max_len: int) -> DraftBatch:
         """For a recording, which serves every batch of its size: the host's numbers are the largest possible."""
         starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
         starts[-1] = num_tokens
         bounds = np.full(num_reqs, max_len, dtype=np.int32)
         longest = query_len or num_tokens
-        return DraftBatch(self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds)
+        return DraftBatch(self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds, self.step)
 
 
 class GraphSetting(NamedTuple):
@@ -96,12 +112,21 @@ class GraphSetting(NamedTuple):
     max_len: int
     pool: GraphPool  # shared: the two never run at the same time
     batch: DraftBatch  # any; recordings read its addresses
+    # The target's batch of a size, and the attention states of its recording; None until there is one.
+    static: Callable[[BatchExecutionDescriptor], DraftBatch]
+    states: Callable[[BatchExecutionDescriptor], AttentionStatePair | None]
 
 
 class Speculator(Protocol):
     needs: ClassVar[Needs]
     # What the drafts were drawn from, for speculative sampling; None where the drafter is certain of each.
     draft_logits: Tensor | None  # [num_rows, k, draft_vocab] float32
+    # Which column of those each token of the target has; -1: none. None where they are the first so many tokens.
+    draft_columns: Tensor | None  # [vocab] int32
+
+    def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
+        """Where the target is to leave its residual stream, by number of layers: [num_tokens, hidden] each."""
+        ...
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         """Drafts for every request, [padded_reqs, k] int32, -1 where there is none. Reads lengths from the rows.
@@ -132,6 +157,10 @@ class NoSpeculator:
 
     needs: ClassVar[Needs] = Needs(own_keys=False)
     draft_logits: Tensor | None = None
+    draft_columns: Tensor | None = None
+
+    def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
+        return {}
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         return batch.rows.new_empty(batch.rows.shape[0], 0)

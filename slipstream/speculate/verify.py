@@ -46,11 +46,12 @@ class Verifier:
         max_reqs: int,
         num_tokens: Tensor,  # [num_rows] int32
         draft_logits: Tensor | None = None,  # [num_rows, k, draft_vocab]: what drafts were drawn from
+        draft_columns: Tensor | None = None,  # [vocab] int32: where a token stands in them
     ) -> None:
         self._mode = "none" if config is None else config.verify
         self._width = 1 if config is None else 1 + config.num_drafts
         self._num_tokens = num_tokens
-        self._draft_logits = draft_logits
+        self._draft_logits, self._draft_columns = draft_logits, draft_columns
         self._nothing_accepted = torch.zeros(max_reqs, dtype=torch.int32, device=num_tokens.device)
         rates = () if config is None else config.acceptance_rates
         self._rates = torch.tensor(rates, dtype=torch.float32).to(num_tokens.device)
@@ -89,7 +90,8 @@ class Verifier:
         processed = process(raw, rows, at, needs, mask)
         draft_idx = at.positions - self._num_tokens[at.rows]
         own = (rows.temperature, rows.seeds, at.positions, rows.choice)
-        accepted, token_ids = judge_drafts(processed, draft_ids, at.rows, draft_idx, self._draft_logits, *own)
+        drafted_from = (at.rows, draft_idx, self._draft_logits)
+        accepted, token_ids = judge_drafts(processed, draft_ids, *drafted_from, *own, self._draft_columns)
         logprobs = None
         if needs.logprobs:
             logprobs = pack_logprobs(raw, torch.where(accepted, draft_ids.long(), token_ids))

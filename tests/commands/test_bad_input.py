@@ -132,7 +132,18 @@ COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llam
     ("options", "line"),
     [
         (("--speculate", "ngrm"), "unknown method 'ngrm' in speculate; did you mean 'ngram'?"),
-        (("--speculate", "eagle"), "unknown method 'eagle' in speculate; known are ngram, draft_model"),
+        (
+            ("--speculate", "medusa"),
+            "unknown method 'medusa' in speculate; known are ngram, draft_model, eagle, eagle3, mtp",
+        ),
+        (
+            ("--speculate", "eagle3"),
+            "eagle3 needs a model: name one as draft_model, or as model in speculative_config",
+        ),
+        (
+            ("--speculate", "mtp", "--draft-model", "x"),
+            "mtp drafts with layers of the target itself and takes no model; leave out 'x'",
+        ),
         (("--speculate", "ngram", "--k", 0), "k must be an integer from 1 to 16, not 0"),
         (("--speculate", "ngram", "--k", 17), "k must be an integer from 1 to 16, not 17"),
         (("--k", 4), "k says nothing without speculate: name a method"),

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton_jit
+from slipstream.kernels.triton_jit import jit, tl
 from slipstream.sampling.draw import draw_tokens
-from slipstream.sampling.gumbel import gumbel_noise
+from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_at, gumbel_block, gumbel_noise, gumbel_noise_at
+from tests.kernels.triton_check import Real, poisoned_allocations, quietly_interpreted
 from tests.sampling.test_gumbel import seeds_of
+from tests.sampling.triton_cases import draw_args, reduced_draw_args, some_ids
+
+needs_triton = pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
+BOTH = pytest.mark.parametrize("as_kernel", [False, pytest.param(True, marks=needs_triton)], ids=["torch", "triton"])
 
 
 def draw(logits: Tensor, temperature: list[float], noise: bool = True, scaled: bool = False) -> tuple[Tensor, Tensor]:
@@ -73,3 +81,107 @@ def test_a_tiny_temperature_is_greedy_and_no_failure() -> None:
     token_ids, failed = draw(logits, [1e-44])
     assert token_ids.tolist() == [1]
     assert failed.tolist() == [False]
+
+
+def run(args: dict[str, Any], as_kernel: bool) -> tuple[Tensor, Tensor]:
+    rest = dict(args)
+    given = rest.pop("logits")
+    logits = given.tensor if isinstance(given, Real) else given
+    if not as_kernel:
+        return draw_tokens(logits, **rest)
+    with quietly_interpreted(), poisoned_allocations():
+        return draw_tokens.body(logits, **rest)
+
+
+def over_the_whole_vocabulary(args: dict[str, Any], vocab_size: int) -> list[int]:
+    """The definition by hand: tokens that the drafter does not know are forbidden ones."""
+    given, owners = args["logits"].tensor.double(), args["batch_rows"].long()
+    logits = torch.full((len(given), vocab_size), -torch.inf).double()
+    logits[:, args["target_ids"].long()] = torch.where(given < torch.inf, given, -torch.inf)
+    nothing = logits.amax(1) == -torch.inf
+    temperature = args["temperature"][owners].double().unsqueeze(1)
+    noise = gumbel_noise(args["seeds"][owners], args["positions"], args["choice"][owners], vocab_size, args["purpose"])
+    sampled = logits / torch.where(temperature > 0, temperature, 1.0) + torch.where(temperature > 0, noise, 0.0)
+    best = (sampled if args["noise"] else logits).argmax(1)
+    return torch.where(nothing, int(args["target_ids"][0]), best).tolist()
+
+
+@BOTH
+@pytest.mark.parametrize("purpose", [TARGET_NOISE, 1])
+@pytest.mark.parametrize(("count", "vocab_size"), [(1, 1), (1, 9), (7, 9), (7, 512), (300, 512), (4097, 5000)])
+def test_a_reduced_vocabulary_is_the_whole_one_with_the_rest_forbidden(
+    count: int, vocab_size: int, purpose: int, as_kernel: bool
+) -> None:
+    torch.manual_seed(count)
+    for noise in (False, True):
+        args = {**reduced_draw_args(9, count, vocab_size, noise), "purpose": purpose}
+        assert len(set((args["temperature"][args["batch_rows"].long()] > 0).tolist())) == 2  # greedy and sampled rows
+        token_ids, failed = run(args, as_kernel)
+        assert token_ids.tolist() == over_the_whole_vocabulary(args, vocab_size)
+        assert failed.tolist() == run({**args, "target_ids": None}, as_kernel)[1].tolist()
+
+
+@BOTH
+@pytest.mark.parametrize("vocab_size", [1, 7, 512, 5003])
+def test_all_ids_in_their_order_are_no_ids(vocab_size: int, as_kernel: bool) -> None:
+    torch.manual_seed(0)
+    for noise in (False, True):
+        args = draw_args(torch.randn(6, vocab_size), noise)
+        named = {**args, "target_ids": torch.arange(vocab_size, dtype=torch.int32)}
+        for plain, other in zip(run(args, as_kernel), run(named, as_kernel), strict=True):
+            assert torch.equal(plain, other)
+
+
+def test_noise_of_some_tokens_is_theirs() -> None:
+    """Bit for bit, all of them and every kind of neighbourhood."""
+    torch.manual_seed(0)
+    key = (seeds_of(5, 2**64 - 7), torch.tensor([9, 2**31 - 1]).int(), torch.tensor([0, 2]).int())
+    for purpose in (TARGET_NOISE, 1):
+        whole = gumbel_noise(*key, 5003, purpose)
+        for ids in (torch.arange(5003).int(), torch.tensor([5002]), some_ids(4097, 5003)):
+            assert torch.equal(gumbel_noise_at(*key, ids, purpose), whole[:, ids.long()])
+
+
+@jit
+def _both_noises_kernel(seeds, position, choice, ids, whole, some, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, BLOCK)
+    tl.store(whole + at, gumbel_block(seeds, tl.load(position), tl.load(choice), 0, PURPOSE, BLOCK))
+    tl.store(some + at, gumbel_at(seeds, tl.load(position), tl.load(choice), tl.load(ids + at), PURPOSE))
+
+
+@needs_triton
+@pytest.mark.parametrize("purpose", [TARGET_NOISE, 1])
+def test_noise_of_some_tokens_is_theirs_inside_a_kernel(purpose: int) -> None:
+    torch.manual_seed(0)
+    seeds, ids = torch.randint(-(2**31), 2**31, (1, 2)).int(), torch.randperm(4096).int()
+    position, choice = torch.tensor([2**31 - 5]).int(), torch.tensor([3]).int()
+    whole, some = torch.empty(2, 4096)
+    with quietly_interpreted():
+        _both_noises_kernel[(1,)](seeds, position, choice, ids, whole, some, PURPOSE=purpose, BLOCK=4096)
+    assert torch.equal(some, whole[ids.long()])
+
+
+@BOTH
+def test_ties_between_tokens_go_to_the_lowest(as_kernel: bool) -> None:
+    """Also where the tokens are in different blocks."""
+    args = draw_args(torch.ones(3, 9000).index_fill_(1, torch.arange(2500), 0.0), False)
+    args["target_ids"] = 3 * torch.arange(9000, dtype=torch.int32) + 1
+    assert run(args, as_kernel)[0].tolist() == [7501] * 3
+
+
+@BOTH
+def test_a_drafter_that_knows_the_likely_tokens_draws_the_targets(as_kernel: bool) -> None:
+    """With the target's logits and noise, wherever the target's token is one that the drafter has."""
+    torch.manual_seed(6)
+    n = 40 if as_kernel else 2000
+    likely = (3.0 * torch.randn(3000)).sort(descending=True)
+    logits = torch.empty(3000).scatter_(0, torch.randperm(3000), likely.values).repeat(n, 1)
+    target_ids = logits[0].topk(1000).indices.sort().values.int()
+    args = draw_args(logits, noise=True)
+    args["temperature"].fill_(1.3)
+    of_target, _ = run(args, as_kernel)
+    of_drafter, _ = run({**args, "logits": logits[:, target_ids.long()], "target_ids": target_ids}, as_kernel)
+    known = torch.isin(of_target, target_ids)
+    assert 0.8 < known.double().mean() < 1
+    assert len(set(of_target.tolist())) > 20
+    assert torch.equal(of_drafter[known], of_target[known])

@@ -34,6 +34,11 @@ def spoilt(logits: Tensor) -> Tensor:
     return logits
 
 
+def some_ids(count: int, vocab_size: int) -> Tensor:
+    """The target's tokens that a drafter knows."""
+    return torch.randperm(vocab_size)[:count].sort().values.int()
+
+
 def draw_args(logits: Tensor, noise: bool, scaled: bool = False) -> dict[str, Any]:
     n = len(logits)
     num_rows = n + 3
@@ -72,6 +77,28 @@ def _draws() -> Iterator[Case]:
     )
     # Every second entry of wider rows.
     yield Case("draw_tokens-strided", draw_tokens, lambda: draw_args(torch.randn(3, 200)[:, ::2], True))
+    yield from _reduced_draws()
+
+
+def reduced_draw_args(n: int, count: int, vocab_size: int, noise: bool, scaled: bool = False) -> dict[str, Any]:
+    logits, target_ids = spoilt(grid_logits(n, count)), some_ids(count, vocab_size)
+    return {**draw_args(logits, noise, scaled), "target_ids": target_ids}
+
+
+# Rows, columns of the drafter, and tokens of the target.
+REDUCED = ((1, 1, 1), (6, 1, 9), (6, 7, 9), (6, 300, 512), (6, 4097, 5000), (2, 20_011, 150_001))
+
+
+def _reduced_draws() -> Iterator[Case]:
+    for n, count, vocab_size in REDUCED:
+        for noise, scaled in ((False, False), (True, False), (True, True)):
+            yield Case(
+                f"draw_tokens-{n}x{count}-of-{vocab_size}-noise{noise:d}-scaled{scaled:d}",
+                draw_tokens,
+                lambda shape=(n, count, vocab_size), noise=noise, scaled=scaled: reduced_draw_args(
+                    *shape, noise, scaled
+                ),
+            )
 
 
 def _top_k() -> Iterator[Case]:

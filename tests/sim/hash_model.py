@@ -14,22 +14,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext, AttentionLayer, Caps
+from slipstream.attention.backend import NORMED, AttentionContext, AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig, RopeConfig
 from slipstream.device.operation import TensorSpec, operation, spec_of
 
 VOCAB_SIZE = 61
+# How the one layer of a draft head is told from the target's.
+HEAD_LAYER, HEAD_SCALE = 99, 2.0
 NUM_LAYERS = 2
 MODEL_CONFIG = ModelConfig(
     architecture="hash",
     vocab_size=VOCAB_SIZE,
-    hidden_size=2,
+    hidden_size=2 + 2 * NUM_LAYERS,
     intermediate_size=2,
     num_layers=NUM_LAYERS,
     num_heads=1,
     num_kv_heads=1,
-    head_dim=2,
+    head_dim=4,
     rms_norm_eps=1e-5,
     max_position=512,
     rope=RopeConfig(rotary_dim=2),
@@ -45,6 +47,12 @@ def scramble(x: UInts) -> UInts:
     return x ^ (x >> np.uint64(31))
 
 
+def halves(x: UInts) -> npt.NDArray[np.float64]:
+    """64 bits as two numbers that a float holds."""
+    low, high = x & np.uint64(0xFFFFFFFF), x >> np.uint64(32)
+    return np.stack([low, high], axis=-1).astype(np.float64)
+
+
 def _whole(x: npt.NDArray[np.float64]) -> UInts:
     if not (np.isfinite(x).all() and (x >= 0).all() and (x < 2**48).all()):
         raise ValueError("a value that no token left here")
@@ -57,8 +65,8 @@ def _whole(x: npt.NDArray[np.float64]) -> UInts:
     )
 )
 def hash_attention(
-    q: Tensor,  # [num_tokens, 1, 2] float64: hash, position
-    kv_cache: Tensor,  # [num_pages, 2, 1, page_size, 2] float64; values are keys turned round
+    q: Tensor,  # [num_tokens, 1, 4] float64: hash, position, 0, 0
+    kv_cache: Tensor,  # [num_pages, 2, 1, page_size, 4] float64; values are keys turned round
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     query_lens: Tensor,  # [num_reqs] int32: how many of a request's tokens are alive
     seq_lens: Tensor,  # [num_reqs] int32
@@ -66,7 +74,7 @@ def hash_attention(
     max_seq_len: int,  # the host's bounds, by which a kernel would size its grid
     max_query_len: int,
     layer_idx: int,
-) -> Tensor:  # [num_tokens, 1, 2]: hash of the keys up to each token and of itself, position
+) -> Tensor:  # [num_tokens, 1, 4]: hash of the keys up to each token and of itself, position, sum of those keys' hashes
     out = np.zeros(q.shape)
     starts, alive, page_size = query_start_loc.tolist(), query_lens.tolist(), kv_cache.shape[3]
     cache, queries = kv_cache.numpy(), q.numpy()
@@ -83,16 +91,18 @@ def hash_attention(
         pages = block_table[i, : -(-length // page_size)].numpy()
         if (pages <= 0).any():
             raise IndexError("reads the null page, or none at all")
-        keys = _whole(cache[pages, 0, 0].reshape(-1, 2)[:length])
-        values = _whole(cache[pages, 1, 0].reshape(-1, 2)[:length])
+        keys = _whole(cache[pages, 0, 0].reshape(-1, 4)[:length])
+        values = _whole(cache[pages, 1, 0].reshape(-1, 4)[:length])
         if not np.array_equal(keys, values[:, ::-1]):
             raise ValueError("keys and values of different tokens")
-        index = np.arange(length, dtype=np.uint64)
+        # A head's keys are those of the tokens behind: at slot p that of the token at p + 1.
+        index = np.arange(length, dtype=np.uint64) + np.uint64(layer_idx == HEAD_LAYER)
         seen = np.cumsum(scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index))
         own = _whole(queries[begin:end, 0])
         mixed = seen[length - (end - begin) :] + scramble(own[:, 0] + own[:, 1] * np.uint64(3) + np.uint64(layer_idx))
         out[begin:end, 0, 0] = (scramble(mixed) >> np.uint64(16)).astype(np.float64)
         out[begin:end, 0, 1] = queries[begin:end, 0, 1]
+        out[begin:end, 0, 2:] = halves(seen[length - (end - begin) :])
     return torch.from_numpy(out)
 
 
@@ -119,7 +129,7 @@ def guess(state: int, num_used: int) -> int:
 
 @operation(lambda hidden, num_used, guesses: TensorSpec((hidden.shape[0], VOCAB_SIZE), torch.float32))
 def hash_logits(
-    hidden: Tensor,  # [n, 2] float64
+    hidden: Tensor,  # [n, 6] float64
     num_used: int,
     guesses: bool,
 ) -> Tensor:  # [n, VOCAB_SIZE] float32: far apart, so that noise at any temperature changes nothing
@@ -143,7 +153,19 @@ class HashBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
         tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
-        return hash_attention(q, kv_cache, *tables, metadata.max_seq_len, metadata.max_query_len, layer.idx)
+        layer_idx = HEAD_LAYER if layer.scale == HEAD_SCALE else layer.idx
+        return hash_attention(q, kv_cache, *tables, metadata.max_seq_len, metadata.max_query_len, layer_idx)
+
+
+def attend(context: AttentionContext, layer: AttentionLayer, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    q = torch.cat([x, torch.zeros_like(x)], dim=1).unsqueeze(1)
+    out = context.attend(layer, q, q, q.flip(-1), cos_sin).flatten(1)
+    return out[:, :2], out[:, 2:]
+
+
+def _stream(x: Tensor, seen: list[Tensor]) -> Tensor:
+    missing = [torch.zeros_like(x)] * (NUM_LAYERS - len(seen))
+    return torch.cat([x, *seen, *missing], dim=1)
 
 
 class HashModel:
@@ -153,17 +175,22 @@ class HashModel:
         self, max_position: int, device: torch.device, num_used: int = VOCAB_SIZE, guesses: bool = False
     ) -> None:
         self._choice = (num_used, guesses)
-        self._layers = [AttentionLayer(idx, 1, 1, 2, 1.0) for idx in range(NUM_LAYERS)]
+        self._layers = [AttentionLayer(idx, 1, 1, 4, 1.0) for idx in range(NUM_LAYERS)]
         # A rotation by nothing: the hash itself goes into the cache.
         self._cos_sin = torch.zeros(max_position, 2, 1, device=device)
         self._cos_sin[:, 0].fill_(1.0)
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        x = hash_embedding(input_ids, context.positions)
-        for layer in self._layers:
-            q = x.unsqueeze(1)
-            x = context.attend(layer, q, q, q.flip(-1), self._cos_sin).flatten(1)
-        return x
+        """Hidden states are hash and position, and what each layer has seen: a head goes on from there."""
+        x, seen = hash_embedding(input_ids, context.positions), []
+        for idx, layer in enumerate(self._layers):
+            context.tap(idx, _stream(x, seen))
+            x, own = attend(context, layer, x, self._cos_sin)
+            seen.append(own)
+        stream = _stream(x, seen)
+        context.tap(NUM_LAYERS, stream)
+        context.tap(NORMED, stream)
+        return stream
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return hash_logits(hidden, *self._choice)

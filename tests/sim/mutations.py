@@ -195,8 +195,8 @@ MUTATIONS = [
     Mutation(
         "draft model: a draft stands one place too early",
         "speculate/draft_inputs.py",
-        "position = torch.where(runs, length + idx - 1, 0).long()",
-        "position = torch.where(runs, length + idx - 2, 0).long()",
+        "position = torch.where(runs, length + idx - 1 - slots_before, 0).long()",
+        "position = torch.where(runs, length + idx - 2 - slots_before, 0).long()",
     ),
     Mutation(
         "draft model: the token before the new one is not computed again",
@@ -215,7 +215,7 @@ MUTATIONS = [
     ),
     Mutation(
         "draft model: later passes take the first draft",
-        "speculate/draft_model.py",
+        "speculate/autoregressive.py",
         "*(drafts[:, idx - 1], idx, batch.rows,",
         "*(drafts[:, 0], idx, batch.rows,",
     ),

@@ -23,9 +23,11 @@ from slipstream.engine.core import EngineCore
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.draft_model import DraftModelSpeculator
+from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
 from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepResult, TokenUpdate
+from tests.sim.hash_head import HEAD_CONFIG, HashHead
 from tests.sim.hash_model import MODEL_CONFIG, VOCAB_SIZE, HashBackend, HashModel
 from tests.sim.oracle import (
     expected_continuation,
@@ -135,7 +137,7 @@ class World:
                 "prompt_lookup_min": least,
                 "prompt_lookup_max": least + rng.randint(0, 2),
             }
-        return drawn | {"method": "draft_model", "model": "the hash"}
+        return drawn | {"method": rng.choice(["draft_model", "eagle3"]), "model": "the hash"}
 
     def _draw_jobs(self) -> list[Job]:
         rng, limit = self._random, self.options.max_model_len
@@ -234,8 +236,8 @@ class World:
                 assert job.finished, f"{job.request.request_id} never finished"
 
     def resolve(self) -> EngineConfig:
-        drafts_itself = (self.options.speculative_config or {}).get("method") == "draft_model"
-        draft = DraftModel(MODEL_CONFIG) if drafts_itself else None
+        method = (self.options.speculative_config or {}).get("method")
+        draft = {"draft_model": DraftModel(MODEL_CONFIG), "eagle3": DraftModel(HEAD_CONFIG)}.get(method)
         return resolve(self.options, self.device.hardware("float64"), MODEL_CONFIG, draft=draft)
 
     def _build(self, config: EngineConfig) -> EngineCore:
@@ -249,8 +251,12 @@ class World:
                     return NoSpeculator()
                 if config.speculative.method == "ngram":
                     return NgramSpeculator(config.speculative, rows)
+                own_backend = self.make_backend(config, device)
+                if config.speculative.takes_hidden_states:
+                    head = HashHead(max_len, device.torch_device, self.num_used)
+                    return EagleSpeculator(config, device, head, own_backend, rows)
                 drafter = HashModel(max_len, device.torch_device, self.num_used, guesses=True)
-                return DraftModelSpeculator(config, device, drafter, self.make_backend(config, device), rows)
+                return DraftModelSpeculator(config, device, drafter, own_backend, rows)
 
             runner = Runner(config, device, model, backend, make_speculator)
         core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)

@@ -54,14 +54,15 @@ def random_requests(kind: str, count: int) -> list[Request]:
     return requests
 
 
-_PLAIN: dict[tuple[str, int], dict[str, Outcome]] = {}
+_PLAIN: dict[tuple[int, str, int], dict[str, Outcome]] = {}
 
 
 def plain_outcomes(make_engine: MakeEngine, kind: str, count: int) -> dict[str, Outcome]:
-    if (kind, count) not in _PLAIN:
-        engine = make_engine(enable_prefix_caching=False)
-        _PLAIN[kind, count] = run(engine.core, random_requests(kind, count))
-    return _PLAIN[kind, count]
+    engine = make_engine(enable_prefix_caching=False)
+    key = (engine.config.model.num_layers, kind, count)  # targets of different depth say different things
+    if key not in _PLAIN:
+        _PLAIN[key] = run(engine.core, random_requests(kind, count))
+    return _PLAIN[key]
 
 
 def check(make_engine: MakeEngine, kind: str, count: int, speculative: dict[str, Any], **options: Any) -> Engine:

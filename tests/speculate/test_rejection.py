@@ -13,8 +13,8 @@ from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_noise
 from slipstream.speculate.rejection import ACCEPT_NOISE, DRAFT_NOISE, RESIDUAL_NOISE, judge_drafts
 from tests.kernels.triton_check import Case, Real, check_kernel, poisoned_allocations, quietly_interpreted
 from tests.operation_checks import checked_operations
-from tests.speculate.triton_cases_rejection import CASES, judge_args, judged, same_args
-from tests.speculate.unbiased import MAX_SIGMAS, Drafter, drawn_with, looked_up, merged, try_many
+from tests.speculate.triton_cases_rejection import CASES, judge_args, judged, reduced, same_args
+from tests.speculate.unbiased import MAX_SIGMAS, VOCAB_SIZE, Drafter, drawn_with, looked_up, merged, try_many
 
 needs_triton = pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
 BOTH = pytest.mark.parametrize("as_kernel", [False, pytest.param(True, marks=needs_triton)], ids=["torch", "triton"])
@@ -65,14 +65,17 @@ def test_without_a_draft_it_is_the_plain_draw(as_kernel: bool) -> None:
 
 
 @BOTH
-def test_a_drafter_that_broke_has_no_say(as_kernel: bool) -> None:
-    """Its drafts are rejected, and the tokens come from the target alone."""
+@pytest.mark.parametrize("some", [False, True], ids=["first-tokens", "some-tokens"])
+def test_a_drafter_that_broke_has_no_say(as_kernel: bool, some: bool) -> None:
+    """Its drafts are rejected, and the tokens come from the target alone, from those that it does not know too."""
     torch.manual_seed(3)
     args = same_args(4, 100)
     args["draft_logits"] = args["draft_logits"][:, :, :80].clone()
     for row, broken in enumerate((torch.nan, torch.inf)):
         args["draft_logits"][row, 0, 40] = broken
     args["draft_logits"][2] = -torch.inf
+    if some:
+        args = reduced(args)
     accepted, token_ids = judge(args, as_kernel)
     assert accepted[:3].tolist() == [False] * 3
     noise = gumbel_noise(args["seeds"][:4], args["positions"], args["choice"][:4], 100, RESIDUAL_NOISE)
@@ -80,11 +83,13 @@ def test_a_drafter_that_broke_has_no_say(as_kernel: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("drawn", [False, True])
-def test_tokens_stay_inside_the_vocabulary(as_kernel: bool, drawn: bool) -> None:
+@pytest.mark.parametrize("kind", ["deterministic", "drawn", "reduced"])
+def test_tokens_stay_inside_the_vocabulary(as_kernel: bool, kind: str) -> None:
     """Whatever the draft is, and with nothing allowed at all."""
     torch.manual_seed(4)
-    args = judge_args(6, 100, 100 * drawn)
+    args = judge_args(6, 100, 0 if kind == "deterministic" else 100)
+    if kind == "reduced":
+        args = reduced({**args, "draft_logits": args["draft_logits"][..., :60], "draft_ids": args["draft_ids"] % 60})
     args["draft_idx"].zero_()
     args["draft_ids"] = torch.tensor([99, 100, 2**31 - 1, 0, 7, -1], dtype=torch.int32)
     args["logits"].tensor[3:] = -torch.inf
@@ -109,6 +114,38 @@ def test_a_drafter_that_is_the_target_is_always_right(as_kernel: bool) -> None:
     assert accepted.all()
 
 
+@BOTH
+def test_every_token_in_its_own_column_is_no_columns(as_kernel: bool) -> None:
+    torch.manual_seed(7)
+    for vocab_size in (1, 7, 512, 5000):
+        args = judge_args(6, vocab_size, vocab_size)
+        args["logits"] = torch.randn(6, vocab_size)
+        with_columns = {**args, "draft_columns": torch.arange(vocab_size, dtype=torch.int32)}
+        for plain, other in zip(judge(args, as_kernel), judge(with_columns, as_kernel), strict=True):
+            assert torch.equal(plain, other)
+
+
+@BOTH
+def test_columns_may_be_in_any_order(as_kernel: bool) -> None:
+    torch.manual_seed(8)
+    args = reduced(judge_args(8, 512, 300))
+    args["logits"] = torch.randn(8, 512)
+    columns, order = args["draft_columns"], torch.randperm(300)
+    turned = torch.where(columns < 0, columns, order.argsort().int()[columns.long()])
+    other = judge({**args, "draft_logits": args["draft_logits"][..., order], "draft_columns": turned}, as_kernel)
+    for a, b in zip(judge(args, as_kernel), other, strict=True):
+        assert torch.equal(a, b)
+
+
+@BOTH
+def test_a_deterministic_drafter_has_no_columns(as_kernel: bool) -> None:
+    torch.manual_seed(9)
+    args = judge_args(6, 100)
+    columns = torch.full((100,), -1, dtype=torch.int32)
+    for a, b in zip(judge(args, as_kernel), judge({**args, "draft_columns": columns}, as_kernel), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_four_noises() -> None:
     assert len({TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE, RESIDUAL_NOISE}) == 4
 
@@ -128,9 +165,22 @@ def test_what_comes_out_is_distributed_as_the_target(draft: Drafter, dtype: torc
     assert abs(outcome.acceptance_sigmas) < MAX_SIGMAS
 
 
-def test_noise_shared_by_drafts_and_residual_is_found() -> None:
+@TRIALS
+@pytest.mark.parametrize("draft_vocab_size", [7, 300])
+def test_a_drafter_of_few_tokens_changes_no_distribution(draft_vocab_size: int, trials: int) -> None:
+    outcome = try_many("cpu", trials, torch.float32, drawn_with(DRAFT_NOISE), draft_vocab_size=draft_vocab_size)
+    assert outcome.degrees > 150
+    assert outcome.expected_acceptance > 0.5
+    assert abs(outcome.sigmas) < MAX_SIGMAS
+    assert abs(outcome.acceptance_sigmas) < MAX_SIGMAS
+
+
+@pytest.mark.parametrize("draft_vocab_size", [VOCAB_SIZE, 100])
+def test_noise_shared_by_drafts_and_residual_is_found(draft_vocab_size: int) -> None:
     """A fault that engines have shipped, planted: the same statistic, with as few trials, sees it."""
-    assert try_many("cpu", 60_000, torch.float32, drawn_with(RESIDUAL_NOISE)).sigmas > 2 * MAX_SIGMAS
+    shared = drawn_with(RESIDUAL_NOISE)
+    outcome = try_many("cpu", 60_000, torch.float32, shared, draft_vocab_size=draft_vocab_size)
+    assert outcome.sigmas > 2 * MAX_SIGMAS
 
 
 def test_bins_are_merged_until_they_are_full() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass
+from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import accept_drafts
@@ -117,6 +117,35 @@ def _first_pass() -> Iterator[Case]:
         )
 
 
+def _shifted_pass() -> Iterator[Case]:
+    for num_reqs, num_padding, spare, max_len in ((1, 0, 0, 24), (5, 3, 9, 48), (8, 0, 2100, 4800)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, s: int = spare, m: int = max_len) -> dict[str, Any]:
+            rows, batch = draw_rows(m, 4), batch_of(n, pad)
+            computed = rows["num_computed"][batch.long()]
+            known = torch.minimum(torch.randint(1, m // 2, (n + pad,)), computed)
+            # Some of the tokens behind what was computed are drafts that were rejected.
+            counts = torch.where(torch.arange(n + pad) < n, known + torch.randint(0, 4, (n + pad,)), 0)
+            begins = starts(counts)
+            positions = torch.zeros(int(counts.sum()) + s, dtype=torch.int64)
+            for i in range(n):
+                positions[begins[i] : begins[i + 1]] = (computed - known)[i] + torch.arange(int(counts[i]))
+            names = ("token_ids", "page_table", "num_computed", "num_tokens", "ran")
+            return {
+                "batch_rows": batch,
+                "query_start_loc": begins,
+                "positions": positions,
+                **chosen(rows, *names),
+                "input_ids": poisoned(len(positions)),
+                "last_indices": poisoned(n + pad, dtype=torch.int64),
+                "draft_positions": poisoned(n + pad),
+                "block_table": poisoned(n + pad, m // 4),
+            }
+
+        name = f"prepare_shifted_pass-{num_reqs}+{num_padding}"
+        yield from (Case(f"{name}-{run}", prepare_shifted_pass, args) for run in range(2))
+
+
 def _next_pass() -> Iterator[Case]:
     for num_reqs, num_padding, idx in ((1, 0, 1), (6, 2, 1), (8, 0, 4)):
 
@@ -128,6 +157,7 @@ def _next_pass() -> Iterator[Case]:
                 "batch_rows": batch_of(n, pad),
                 **chosen(draw_rows(48, 4), *names),
                 "page_size": 4,
+                "slots_before": idx % 2,
                 **{name: poisoned(n + pad) for name in ("input_ids", "query_lens", "seq_lens", "draft_positions")},
                 **{name: poisoned(n + pad, dtype=torch.int64) for name in ("positions", "slot_mapping")},
             }
@@ -153,5 +183,5 @@ def _synthetic() -> Iterator[Case]:
         yield Case(f"force_acceptance-{n}x{k}", force_acceptance, args)
 
 
-CASES = [*_accept(), *_place(), *_first_pass(), *_next_pass(), *_synthetic(), *NGRAM_CASES, *REJECTION_CASES]
-SMALL_CASES = CASES[: -len(NGRAM_CASES) - len(REJECTION_CASES)]
+SMALL_CASES = [*_accept(), *_place(), *_first_pass(), *_shifted_pass(), *_next_pass(), *_synthetic()]
+CASES = [*SMALL_CASES, *NGRAM_CASES, *REJECTION_CASES]

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_noise
 from slipstream.speculate.rejection import ACCEPT_NOISE, RESIDUAL_NOISE, judge_drafts
 from tests.kernels.triton_check import POISON, Case, Real
-from tests.sampling.triton_cases import grid_logits
+from tests.sampling.triton_cases import grid_logits, some_ids
 
 MARGIN = 2e-3
 
@@ -50,7 +50,9 @@ def judged(args: dict[str, Any], i: int) -> Verdict:
         draft_probs[draft] = 1.0
     else:
         given = args["draft_logits"][row, int(args["draft_idx"][i])].double()
-        draft_probs[: len(given)] = (given / temperature).softmax(0)
+        columns = args.get("draft_columns")
+        known = torch.arange(len(logits)) < len(given) if columns is None else columns >= 0
+        draft_probs[known] = (given / temperature).softmax(0)  # columns are in the order of their tokens
     # The only token's Gumbel noise is a number for number image of the first uniform one.
     uniform = -torch.expm1(-torch.exp(-gumbel_noise(*key, 1, ACCEPT_NOISE)[0, 0].double()))
     ratio = float(target_probs[draft] / draft_probs[draft] / uniform)
@@ -103,6 +105,18 @@ def judge_args(
     }
 
 
+def reduced(args: dict[str, Any]) -> dict[str, Any]:
+    """The same drafter for tokens spread over the target's vocabulary; some drafts are others, which it cannot draw."""
+    vocab_size, count = args["logits"].tensor.shape[1], args["draft_logits"].shape[2]
+    target_ids = some_ids(count, vocab_size)
+    columns = torch.full((vocab_size,), -1, dtype=torch.int32)
+    columns[target_ids.long()] = torch.arange(count, dtype=torch.int32)
+    drafts = args["draft_ids"]
+    known = target_ids[drafts.long().clamp(min=0)]
+    known[3::4] = torch.randint(0, vocab_size, (len(drafts),)).int()[3::4]
+    return {**args, "draft_ids": torch.where(drafts < 0, drafts, known), "draft_columns": columns}
+
+
 def same_args(n: int, vocab_size: int) -> dict[str, Any]:
     """The drafter is the target: what is halved comes back whole at a temperature of a half."""
     args = judge_args(n, vocab_size, vocab_size, k=1)
@@ -126,12 +140,23 @@ def _certain() -> dict[str, Any]:
     return args
 
 
-def _columns() -> dict[str, Any]:
+def _columns(draft_vocab_size: int = 300) -> dict[str, Any]:
     """Tokens that are not next to each other in memory, of both."""
-    args = judge_args(6, 300, 300)
+    args = judge_args(6, 300, draft_vocab_size)
     args["logits"] = Real(args["logits"].tensor.T.contiguous().T)
     args["draft_logits"] = args["draft_logits"].mT.contiguous().mT
     return args
+
+
+def _reduced_cases() -> Iterator[Case]:
+    shapes = [(0, 7, 3), (1, 1, 1), (5, 9, 1), (1, 9, 7), (8, 9, 7), (8, 512, 1), (8, 512, 300), (6, 5000, 4097)]
+    for shape in [*shapes, (6, 5000, 5000)]:
+
+        def args(shape: tuple[int, int, int] = shape) -> dict[str, Any]:
+            return _clear(reduced(judge_args(*shape)))
+
+        yield Case("judge_drafts-{}x{}-reduced{}".format(*shape), judge_drafts, args)
+    yield Case("judge_drafts-reduced-columns", judge_drafts, lambda: _clear(reduced(_columns(200))))
 
 
 def _cases() -> Iterator[Case]:
@@ -153,4 +178,4 @@ def _cases() -> Iterator[Case]:
     yield Case("judge_drafts-columns", judge_drafts, lambda: _clear(_columns()))
 
 
-CASES = list(_cases())
+CASES = [*_cases(), *_reduced_cases()]

@@ -21,11 +21,12 @@ MAX_SIGMAS = 6.0
 class Trials(NamedTuple):
     """Rows that differ in their seeds alone."""
 
-    draft_logits: Tensor  # [n, VOCAB_SIZE] float32, before temperature
+    draft_logits: Tensor  # [n, draft_vocab] float32, before temperature
     seeds: Tensor  # [n, 2] int32
     positions: Tensor  # [n] int32
     choice: Tensor  # [n] int32
     temperature: Tensor  # [n] float32
+    target_ids: Tensor | None  # [draft_vocab] int32: the tokens of the draft logits; None: all
 
 
 class Drafts(NamedTuple):
@@ -46,12 +47,17 @@ Drafter = Callable[[Trials], Drafts]
 
 
 def draw_draft(
-    logits: Tensor, seeds: Tensor, positions: Tensor, choice: Tensor, temperature: Tensor, purpose: int
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    choice: Tensor,
+    temperature: Tensor,
+    target_ids: Tensor | None,
+    purpose: int,
 ) -> Tensor:  # [n] int32
     rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-    drawn, _ = draw_tokens(
-        logits, rows, temperature, seeds, positions, choice, noise=True, scaled=False, purpose=purpose
-    )
+    own = (temperature, seeds, positions, choice)
+    drawn, _ = draw_tokens(logits, rows, *own, noise=True, scaled=False, purpose=purpose, target_ids=target_ids)
     return drawn.int()
 
 
@@ -61,21 +67,34 @@ def drawn_with(purpose: int) -> Drafter:
 
 def looked_up(trials: Trials) -> Drafts:
     """A deterministic drafter: now the one, now another of a few likely tokens."""
+    assert trials.target_ids is None
     likely = trials.draft_logits[0].topk(5).indices
     return Drafts(likely[torch.arange(len(trials.seeds), device=likely.device) % 5].int(), False)
 
 
-def try_many(device: str, trials: int, dtype: torch.dtype, draft: Drafter, batch_size: int = 512) -> Outcome:
+def try_many(
+    device: str,
+    trials: int,
+    dtype: torch.dtype,
+    draft: Drafter,
+    batch_size: int = 512,
+    draft_vocab_size: int = VOCAB_SIZE,  # less: the drafter knows only so many tokens, most of them likely ones
+) -> Outcome:
     """One position of ``trials`` requests, drafted and judged, against the target's softmax in float64."""
     made = torch.Generator().manual_seed(0)
     target_logits = (2.0 * torch.randn(VOCAB_SIZE, generator=made)).to(dtype)
     draft_logits = TEMPERATURE * (target_logits.float() + torch.randn(VOCAB_SIZE, generator=made))
+    liked = target_logits.float() + torch.randn(VOCAB_SIZE, generator=made)
+    known = liked.topk(draft_vocab_size).indices.sort().values
+    target_ids = known.int().to(device) if draft_vocab_size < VOCAB_SIZE else None
+    draft_logits = draft_logits[known]
     expected = target_logits.double().softmax(0)
-    draft_probs = (draft_logits.double() / TEMPERATURE).softmax(0)
+    draft_probs = torch.zeros(VOCAB_SIZE).double()
+    draft_probs[known] = (draft_logits.double() / TEMPERATURE).softmax(0)
     overlap = torch.minimum(expected, draft_probs).sum()  # one less the total variation between the two
     counts, accepted_by_trial, chances = torch.zeros(VOCAB_SIZE, dtype=torch.int64, device=device), [], []
     for first in range(0, trials, batch_size):
-        batch = _trials(first, min(batch_size, trials - first), draft_logits.to(device))
+        batch = _trials(first, min(batch_size, trials - first), draft_logits.to(device), target_ids)
         drafts = draft(batch)
         accepted, replacement = _judge(target_logits.to(device), batch, drafts)
         counts += torch.bincount(torch.where(accepted, drafts.ids.long(), replacement), minlength=VOCAB_SIZE)
@@ -85,14 +104,14 @@ def try_many(device: str, trials: int, dtype: torch.dtype, draft: Drafter, batch
     return _outcome(counts.cpu(), expected * trials, torch.cat(accepted_by_trial).cpu(), torch.cat(chances))
 
 
-def _trials(first: int, n: int, draft_logits: Tensor) -> Trials:
+def _trials(first: int, n: int, draft_logits: Tensor, target_ids: Tensor | None) -> Trials:
     device = draft_logits.device
     order = torch.arange(first, first + n, device=device)
     # High words too, negative ones among them.
     seeds = torch.stack([order, 0x9E3779B1 * order], dim=1).int()
     positions = (order % 7).int()
     temperature = torch.full((n,), TEMPERATURE, device=device)
-    return Trials(draft_logits.expand(n, -1), seeds, positions, torch.zeros_like(positions), temperature)
+    return Trials(draft_logits.expand(n, -1), seeds, positions, torch.zeros_like(positions), temperature, target_ids)
 
 
 def _judge(target_logits: Tensor, trials: Trials, drafts: Drafts) -> tuple[Tensor, Tensor]:
@@ -107,7 +126,14 @@ def _judge(target_logits: Tensor, trials: Trials, drafts: Drafts) -> tuple[Tenso
         trials.seeds,
         trials.positions,
         trials.choice,
+        None if trials.target_ids is None else _columns_of(trials.target_ids),
     )
+
+
+def _columns_of(target_ids: Tensor) -> Tensor:  # [VOCAB_SIZE] int32
+    columns = torch.full((VOCAB_SIZE,), -1, dtype=torch.int32, device=target_ids.device)
+    columns[target_ids.long()] = torch.arange(len(target_ids), dtype=torch.int32, device=target_ids.device)
+    return columns
 
 
 def _outcome(

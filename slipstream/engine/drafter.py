@@ -1,0 +1,126 @@
+"""What drafts for a target: opened and checked before any weight is read, built when the target is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import AttentionBackend
+from slipstream.config import DraftModel, EngineConfig, EngineOptions, ModelConfig, speculation_of
+from slipstream.device.interface import Device
+from slipstream.errors import ConfigError
+from slipstream.models.decoder import Decoder
+from slipstream.models.draft_head import HeadPlan, build_head, load_head, open_head_checkpoint, read_head
+from slipstream.models.hub import resolve_model
+from slipstream.models.load import build_model, built_under, count_parameters, load_weights
+from slipstream.models.mtp_head import mtp_tensors
+from slipstream.models.registry import Architecture, architecture_of
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.weights import Checkpoint, open_checkpoint
+from slipstream.speculate.draft_model import DraftModelSpeculator
+from slipstream.speculate.eagle import EagleSpeculator
+from slipstream.speculate.ngram import NgramSpeculator
+from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
+
+MakeSpeculator = Callable[[DraftRows], Speculator]
+
+
+class Drafter(Protocol):
+    """A network that drafts, its weights not yet read."""
+
+    @property
+    def model(self) -> DraftModel: ...
+
+    def build(self, config: EngineConfig, device: Device, target: Decoder, backend: AttentionBackend) -> MakeSpeculator:
+        """Read its weights; the target has its own, as they are in the checkpoint."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftModelDrafter:
+    """A second checkpoint."""
+
+    model: DraftModel
+    architecture: Architecture
+    checkpoint: Checkpoint
+
+    def build(self, config: EngineConfig, device: Device, target: Decoder, backend: AttentionBackend) -> MakeSpeculator:
+        network = build_model(self.architecture, config, device.torch_device, self.model.config)
+        load_weights(network, self.checkpoint.tensors())
+        network.pack()
+        return lambda rows: DraftModelSpeculator(config, device, network, backend, rows)
+
+
+@dataclass(frozen=True)
+class HeadDrafter:
+    """A head over the target's hidden states: a checkpoint of its own, or layers that the target's carries."""
+
+    model: DraftModel
+    plan: HeadPlan
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+
+    def build(self, config: EngineConfig, device: Device, target: Decoder, backend: AttentionBackend) -> MakeSpeculator:
+        with built_under(config, device.torch_device):
+            head = build_head(self.plan, target, config.scheduler.max_model_len)
+        load_head(head, self.tensors())
+        head.pack()
+        return lambda rows: EagleSpeculator(config, device, head, backend, rows)
+
+
+def open_drafter(
+    options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
+) -> Drafter | None:
+    """None where the method needs no network. Refuses what does not fit the target."""
+    speculative = speculation_of(options)
+    if speculative is None or speculative.method == "ngram":
+        return None
+    if speculative.model is not None and speculative.method == "draft_model":
+        return _open_draft_model(speculative.model, hf_config, tokenizer)
+    architecture = architecture_of(hf_config)
+    target = architecture.read_config(hf_config)
+    if speculative.model is not None:
+        head_config, tensors = open_head_checkpoint(resolve_model(speculative.model))
+        plan = read_head(head_config, target, "eagle3" if speculative.method == "eagle3" else "eagle")
+        return HeadDrafter(_size(plan, architecture, target), plan, lambda: tensors)
+    if checkpoint is None:
+        raise ConfigError("mtp drafts with layers of the target's checkpoint; a bare shape has none")
+    plan, opened = read_head(hf_config, target, "mtp"), checkpoint
+    return HeadDrafter(
+        _size(plan, architecture, target), plan, lambda: mtp_tensors(opened.tensors(), target.num_layers)
+    )
+
+
+def _size(plan: HeadPlan, architecture: Architecture, target: ModelConfig) -> DraftModel:
+    with torch.device("meta"):
+        head = build_head(plan, architecture(target, 1), 1)
+    # A head may be trained on shorter texts than the target; its rope goes as far as the engine does.
+    config = replace(plan.config, max_position=max(plan.config.max_position, target.max_position))
+    return DraftModel(config, sum(parameter.numel() for parameter in head.parameters()))
+
+
+def _open_draft_model(model: str, hf_config: dict[str, Any], tokenizer: Tokenizer | None) -> DraftModelDrafter:
+    draft = open_checkpoint(resolve_model(model))
+    if tokenizer is None:
+        sizes = [architecture_of(config).read_config(config).vocab_size for config in (hf_config, draft.config)]
+        same = sizes[0] == sizes[1]
+    else:
+        other = draft.tokenizer()
+        sizes, same = [tokenizer.vocab_size, other.vocab_size], tokenizer.agrees_with(other)
+    if not same:
+        raise ConfigError(
+            f"the draft model {model} has another vocabulary than the target ({sizes[1]} tokens, "
+            f"{sizes[0]} there): a draft would mean another text; use a draft model of the same family"
+        )
+    architecture = architecture_of(draft.config)
+    config = architecture.read_config(draft.config)
+    return DraftModelDrafter(DraftModel(config, count_parameters(architecture, config)), architecture, draft)
+
+
+def without_network(config: EngineConfig) -> MakeSpeculator:
+    if (speculative := config.speculative) is None:
+        return lambda _rows: NoSpeculator()
+    return lambda rows: NgramSpeculator(speculative, rows)

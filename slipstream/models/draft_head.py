@@ -1,0 +1,399 @@
+"""Draft heads: small networks that continue from the target's hidden states. What they share, and how they are made.
+
+A head is read (``read_head``, from its config alone), built (``build_head``) and loaded (``load_head``). The networks
+themselves are in ``eagle_head``, ``eagle3_head`` and ``mtp_head``. Nothing here knows when a head is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.attention.backend import AttentionContext
+from slipstream.config import ModelConfig
+from slipstream.errors import ModelError, nearest
+from slipstream.kernels.linear import PackedWeight, embedding, head_logits, project
+from slipstream.kernels.scaled_embedding import scaled_embedding
+from slipstream.models.decoder import Decoder
+from slipstream.models.experts import ExpertWeights
+from slipstream.models.hf_config import layer_windows
+from slipstream.models.json_file import read_json
+from slipstream.models.layers import Embedding, FeedForward, Linear, RMSNorm
+from slipstream.models.registry import architecture_of
+from slipstream.models.rope import cos_sin_table
+from slipstream.models.speculators_format import is_speculators, plain_config
+from slipstream.models.weights import SafetensorsCheckpoint
+
+Kind = Literal["eagle", "eagle3", "mtp"]
+
+_MODULES: dict[Kind, str] = {
+    "eagle": "slipstream.models.eagle_head",
+    "eagle3": "slipstream.models.eagle3_head",
+    "mtp": "slipstream.models.mtp_head",
+}
+_ARCHITECTURES: dict[str, Kind] = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+    "EagleSpeculator": "eagle",
+}
+# The decoder layers a head may be made of, by ``model_type``. The first EAGLE heads bear these names themselves.
+_BODIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# How many MTP layers a target carries: as DeepSeek says it, and as Qwen does.
+DEEPSEEK_COUNT, QWEN_COUNT = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+
+# Keys with these words in them describe variants of the network. One that is not known must not be passed over.
+_VARIANT_WORDS = ("norm", "eagle", "draft", "fusion", "aux_hidden", "fc_")
+# Checkpoints may carry these; they are computed here, or only served training.
+_IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Everything a head's config says, checked against the target."""
+
+    kind: Kind
+    config: ModelConfig  # of the head's decoder layers; its vocabulary is the draft vocabulary
+    target_hidden_size: int
+    target_vocab_size: int
+    target_num_layers: int
+    taps: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fc_bias: bool = False  # promised by the config; a bias that comes without a promise is taken as well
+    mtp_style: Literal["deepseek", "qwen3_next"] | None = None
+
+    @property
+    def needs_embedding(self) -> bool:
+        """Whether the target's embedding cannot stand in for a missing one."""
+        return self.config.hidden_size != self.target_hidden_size
+
+    @property
+    def needs_head(self) -> bool:
+        tied = self.config.tie_embeddings
+        return self.config.vocab_size != self.target_vocab_size or (self.needs_embedding and not tied)
+
+
+class Borrowed(NamedTuple):
+    """The target, in a wrapping that keeps its weights out of the head's own."""
+
+    target: Decoder
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.target.model.embed_tokens.weight
+
+    @property
+    def head(self) -> Tensor | None:
+        """The matrix behind the target's logits, unless only a packed one is left."""
+        if self.target.lm_head is None:
+            return self.embedding
+        return getattr(self.target.lm_head, "weight", None)
+
+
+class DraftHead(nn.Module, ABC):
+    """One pass drafts one token for each sequence. Build it under the device and type of the target."""
+
+    def __init__(self, plan: HeadPlan, target: Decoder, embedding_scale: float = 1.0) -> None:
+        super().__init__()
+        self.plan = plan
+        self.config = config = plan.config
+        self.taps = plan.taps
+        self.borrowed = Borrowed(target)
+        self.embedding_scale = embedding_scale
+        self.hints: dict[str, str] = {}  # what a wrong shape of a tensor may come from, by the tensor's name
+        size = config.hidden_size
+        self.embed_tokens = Embedding(plan.target_vocab_size, size) if plan.needs_embedding else None
+        self.lm_head = Linear(size, {"lm_head": config.vocab_size}) if plan.needs_head else None
+        self.target_ids: Tensor | None = None  # [draft_vocab] int32: the target's id of each draft id
+        if config.vocab_size != plan.target_vocab_size:
+            self.target_ids = torch.arange(config.vocab_size, dtype=torch.int32)
+
+    def combine(self, features: Tensor) -> Tensor:
+        """[n, max(1, taps) * target_hidden_size] from the target -> [n, hidden], what the first pass takes."""
+        return features
+
+    @abstractmethod
+    def forward(
+        self,
+        step: int,  # which draft is being made
+        input_ids: Tensor,  # [n] int32, ids of the target: the tokens at p + 1
+        hidden: Tensor,  # [n, hidden], the states at p
+        context: AttentionContext,
+    ) -> Tensor:  # [n, hidden], what the next pass takes
+        """One pass at the context's positions p."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, draft_vocab], in float32 at least, from what ``forward`` returned."""
+        return self.project_logits(hidden)
+
+    def project_logits(self, hidden: Tensor) -> Tensor:
+        """By the head's own matrix, else by the target's."""
+        if self.lm_head is None:
+            return self.borrowed.target.compute_logits(hidden)
+        weight = self.lm_head.weight if self.lm_head.packed is None else self.lm_head.packed
+        return project(hidden, weight, None) if isinstance(weight, PackedWeight) else head_logits(hidden, weight)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        weight = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
+        if self.embedding_scale == 1.0:
+            return embedding(weight, input_ids)
+        return scaled_embedding(weight, input_ids, self.embedding_scale)
+
+    def pack(self) -> None:
+        """After loading: bring every weight of the head's own into the layout that multiplies fastest here."""
+        _pack(self)
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor a checkpoint must bring, by its name there."""
+        for name, module in self.named_modules():
+            if isinstance(module, ExpertWeights):
+                yield from module.slots(f"{name}.")
+            elif isinstance(module, Linear):
+                yield from module.slots(name.rpartition(".")[0] + "." if "." in name else "")
+            elif isinstance(module, RMSNorm | Embedding):
+                yield f"{name}.weight", module.weight
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """What a tensor of the checkpoint brings, by the names of ``slots``."""
+        name = name.removeprefix("model.")
+        return [(name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name, tensor)]
+
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
+        """Take a tensor that a checkpoint may leave out; false if it is none."""
+        size = self.config.hidden_size
+        if name == "embed_tokens.weight" and self.embed_tokens is None:
+            own = self.own_copy(file_name, tensor, (self.plan.target_vocab_size, size))
+            # Many bring a copy of the target's, and one is enough, unless it is to be the output matrix as well.
+            if self.config.tie_embeddings or not torch.equal(own, self.borrowed.embedding):
+                self.embed_tokens = _embedding_of(own)
+            return True
+        if name == "lm_head.weight" and self.lm_head is None:
+            own = self.own_copy(file_name, tensor, (self.config.vocab_size, size))
+            theirs = self.borrowed.head
+            if theirs is None or not torch.equal(own, theirs):
+                self.lm_head = _linear_of("lm_head", own)
+            return True
+        return False
+
+    def own_copy(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """In the memory and type of the target's weights."""
+        check_shape(name, tensor, shape)
+        return self.borrowed.embedding.new_empty(shape).copy_(tensor)
+
+    def tie(self) -> None:
+        """After loading: an embedding of the head's own is its output matrix too, where the config ties them."""
+        if self.config.tie_embeddings and self.lm_head is None and self.embed_tokens is not None:
+            self.lm_head = _linear_of("lm_head", self.embed_tokens.weight)
+
+    def rope_tables(self, max_position: int) -> list[Tensor]:
+        """One for each decoder layer."""
+        config, device = self.config, next(self.parameters()).device
+        full = cos_sin_table(config.rope, max_position, device)
+        windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full
+        return [windowed if config.window(idx) else full for idx in range(config.num_layers)]
+
+
+def _parameter(weight: Tensor) -> nn.Parameter:
+    return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+
+
+def _embedding_of(weight: Tensor) -> Embedding:
+    with torch.device("meta"):  # nothing is allocated that the weight replaces at once
+        made = Embedding(*weight.shape)
+    made.weight = _parameter(weight)
+    return made
+
+
+def _linear_of(name: str, weight: Tensor) -> Linear:
+    with torch.device("meta"):
+        made = Linear(weight.shape[1], {name: weight.shape[0]})
+    made.weight = _parameter(weight)
+    return made
+
+
+def _pack(module: nn.Module) -> None:
+    if isinstance(module, Linear | FeedForward):
+        module.pack()
+    else:
+        for child in module.children():
+            _pack(child)
+
+
+# --- reading a config -----------------------------------------------------------------------------
+
+
+def read_head(hf_config: dict[str, Any], target: ModelConfig, kind: Kind | None = None) -> HeadPlan:
+    """What kind of head a config describes, and all that it says of it.
+
+    ``kind`` is the method the user named. It decides where the config does not: the first EAGLE heads bear the name of
+    their decoder layer, and MTP layers are described by the config of the target that carries them.
+    """
+    hf = hf_config
+    if is_speculators(hf):
+        hf = plain_config(hf)
+    elif hf.get("model_type") == "eagle" and isinstance(hf.get("model"), dict):
+        # So vLLM's first converter wrote it: the head's config inside another.
+        inner = {key: value for key, value in hf.items() if key != "model"} | hf["model"]
+        hf = {**inner, "architectures": ["EagleLlamaForCausalLM"]}
+    plan: HeadPlan = importlib.import_module(_MODULES[_kind_of(hf, kind)]).read(hf, target)
+    return plan
+
+
+def build_head(plan: HeadPlan, target_model: Decoder, max_position: int) -> DraftHead:
+    """The network, its weights not yet there. Call it under the device and the type it is to live in."""
+    head: DraftHead = importlib.import_module(_MODULES[plan.kind]).build(plan, target_model, max_position)
+    return head
+
+
+def _kind_of(hf: dict[str, Any], wanted: Kind | None) -> Kind:
+    name = str((hf.get("architectures") or ["none named"])[0])
+    found = _ARCHITECTURES.get(name)
+    if found is None and wanted is None and (hf.get(DEEPSEEK_COUNT) or hf.get(QWEN_COUNT)):
+        return "mtp"
+    if found is None and (wanted == "mtp" or name in _BODIES.values()):
+        found = wanted
+    if found is None:
+        raise ModelError(
+            f"architecture '{name}' is not that of a draft head{nearest(name, _ARCHITECTURES)} "
+            f"(supported: {', '.join(_ARCHITECTURES)})"
+        )
+    if wanted not in (None, found):
+        raise ModelError(f"architecture '{name}' is that of a head for the method {found}, not for {wanted}")
+    return found
+
+
+def read_body(hf: dict[str, Any]) -> ModelConfig:
+    """The shape of the head's decoder layers."""
+    model_type = hf.get("model_type") or "llama"
+    if model_type not in _BODIES:
+        raise ModelError(
+            f"'model_type' of the head is '{model_type}', which is not supported; supported: {', '.join(_BODIES)}"
+        )
+    config = architecture_of({"architectures": [_BODIES[model_type]]}).read_config(hf)
+    if hf.get("layer_types"):
+        # Trained heads may have a window where the architecture itself knows none.
+        config = replace(config, windows=layer_windows(hf, lambda _: False))
+    return config
+
+
+def read_flag(hf: dict[str, Any], key: str, default: bool = False) -> bool:
+    """A flag of the head's network, at top level or in ``eagle_config``."""
+    for place in (hf, hf.get("eagle_config") or {}):
+        if (value := place.get(key)) is not None:
+            if not isinstance(value, bool):
+                raise ModelError(f"'{key}' in the head's config.json must be true or false, not {value!r}")
+            return value
+    return default
+
+
+def check_variant(hf: dict[str, Any], known: Collection[str], fixed: dict[str, Any]) -> None:
+    """Refuse what would be another network: silently ignored, a flag only lowers acceptance.
+
+    ``known`` keys are read; those in ``fixed`` have one value that is what this network does.
+    """
+    for place, inner in (("", hf), ("eagle_config.", hf.get("eagle_config") or {})):
+        for key, value in inner.items():
+            if key in fixed and value is not None and value != fixed[key]:
+                raise ModelError(
+                    f"'{place}{key}' in the head's config.json is {value!r}; only {fixed[key]!r} is supported"
+                )
+            suspicious = bool(place) or any(word in key for word in _VARIANT_WORDS)
+            if value and suspicious and key not in (*known, *fixed, "rms_norm_eps", "eagle_config"):
+                raise ModelError(
+                    f"'{place}{key}' in the head's config.json is a variant that is not known{nearest(key, known)}"
+                )
+
+
+# --- loading weights ------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def load_head(head: DraftHead, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy every tensor to its place; a missing, unknown or misshapen one is an error that names it.
+
+    The target must be loaded before.
+    """
+    slots = dict(head.slots())
+    maps: dict[str, Tensor] = {}
+    for file_name, tensor in tensors:
+        for name, part in head.translate(file_name, tensor):
+            if name in ("d2t", "t2d"):
+                maps[name] = part.cpu()
+            elif (slot := slots.pop(name, None)) is not None:
+                check_shape(file_name, part, tuple(slot.shape), head.hints.get(name, ""))
+                slot.copy_(part)
+            elif not head.adopt(name, file_name, part) and not name.endswith(_IGNORED):
+                raise ModelError(f"tensor '{file_name}' does not belong to {head.config.architecture}, or occurs twice")
+    if slots:
+        raise ModelError(f"the draft head lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
+    head.tie()
+    _set_vocabulary(head, maps.get("d2t"), maps.get("t2d"))
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], hint: str = "") -> None:
+    if tuple(tensor.shape) != shape:
+        raise ModelError(f"tensor '{name}' has shape {list(tensor.shape)}, the config says {list(shape)}{hint}")
+
+
+def _set_vocabulary(head: DraftHead, d2t: Tensor | None, t2d: Tensor | None) -> None:
+    size, target_size = head.config.vocab_size, head.plan.target_vocab_size
+    if d2t is None:
+        if size != target_size:
+            raise ModelError(
+                f"the draft head lacks the tensor 'd2t', though it drafts {size} of the target's {target_size} tokens"
+            )
+        return
+    check_shape("d2t", d2t, (size,))
+    drafts = torch.arange(size, device="cpu")
+    target_ids = drafts + d2t.long()
+    if target_ids.min() < 0 or target_ids.max() >= target_size:
+        raise ModelError(f"tensor 'd2t' leads to tokens that the target, with {target_size}, does not have")
+    if len({*target_ids.tolist()}) != size:
+        raise ModelError("tensor 'd2t' leads from two draft tokens to one of the target")
+    if t2d is not None:
+        check_shape("t2d", t2d, (target_size,))
+        if int(t2d.bool().sum()) != size or not bool(t2d.bool()[target_ids].all()):
+            raise ModelError("tensor 't2d' does not mark the tokens that 'd2t' leads to")
+    if size == target_size and torch.equal(target_ids, drafts):
+        return
+    if head.target_ids is None:
+        head.target_ids = head.borrowed.embedding.new_empty(size, dtype=torch.int32)
+    head.target_ids.copy_(target_ids)
+
+
+def open_head_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """The config and the tensors of a head: a folder with safetensors, or with the ``.bin`` files of older ones."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not the folder of a draft head; check the path")
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if files and not any(folder.glob("*.safetensors")):
+        return read_json(folder / "config.json"), (pair for file in files for pair in load_bin(file))
+    checkpoint = SafetensorsCheckpoint(folder)
+    return checkpoint.config, checkpoint.tensors()
+
+
+def load_bin(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file that ``torch.save`` wrote. Nothing in it is run."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{path} cannot be read ({reason}); download it again") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ModelError(f"{path} must hold tensors by name; download it again")
+    yield from content.items()

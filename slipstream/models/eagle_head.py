@@ -1,0 +1,99 @@
+"""EAGLE-1: one decoder layer over the token's embedding and the target's last hidden state, joined by ``fc``.
+
+The state is the target's after its final norm, and so is what the layer learnt to produce: the target's own output
+matrix makes logits of it, with no norm between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.attention.backend import AttentionContext
+from slipstream.config import ModelConfig
+from slipstream.errors import ModelError
+from slipstream.models.decoder import Decoder, DecoderLayer
+from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
+from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
+
+_KNOWN = ("eagle_fc_bias", "parallel_draft_heads_num_layers")
+_FIXED: dict[str, Any] = {
+    "eagle_aux_hidden_state_layer_ids": [],
+    "use_aux_hidden_state": False,
+    "use_input_layernorm_in_first_layer": False,
+    "use_last_layernorm": False,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+
+
+def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
+    check_variant(hf, _KNOWN, _FIXED)
+    config = read_body(hf)
+    for key, value in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if getattr(config, key) != value:
+            raise ModelError(f"the head's config.json says '{key}' {getattr(config, key)}, the target has {value}")
+    return HeadPlan(
+        kind="eagle",
+        config=replace(config, tie_embeddings=False),  # the output matrix is the target's, whatever its embedding is
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        target_num_layers=target.num_layers,
+        fc_bias=read_flag(hf, "eagle_fc_bias"),
+    )
+
+
+class FirstLayer(Layer):
+    """A decoder layer without the norm before its attention: ``fc`` gives it what it wants."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, 0)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, hidden: Tensor, context: AttentionContext, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, residual = self.post_attention_layernorm.add(self.self_attn(hidden, context, cos_sin), hidden)
+        return self.mlp(mixed), residual
+
+
+class EagleHead(DraftHead):
+    def __init__(self, plan: HeadPlan, target: Decoder, max_position: int) -> None:
+        super().__init__(plan, target)
+        config = plan.config
+        self.fc = Linear(2 * config.hidden_size, {"fc": config.hidden_size}, plan.fc_bias)
+        self.hints["fc.weight"] = f": an embedding and a hidden state of the target's size {plan.target_hidden_size}"
+        later = (DecoderLayer(config, idx) for idx in range(1, config.num_layers))
+        self.layers = nn.ModuleList([FirstLayer(config), *later])
+        self.cos_sin = self.rope_tables(max_position)
+
+    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+        joined = self.fc(torch.cat([self.embed(input_ids), hidden], dim=-1))
+        out, residual = self.layers[0](joined, context, self.cos_sin[0])
+        for layer, cos_sin in zip(self.layers[1:], self.cos_sin[1:], strict=True):
+            out, residual = layer(out, residual, context, cos_sin)
+        state: Tensor = out + residual
+        return state
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        # As the speculators library calls them.
+        for theirs, ours in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+        return super().translate(name, tensor)
+
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
+        if name == "fc.bias" and self.fc.bias is None:
+            # Published heads differ in it, and their configs often do not say so.
+            bias = self.own_copy(file_name, tensor, (self.config.hidden_size,))
+            self.fc.bias = nn.Parameter(bias, requires_grad=False)
+            return True
+        return super().adopt(name, file_name, tensor)
+
+
+build = EagleHead

@@ -1,0 +1,156 @@
+"""MTP: layers that a target brings along to predict more than one token. Each is a decoder layer like the target's.
+
+Embedding and state are normed apart and joined by one product. Step i uses layer i modulo their number. The state that
+goes on is the one after the final norm, as the target's own was. DeepSeek gives every layer its own product and norms;
+Qwen3-Next has them once for all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.attention.backend import AttentionContext
+from slipstream.config import ModelConfig
+from slipstream.errors import ModelError
+from slipstream.models.decoder import Decoder
+from slipstream.models.draft_head import DEEPSEEK_COUNT, QWEN_COUNT, DraftHead, HeadPlan
+from slipstream.models.layers import Layer, Linear, RMSNorm
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+# Every layer of a checkpoint may repeat these; they are one matrix, shared with the target.
+_SHARED = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+
+
+def is_mtp_tensor(name: str, num_layers: int) -> bool:
+    """Whether a tensor of a checkpoint belongs to MTP layers, which follow the target's own ``num_layers``."""
+    match = _LAYER.match(name)
+    return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+
+
+def mtp_tensors(tensors: Iterable[tuple[str, Tensor]], num_layers: int) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in tensors if is_mtp_tensor(name, num_layers))
+
+
+def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
+    style, count = _style_and_count(hf)
+    last = target.num_layers - 1  # an MTP layer is built like the target's last
+    experts = target.experts
+    if experts is not None:
+        experts = replace(experts, layer_ids=tuple(range(count)) if target.has_experts(last) else ())
+    windows = (target.window(last),) * count if target.window(last) else ()
+    return HeadPlan(
+        kind="mtp",
+        # What ties the target's matrices says nothing of an embedding that the layers may bring.
+        config=replace(target, num_layers=count, windows=windows, experts=experts, tie_embeddings=False),
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        target_num_layers=target.num_layers,
+        mtp_style=style,
+    )
+
+
+def _style_and_count(hf: dict[str, Any]) -> tuple[Literal["deepseek", "qwen3_next"], int]:
+    names_qwen = str((hf.get("architectures") or [""])[0]).startswith("Qwen3Next")
+    keys = (QWEN_COUNT, DEEPSEEK_COUNT) if names_qwen else (DEEPSEEK_COUNT, QWEN_COUNT)
+    for key in keys:
+        if (count := hf.get(key)) is not None:
+            if not isinstance(count, int) or count < 1:
+                raise ModelError(f"config.json says '{key}' {count!r}: this model brings no MTP layers")
+            return ("qwen3_next" if names_qwen or key == QWEN_COUNT else "deepseek"), count
+    if names_qwen:
+        return "qwen3_next", 1  # its configs do not mention the layer
+    raise ModelError(f"config.json has neither '{DEEPSEEK_COUNT}' nor '{QWEN_COUNT}': this model brings no MTP layers")
+
+
+class MtpHead(DraftHead):
+    def __init__(self, plan: HeadPlan, target: Decoder) -> None:
+        super().__init__(plan, target, target.config.embedding_scale)
+        self._adopted: set[str] = set()
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """As the target would read a tensor of its own, for the layers are its own kind."""
+        name = f"model.{name}" if name.startswith("layers.") else name
+        for theirs, ours in _SHARED.items():
+            if name.endswith(f".{theirs}"):
+                return [(ours, tensor)]
+        return self.borrowed.target.translate(name, tensor)
+
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
+        if name not in self._adopted:
+            self._adopted.add(name)
+            return super().adopt(name, file_name, tensor)
+        if name == "embed_tokens.weight":
+            known: Tensor | None = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
+        else:
+            known = self.borrowed.head if self.lm_head is None else self.lm_head.weight
+        assert known is not None
+        if not torch.equal(self.own_copy(file_name, tensor, tuple(known.shape)), known):
+            raise ModelError(f"tensor '{file_name}' differs from that of another MTP layer, but all share one")
+        return True
+
+
+class DeepSeekLayer(Layer):
+    def __init__(self, config: ModelConfig, target: Decoder, idx: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.eh_proj = Linear(2 * size, {"eh_proj": size})
+        self.body = target.layer_class(config, idx)
+        self.shared_head_norm = RMSNorm(size, eps)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
+        # What follows position 0 is not asked for its token's embedding: so these layers were trained.
+        embedded = embedded.masked_fill((context.positions == 0).unsqueeze(1), 0.0)
+        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        out, residual = self.body(joined, None, context, cos_sin)
+        return self.shared_head_norm.add(out, residual)[0]
+
+
+class DeepSeekMtp(MtpHead):
+    def __init__(self, plan: HeadPlan, target: Decoder, max_position: int) -> None:
+        super().__init__(plan, target)
+        self.layers = nn.ModuleList(DeepSeekLayer(plan.config, target, idx) for idx in range(plan.config.num_layers))
+        self.cos_sin = self.rope_tables(max_position)
+
+    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+        idx = step % self.config.num_layers
+        state: Tensor = self.layers[idx](self.embed(input_ids), hidden, context, self.cos_sin[idx])
+        return state
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """A checkpoint numbers these layers on from the target's and names the parts of all layers alike."""
+        for name, slot in super().slots():
+            _, idx, rest = name.split(".", 2)
+            rest = rest.removeprefix("body.").replace("shared_head_norm.", "shared_head.norm.")
+            yield f"model.layers.{self.plan.target_num_layers + int(idx)}.{rest}", slot
+
+
+class QwenMtp(MtpHead):
+    def __init__(self, plan: HeadPlan, target: Decoder, max_position: int) -> None:
+        super().__init__(plan, target)
+        config, size, eps = plan.config, plan.config.hidden_size, plan.config.rms_norm_eps
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.fc = Linear(2 * size, {"fc": size})
+        self.layers = nn.ModuleList(target.layer_class(config, idx) for idx in range(config.num_layers))
+        self.norm = RMSNorm(size, eps)
+        self.cos_sin = self.rope_tables(max_position)
+
+    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+        idx = step % self.config.num_layers
+        parts = [self.pre_fc_norm_embedding(self.embed(input_ids)), self.pre_fc_norm_hidden(hidden)]
+        out, residual = self.layers[idx](self.fc(torch.cat(parts, dim=-1)), None, context, self.cos_sin[idx])
+        state: Tensor = self.norm.add(out, residual)[0]
+        return state
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        return ((f"mtp.{name}", slot) for name, slot in super().slots())
+
+
+def build(plan: HeadPlan, target: Decoder, max_position: int) -> MtpHead:
+    return (DeepSeekMtp if plan.mtp_style == "deepseek" else QwenMtp)(plan, target, max_position)

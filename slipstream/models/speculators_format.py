@@ -1,0 +1,57 @@
+"""Configs of the ``speculators`` library, brought into the form that plain draft heads have.
+
+Their decoder layer has a config of its own, ``transformer_layer_config``; flags of the method stand beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.errors import ModelError, nearest
+
+# The method's name there, and the architecture that stands for it here.
+_ARCHITECTURES = {"eagle3": "Eagle3Speculator", "eagle": "EagleSpeculator"}
+# What says nothing about the network, or what the decoder layer's own config says better.
+_NOT_COPIED = (
+    "architectures",
+    "auto_map",
+    "model_type",
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "tie_word_embeddings",
+    "transformer_layer_architecture",
+    "transformer_layer_config",
+)
+
+
+def is_speculators(hf: dict[str, Any]) -> bool:
+    return "speculators_model_type" in hf
+
+
+def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """The same head as a plain config would describe it; what the two leave out differently is written down."""
+    method = str(hf["speculators_model_type"])
+    if method not in _ARCHITECTURES:
+        raise ModelError(
+            f"'speculators_model_type' is '{method}', which is not supported{nearest(method, _ARCHITECTURES)} "
+            f"(supported: {', '.join(_ARCHITECTURES)})"
+        )
+    layer = hf.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ModelError("the speculators config has no 'transformer_layer_config'; download the head again")
+    flags = {key: value for key, value in hf.items() if key not in _NOT_COPIED and value is not None}
+    # A head's logits there always come from a matrix of its own.
+    plain = {**layer, **flags, "architectures": [_ARCHITECTURES[method]], "tie_word_embeddings": False}
+    if method == "eagle3":
+        plain.setdefault("norm_before_residual", True)  # a plain head that leaves it out means the opposite
+    else:
+        plain["eagle_fc_bias"] = plain.pop("fusion_bias", False)
+    return plain
+
+
+def proposed_tokens(hf: dict[str, Any]) -> int | None:
+    """How many tokens the head was trained to draft, where its config says so."""
+    methods = (hf.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    value = methods[0].get("speculative_tokens")
+    return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,192 @@
+"""Drafting token after token with a network that keeps keys of its own: the loop, its inputs, its graphs.
+
+A method says what its first pass goes over, and how a pass turns tokens into hidden states. The first pass gives the
+first draft; each further draft is a pass over the one before, with lengths advanced on the device and the host's bounds
+with them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.kv_cache import allocate_kv_caches
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.config import EngineConfig
+from slipstream.device.interface import Device
+from slipstream.graphs.descriptor import BatchExecutionDescriptor
+from slipstream.sampling.draw import draw_tokens
+from slipstream.sampling.gumbel import TARGET_NOISE
+from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
+from slipstream.speculate.draft_inputs import prepare_next_pass
+from slipstream.speculate.rejection import DRAFT_NOISE
+from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, Int32s, Needs
+
+
+class AutoRegressiveSpeculator(ABC):
+    needs: ClassVar[Needs] = Needs(own_keys=True)
+    # How many slots before a token's own its keys lie: 1 where a token is paired with the hidden state before it.
+    slots_before: ClassVar[int] = 0
+    shares_states: bool = False
+    draft_columns: Tensor | None = None
+
+    def __init__(self, config: EngineConfig, device: Device, backend: AttentionBackend, rows: DraftRows) -> None:
+        speculative, network = config.speculative, config.draft_model
+        assert speculative is not None
+        assert network is not None
+        self._backend = backend
+        self._rows = rows
+        self.num_drafts = speculative.num_drafts
+        self._page_size = config.cache.page_size
+        self._max_len = config.scheduler.max_model_len
+        place, max_reqs = device.torch_device, config.scheduler.max_num_seqs
+        self._dtype = getattr(torch, config.dtype)
+        # A first pass may have a token more a request than the target's.
+        max_tokens = config.scheduler.max_num_batched_tokens + max_reqs
+        self.kv_caches = allocate_kv_caches(network, config.cache, self._dtype, place)
+        self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=place)
+        self._slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=place)
+        self._query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
+        self._seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
+        self._last_indices = torch.zeros(max_reqs, dtype=torch.int64, device=place)
+        self._draft_positions = torch.zeros(max_reqs, dtype=torch.int32, device=place)
+        self._draft_ids = torch.zeros(max_reqs, self.num_drafts, dtype=torch.int32, device=place)
+        self._block_table = torch.zeros(max_reqs, rows.page_table.shape[1], dtype=torch.int32, device=place)
+        self._one_each = torch.arange(max_reqs + 1, dtype=torch.int32, device=place)
+        self._graphs: DraftGraphs | None = None
+        self._purpose = DRAFT_NOISE if speculative.verify == "rejection" else TARGET_NOISE
+        # Speculative sampling compares the two models' distributions, so those of the drafts are kept, by row.
+        self.draft_logits: Tensor | None = None
+        if speculative.verify == "rejection":
+            shape = (rows.num_tokens.shape[0], self.num_drafts, self._num_columns(config))
+            self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=place)
+
+    # --- what a method says -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _num_columns(self, config: EngineConfig) -> int:
+        """How many tokens a draft is drawn from."""
+
+    @abstractmethod
+    def first_size(self, batch: DraftBatch) -> FirstSize:
+        """How many tokens the first pass has."""
+
+    @abstractmethod
+    def first_query_len(self) -> int:
+        """How many of them a request has that decodes."""
+
+    @abstractmethod
+    def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch:
+        """A batch for the recording of a first pass."""
+
+    @abstractmethod
+    def first_ids(self, batch: DraftBatch) -> Tensor:
+        """Queue the inputs of the first pass, and give its tokens."""
+
+    @abstractmethod
+    def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
+        """The attention of the first pass; ``metadata`` where it has been built before."""
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        """The first pass: [padded_tokens, hidden]."""
+
+    @abstractmethod
+    def _next(self, idx: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        """A later pass, to find draft ``idx``: [padded_reqs, hidden]."""
+
+    @abstractmethod
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, columns]."""
+
+    def _chosen(self, hidden: Tensor) -> Tensor:
+        """Of what a pass has left, what the next one wants to know; a method without memory keeps nothing."""
+        return hidden
+
+    def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
+        return {}
+
+    @property
+    def _target_ids(self) -> Tensor | None:
+        """Tokens of the columns that drafts are drawn from; None where they are the first so many."""
+        return None
+
+    # --- what is the same for all -----------------------------------------------------------------
+
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        tokens = (self._input_ids, self._positions, self._slot_mapping)
+        lengths = (self._query_lens, self._seq_lens, self._last_indices, self._draft_positions)
+        return (*tokens, *lengths, self._block_table, self._draft_ids)
+
+    def init_graphs(self, setting: GraphSetting) -> None:
+        self._graphs = DraftGraphs(self, setting)
+
+    def capture_one_more(self) -> bool:
+        return self._graphs is not None and self._graphs.capture_one_more()
+
+    def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
+        self.choose_first(batch, self.forward(self.first_ids(batch), self.first_context(batch)), noise)
+        return self.finish(batch, noise)
+
+    def run(self, batch: DraftBatch, noise: bool) -> Tensor:
+        return self.propose(batch, noise) if self._graphs is None else self._graphs.run(batch, noise)
+
+    def choose_first(self, batch: DraftBatch, hidden: Tensor, noise: bool) -> None:
+        last = hidden.index_select(0, self._last_indices[: batch.padded_reqs])
+        self._choose(batch, 0, self._chosen(last), noise)
+
+    def finish(self, batch: DraftBatch, noise: bool) -> Tensor:
+        """All drafts but the first, a pass each."""
+        num_reqs = batch.padded_reqs
+        drafts, starts = self._draft_ids[:num_reqs], np.arange(batch.num_reqs + 1, dtype=np.int32)
+        rows = self._rows
+        for idx in range(1, self.num_drafts):
+            prepare_next_pass(
+                *(drafts[:, idx - 1], idx, batch.rows, rows.page_table, rows.num_computed, rows.num_tokens),
+                *(rows.max_drafts, rows.max_total, rows.status, self._page_size, self.slots_before),
+                *(self._input_ids[:num_reqs], self._positions[:num_reqs], self._slot_mapping[:num_reqs]),
+                *(self._query_lens[:num_reqs], self._seq_lens[:num_reqs], self._draft_positions[:num_reqs]),
+            )
+            # The bound moves on with the device's lengths.
+            bounds = np.minimum(batch.seq_lens_bound + idx, self._max_len)
+            context = self._context(batch, num_reqs, self._one_each[: num_reqs + 1], starts, 1, bounds)
+            self._choose(batch, idx, self._chosen(self._next(idx, self._input_ids[:num_reqs], context)), noise)
+        return drafts
+
+    def _choose(self, batch: DraftBatch, idx: int, hidden: Tensor, noise: bool) -> None:
+        """Draw one draft a request: at its temperature, without the parameters that the target looks after."""
+        rows, num_reqs = self._rows, batch.padded_reqs
+        logits = self._logits(hidden)
+        own = (rows.temperature, rows.seeds, self._draft_positions[:num_reqs], rows.choice)
+        ids, failed = draw_tokens(logits, batch.rows, *own, noise, False, self._purpose, self._target_ids)
+        self._draft_ids[:num_reqs, idx].copy_(ids.masked_fill(failed, -1))
+        if self.draft_logits is not None:
+            self.draft_logits[:, idx].index_copy_(0, batch.rows.long(), logits.float())
+
+    def _context(
+        self, batch: DraftBatch, num_tokens: int, starts: Tensor, starts_cpu: Int32s, query_len: int, bounds: Int32s
+    ) -> AttentionContext:
+        """The attention of a pass over the drafter's own inputs."""
+        num_reqs, slot_mapping = batch.padded_reqs, self._slot_mapping[:num_tokens]
+        common = CommonAttentionMetadata(
+            num_reqs=batch.num_reqs,
+            num_actual_tokens=int(starts_cpu[-1]),
+            max_query_len=query_len,
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            query_lens=self._query_lens[:num_reqs],
+            seq_lens=self._seq_lens[:num_reqs],
+            seq_lens_cpu_upper_bound=bounds,
+            block_table=self._block_table[:num_reqs],
+            slot_mapping=slot_mapping,
+        )
+        return AttentionContext(
+            self._backend, self._backend.build(common), self.kv_caches, self._positions[:num_tokens], slot_mapping
+        )

@@ -1,0 +1,115 @@
+"""EAGLE, EAGLE-3 and MTP: a small head drafts from the target's own hidden states.
+
+At slot p the head takes the token at p + 1 and the target's hidden state at p: after the final norm, or the residual
+stream behind a few layers, tapped while the target runs. So its first pass goes over the target's tokens, moved on by
+one, in the target's shape, rejected drafts included; what it leaves behind those is overwritten when their places are
+computed again. For the drafts after the first there is no hidden state of the target: the head's own takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import NORMED, AttentionBackend, AttentionContext
+from slipstream.config import EngineConfig, ModelConfig
+from slipstream.device.interface import Device
+from slipstream.graphs.descriptor import BatchExecutionDescriptor
+from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
+from slipstream.speculate.draft_graphs import FirstSize
+from slipstream.speculate.draft_inputs import prepare_shifted_pass
+from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting
+
+
+class Head(Protocol):
+    """What the drafter asks of a head; those that exist are in ``models``."""
+
+    config: ModelConfig  # of its own layers; the vocabulary is that of the drafts
+    taps: tuple[int, ...]  # after how many layers it looks at the target; empty: behind the final norm
+    target_ids: Tensor | None  # [vocab] int32: the target's tokens of its own; None: the same
+
+    def combine(self, features: Tensor) -> Tensor: ...
+
+    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class EagleSpeculator(AutoRegressiveSpeculator):
+    slots_before: ClassVar[int] = 1
+    shares_states = True
+
+    def __init__(
+        self, config: EngineConfig, device: Device, head: Head, backend: AttentionBackend, rows: DraftRows
+    ) -> None:
+        super().__init__(config, device, backend, rows)
+        self._head = head
+        place, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
+        layers = head.taps or (NORMED,)
+        width = len(layers) * size
+        self._features = torch.zeros(limits.max_num_batched_tokens, width, dtype=self._dtype, device=place)
+        self._parts = dict(zip(layers, torch.split(self._features, size, dim=1), strict=True))
+        if head.target_ids is not None:
+            columns = torch.arange(len(head.target_ids), dtype=torch.int32, device=place)
+            self.draft_columns = torch.full((config.model.vocab_size,), -1, dtype=torch.int32, device=place)
+            self.draft_columns.index_copy_(0, head.target_ids.long(), columns)
+        self._hidden = torch.zeros(limits.max_num_seqs, head.config.hidden_size, dtype=self._dtype, device=place)
+
+    def _num_columns(self, config: EngineConfig) -> int:
+        assert config.draft_model is not None
+        return config.draft_model.vocab_size
+
+    @property
+    def _target_ids(self) -> Tensor | None:
+        return self._head.target_ids
+
+    def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
+        return {layer: part[:num_tokens] for layer, part in self._parts.items()}
+
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        return (*super().step_buffers(), self._features, self._hidden)
+
+    def first_size(self, batch: DraftBatch) -> FirstSize:
+        return FirstSize(batch.step.attention.num_actual_tokens, batch.step.decode_len)
+
+    def first_query_len(self) -> int:
+        return 1 + self.num_drafts
+
+    def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch:
+        return setting.static(desc)
+
+    def first_ids(self, batch: DraftBatch) -> Tensor:
+        rows, step, num_reqs = self._rows, batch.step, batch.padded_reqs
+        ids = self._input_ids[: step.positions.shape[0]]
+        prepare_shifted_pass(
+            *(batch.rows, step.all_query_start_loc[: num_reqs + 1], step.positions, rows.token_ids, rows.page_table),
+            *(rows.num_computed, rows.num_tokens, rows.ran, ids, self._last_indices[:num_reqs]),
+            *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),
+        )
+        return ids
+
+    def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
+        step = batch.step
+        if metadata is None:
+            metadata = self._backend.build(step.attention)
+        slot_mapping = step.attention.slot_mapping
+        return AttentionContext(self._backend, metadata, self.kv_caches, step.positions, slot_mapping)
+
+    def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        features = self._features[: input_ids.shape[0]]
+        return self._head.forward(0, input_ids, self._head.combine(features), context)
+
+    def _next(self, idx: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        return self._head.forward(idx, input_ids, self._hidden[: input_ids.shape[0]], context)
+
+    def _chosen(self, hidden: Tensor) -> Tensor:
+        """At an address of its own: the first pass and the others may be graphs of their own."""
+        kept = self._hidden[: hidden.shape[0]]
+        kept.copy_(hidden)
+        return kept
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head.compute_logits(hidden)

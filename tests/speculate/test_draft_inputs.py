@@ -1,0 +1,136 @@
+"""Inputs of a drafter's passes, against loops over requests."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
+from slipstream.types import RowStatus
+
+PAGE, MAX_PAGES, MAX_LEN, ROWS, VOCAB = 4, 6, 24, 5, 900
+SCRATCH = ROWS - 1
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def starts_of(counts: list[int], num_padding: int) -> torch.Tensor:
+    return torch.tensor([0, *counts, *[0] * num_padding]).cumsum(0).int()
+
+
+class Drawn:
+    """Rows after a commit: most have one token left to compute, some are in the middle of their prompt."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.draw = lambda low, high: data.draw(st.integers(low, high))
+        self.rows = data.draw(st.permutations(range(SCRATCH)))[: self.draw(1, SCRATCH)]
+        self.pad = self.draw(0, 2)
+        self.tokens = [self.draw(3, MAX_LEN - 6) for _ in range(ROWS)]
+        self.computed = [n - 1 if data.draw(st.booleans()) else self.draw(1, n - 1) for n in self.tokens]
+        self.tokens[SCRATCH] = self.computed[SCRATCH] = 0
+        self.ran = [int(data.draw(st.booleans())) for _ in range(SCRATCH)] + [0]
+        self.max_drafts = [self.draw(0, 4) for _ in range(ROWS)]
+        self.limits = [n + self.draw(1, 6) for n in self.tokens]
+        self.status = [data.draw(st.sampled_from([RowStatus.RUNNING, RowStatus.STOPPED])) for _ in range(ROWS)]
+        self.token_ids = torch.randint(1, 1000, (ROWS, MAX_LEN), dtype=torch.int32)
+        self.pages = torch.randint(1, 50, (ROWS, MAX_PAGES), dtype=torch.int32)
+        self.batch = ints([*self.rows, *[SCRATCH] * self.pad])
+
+    def slot(self, row: int, position: int) -> int:
+        return int(self.pages[row, position // PAGE]) * PAGE + position % PAGE
+
+
+def buffers(num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
+    wide = ("positions", "slot_mapping")
+    made = {name: torch.full((num_tokens,), -77, dtype=torch.int64) for name in wide}
+    made["input_ids"] = torch.full((num_tokens,), -77, dtype=torch.int32)
+    small = ("query_lens", "seq_lens", "draft_positions")
+    return made | {name: torch.full((num_reqs,), -77, dtype=torch.int32) for name in small}
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
+    d = Drawn(data)
+    known = [d.draw(1, d.computed[r]) for r in d.rows]
+    out = buffers(sum(known) + len(known) + d.draw(0, 3), len(d.batch))
+    out["last_indices"] = torch.full((len(d.batch),), -77, dtype=torch.int64)
+    out["block_table"] = torch.full((len(d.batch), MAX_PAGES), -77, dtype=torch.int32)
+    prepare_first_pass(
+        *(d.batch, starts_of([n + 1 for n in known], d.pad), d.token_ids, d.pages, ints(d.computed), ints(d.tokens)),
+        *(ints(d.max_drafts), ints(d.ran), PAGE, VOCAB),
+        **out,
+    )
+    at = 0
+    for i, (row, count) in enumerate(zip(d.rows, known, strict=True)):
+        runs = d.ran[row] and d.max_drafts[row] > 0
+        has_new = d.computed[row] + 1 == d.tokens[row]
+        first, alive = d.computed[row] - count, (count + has_new) if runs else 0
+        for t in range(count + 1):
+            token = int(d.token_ids[row, first + t]) if t < alive else 0
+            assert out["input_ids"][at + t] == (token if token < VOCAB else 0)
+            assert out["positions"][at + t] == (first + t if t < alive else 0)
+            assert out["slot_mapping"][at + t] == (d.slot(row, first + t) if t < alive else -1)
+        assert out["query_lens"][i] == alive
+        assert out["seq_lens"][i] == (first + alive if runs else 0)
+        assert out["last_indices"][i] == (at + alive - 1 if runs else 0)
+        assert out["draft_positions"][i] == d.tokens[row]
+        at += count + 1
+    assert torch.equal(out["block_table"], d.pages[d.batch.long()])
+    assert not out["input_ids"][at:].any() and (out["slot_mapping"][at:] == -1).all()
+    assert not out["query_lens"][len(known) :].any() and not out["last_indices"][len(known) :].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_pass_over_the_targets_tokens_moved_on_by_one(data: st.DataObject) -> None:
+    d = Drawn(data)
+    known = [d.draw(1, d.computed[r]) for r in d.rows]
+    counts = [n + d.draw(0, 3) for n in known]  # and places of drafts that were rejected, or not made
+    begins = starts_of(counts, d.pad)
+    positions = torch.zeros(sum(counts) + d.draw(0, 3), dtype=torch.int64)
+    for i, row in enumerate(d.rows):
+        positions[begins[i]] = d.computed[row] - known[i]  # of later ones nothing is asked: they may be dead
+    out = {
+        "input_ids": torch.full((len(positions),), -77, dtype=torch.int32),
+        "last_indices": torch.full((len(d.batch),), -77, dtype=torch.int64),
+        "draft_positions": torch.full((len(d.batch),), -77, dtype=torch.int32),
+        "block_table": torch.full((len(d.batch), MAX_PAGES), -77, dtype=torch.int32),
+    }
+    rest = (d.token_ids, d.pages, ints(d.computed), ints(d.tokens), ints(d.ran))
+    prepare_shifted_pass(d.batch, begins, positions, *rest, **out)
+    for i, row in enumerate(d.rows):
+        first, at = d.computed[row] - known[i], int(begins[i])
+        for t in range(counts[i]):
+            there = d.ran[row] and first + t + 1 < d.tokens[row]
+            assert out["input_ids"][at + t] == (d.token_ids[row, first + t + 1] if there else 0)
+        # The token behind the last that was computed: the new one, or the next of the prompt.
+        assert out["last_indices"][i] == (at + known[i] - 1 if d.ran[row] else 0)
+        assert out["draft_positions"][i] == d.tokens[row]
+    assert not out["input_ids"][sum(counts) :].any()
+    assert torch.equal(out["block_table"], d.pages[d.batch.long()])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_passes_after_the_first(data: st.DataObject) -> None:
+    d = Drawn(data)
+    idx, slots_before = d.draw(1, 3), d.draw(0, 1)
+    before = [d.draw(-1, 9) for _ in d.batch]
+    out = buffers(len(d.batch), len(d.batch))
+    rest = (ints(d.computed), ints(d.tokens), ints(d.max_drafts), ints(d.limits), ints([int(s) for s in d.status]))
+    prepare_next_pass(ints(before), idx, d.batch, d.pages, *rest, PAGE, slots_before, **out)
+    for i, row in enumerate(d.batch.tolist()):
+        length = d.tokens[row]
+        runs = d.status[row] == RowStatus.RUNNING and d.computed[row] + 1 == length and before[i] >= 0
+        runs = runs and idx < d.max_drafts[row] and idx < d.limits[row] - length - 1
+        position = length + idx - 1 - slots_before
+        assert out["input_ids"][i] == (before[i] if runs else 0)
+        assert out["positions"][i] == (position if runs else 0)
+        assert out["slot_mapping"][i] == (d.slot(row, position) if runs else -1)
+        assert out["query_lens"][i] == runs
+        assert out["seq_lens"][i] == (position + 1 if runs else 0)
+        assert out["draft_positions"][i] == length + idx

@@ -1,0 +1,94 @@
+"""Heads over the target's hidden states: EAGLE, EAGLE-3 and MTP change no token, whatever they draft."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slipstream.config import EngineOptions
+from slipstream.engine.build import Engine, build_engine
+from tests import tiny_models
+from tests.models import tiny_heads
+from tests.speculate.test_lossless import IN_GRAPHS, KINDS, MakeEngine, check
+
+LONG = {"max_position_embeddings": 512}
+# Method and what writes its head; MTP layers are written into the target's own folder.
+HEADS: dict[str, tuple[str, Callable[[], tiny_heads.Case]]] = {
+    "eagle": ("eagle", lambda: tiny_heads.eagle(LONG)),
+    "eagle3": ("eagle3", lambda: tiny_heads.eagle3(body=LONG)),
+    "eagle3-whole-vocabulary": ("eagle3", lambda: tiny_heads.eagle3(body=LONG, reduced=False)),
+    "eagle3-speculators": ("eagle3", lambda: tiny_heads.eagle3(tiny_heads.SPECULATORS, body=LONG, layer="layers.0.")),
+    "mtp-deepseek": ("mtp", tiny_heads.deepseek),
+    "mtp-qwen": ("mtp", functools.partial(tiny_heads.qwen_mtp, 2)),
+}
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """The folder of a target, and the speculative config of a head over it."""
+    target = tiny_models.save(
+        tiny_models.build("llama", num_hidden_layers=tiny_heads.NUM_LAYERS), tmp_path_factory.mktemp("target")
+    )
+
+    @functools.cache
+    def write(name: str) -> tuple[Path, dict[str, Any]]:
+        method, make = HEADS[name]
+        case, folder = make(), tmp_path_factory.mktemp(name)
+        if method != "mtp":
+            return target, {"method": method, "model": str(case.write(folder))}
+        model = tiny_models.build("llama", num_hidden_layers=tiny_heads.NUM_LAYERS)
+        tiny_models.save(model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**case.config, **config}))
+        own = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(own | {n: t.float() for n, t in case.tensors.items()}, folder / "model.safetensors")
+        return folder, {"method": "mtp"}
+
+    return write
+
+
+def maker(folder: Path) -> MakeEngine:
+    def make(**options: Any) -> Engine:
+        defaults = {"model": str(folder), "dtype": "float64", "max_num_seqs": 12}
+        return build_engine(EngineOptions.from_dict({**defaults, **options}))
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "k"), [("eagle", 3), ("eagle3", 5), ("mtp-deepseek", 1), ("mtp-qwen", 3)])
+def test_the_same_tokens_with_and_without_a_head(written: Any, name: str, k: int, kind: str) -> None:
+    folder, speculative = written(name)
+    engine = check(maker(folder), kind, 24, {**speculative, "num_speculative_tokens": k})
+    assert engine.core.stats.num_draft_tokens > 60
+
+
+@pytest.mark.parametrize(("name", "kind"), [("eagle", "sampled"), ("eagle3", "all"), ("mtp-deepseek", "greedy")])
+def test_the_same_tokens_in_graphs(written: Any, name: str, kind: str) -> None:
+    folder, speculative = written(name)
+    check(maker(folder), kind, 24, {**speculative, "num_speculative_tokens": 3}, **IN_GRAPHS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("where", [{}, IN_GRAPHS], ids=["cpu", "sim"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("name", HEADS)
+def test_two_hundred_requests(written: Any, name: str, k: int, kind: str, where: dict[str, Any]) -> None:
+    folder, speculative = written(name)
+    check(maker(folder), kind, 200, {**speculative, "num_speculative_tokens": k}, **where)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-whole-vocabulary"])
+def test_greedy_requests_are_the_same_under_rejection(written: Any, name: str) -> None:
+    folder, speculative = written(name)
+    check(maker(folder), "greedy", 24, {**speculative, "num_speculative_tokens": 3, "verify": "rejection"})
+    assert torch.get_default_dtype() is torch.float32, "building a head leaves the type as it was"
