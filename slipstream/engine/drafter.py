@@ -16,9 +16,10 @@ from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import HeadPlan, build_head, load_head, open_head_checkpoint, read_head
 from slipstream.models.hub import resolve_model
-from slipstream.models.load import build_model, built_under, count_parameters, load_weights
+from slipstream.models.load import build_model, built_under, count_parameters, load_weights, randomize_weights
 from slipstream.models.mtp_head import mtp_tensors
 from slipstream.models.registry import Architecture, architecture_of
+from slipstream.models.shapes import HEAD_SHAPES
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.speculate.draft_model import DraftModelSpeculator
@@ -61,12 +62,15 @@ class HeadDrafter:
 
     model: DraftModel
     plan: HeadPlan
-    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]] | None  # None: random ones, for benchmarks of a shape
 
     def build(self, config: EngineConfig, device: Device, target: Decoder, backend: AttentionBackend) -> MakeSpeculator:
         with built_under(config, device.torch_device):
             head = build_head(self.plan, target, config.scheduler.max_model_len)
-        load_head(head, self.tensors())
+        if self.tensors is None:
+            randomize_weights(head)
+        else:
+            load_head(head, self.tensors())
         head.pack()
         return lambda rows: EagleSpeculator(config, device, head, backend, rows)
 
@@ -82,6 +86,9 @@ def open_drafter(
         return _open_draft_model(speculative.model, hf_config, tokenizer)
     architecture = architecture_of(hf_config)
     target = architecture.read_config(hf_config)
+    if speculative.model in HEAD_SHAPES:
+        plan = read_head(HEAD_SHAPES[speculative.model], target, "eagle3")
+        return HeadDrafter(_size(plan, architecture, target), plan, None)
     if speculative.model is not None:
         head_config, tensors = open_head_checkpoint(resolve_model(speculative.model))
         plan = read_head(head_config, target, "eagle3" if speculative.method == "eagle3" else "eagle")

@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig, ModelConfig
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
+from slipstream.models.draft_head import DraftHead
 from slipstream.models.mtp_head import is_mtp_tensor
 from slipstream.models.registry import Architecture
 
@@ -68,7 +69,7 @@ def _translated(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 @torch.inference_mode()
-def randomize_weights(model: Decoder, seed: int = 0) -> None:
+def randomize_weights(model: Decoder | DraftHead, seed: int = 0) -> None:
     """Random weights of sane size, for benchmarks of a shape whose real weights are not at hand."""
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for name, slot in model.slots():

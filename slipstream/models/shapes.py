@@ -45,6 +45,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Heads of those shapes: one layer as wide as the target's, a reduced vocabulary where the target's is large.
+HEAD_SHAPES: dict[str, dict[str, Any]] = {
+    f"{name}-eagle3": {
+        **SHAPES[name],
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": draft_vocab_size,
+        "tie_word_embeddings": False,
+    }
+    for name, draft_vocab_size in (("llama-3.1-8b", 32000), ("smollm2-135m", 32000))
+}
+
 
 def shape_config(name: str) -> dict[str, Any]:
     if name not in SHAPES:
