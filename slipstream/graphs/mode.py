@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 from slipstream.attention.backend import Caps
 
@@ -36,6 +37,19 @@ class CUDAGraphMode(enum.Enum):
         A piecewise graph pads tokens, not requests, and a decode's attention wants one token a request.
         """
         return CUDAGraphMode.FULL_DECODE_ONLY if self.decode_mode() is CUDAGraphMode.FULL else CUDAGraphMode.NONE
+
+
+class DraftModes(NamedTuple):
+    """How a drafter's passes run: the first over what the target has computed, the rest a token a request."""
+
+    first: CUDAGraphMode
+    rest: CUDAGraphMode
+
+
+def draft_modes(mode: CUDAGraphMode, num_drafts: int) -> DraftModes:
+    """From the user's mode, of which the backend's attention can do this much."""
+    rest = mode.for_draft_decodes() if num_drafts > 1 else CUDAGraphMode.NONE  # one draft has no rest
+    return DraftModes(mode, rest)
 
 
 def usable_mode(mode: CUDAGraphMode, caps: Caps) -> CUDAGraphMode:

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.attention.backend import AttentionContext
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor
 from slipstream.graphs.manager import CudaGraphManager, Forward
-from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.graphs.mode import CUDAGraphMode, draft_modes
 from slipstream.graphs.piecewise import PiecewiseForward
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
 
@@ -53,9 +53,9 @@ class DraftGraphs:
     def __init__(self, passes: DraftPasses, setting: GraphSetting) -> None:
         self._passes = passes
         self._setting = setting
-        self.first = self._manager(setting.mode, passes.first_query_len())
-        has_rest = passes.num_drafts > 1
-        self.rest = self._manager(setting.mode.for_draft_decodes() if has_rest else CUDAGraphMode.NONE, 1)
+        modes = draft_modes(setting.mode, passes.num_drafts)
+        self.first = self._manager(modes.first, passes.first_query_len())
+        self.rest = self._manager(modes.rest, 1)
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._drafts: dict[BatchExecutionDescriptor, Tensor] = {}
 
