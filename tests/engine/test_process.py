@@ -96,8 +96,8 @@ def test_drafts_in_a_process_of_their_own(folder: Path, options: dict[str, Any])
 
 def test_speculation_is_checked_before_the_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("started for nothing"))
-    with pytest.raises(ConfigError, match="unknown method 'eagle' in speculate"):
-        EngineProcess(EngineOptions(model=str(tmp_path / "nothing"), speculate="eagle"), lambda updates: None)
+    with pytest.raises(ConfigError, match="unknown method 'medusa' in speculate"):
+        EngineProcess(EngineOptions(model=str(tmp_path / "nothing"), speculate="medusa"), lambda updates: None)
 
 
 def test_a_dead_engine_is_replaced(folder: Path) -> None:
