@@ -22,12 +22,11 @@ from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import HEAD_SHAPES
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint, open_checkpoint
+from slipstream.runner.runner import MakeSpeculator
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
-from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
-
-MakeSpeculator = Callable[[DraftRows], Speculator]
+from slipstream.speculate.speculator import NoSpeculator
 
 
 class Drafter(Protocol):
@@ -86,7 +85,7 @@ def open_drafter(
         return _open_draft_model(speculative.model, hf_config, tokenizer)
     architecture = architecture_of(hf_config)
     target = architecture.read_config(hf_config)
-    if speculative.model in HEAD_SHAPES:
+    if checkpoint is None and speculative.model in HEAD_SHAPES:
         plan = read_head(HEAD_SHAPES[speculative.model], target, "eagle3")
         return HeadDrafter(_size(plan, architecture, target), plan, None)
     if speculative.model is not None:

@@ -110,19 +110,13 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """After loading: bring every weight into the layout that multiplies fastest on this device."""
-        _pack(self)
+        pack_layers(self)
         self._stack = stack_of(self.config, self.model.layers) if self.layer_class is DecoderLayer else None
         self._packed_head = pack(self.model.embed_tokens.weight.data) if self.lm_head is None else self.lm_head.packed
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by its name there."""
-        for name, module in self.named_modules():
-            if isinstance(module, ExpertWeights):
-                yield from module.slots(f"{name}.")
-            elif isinstance(module, Linear):
-                yield from module.slots(name.rpartition(".")[0] + "." if "." in name else "")
-            elif isinstance(module, RMSNorm | Embedding):
-                yield f"{name}.weight", module.weight
+        return checkpoint_slots(self)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """What a tensor of the checkpoint brings, by the names of ``slots``.
@@ -134,9 +128,20 @@ class Decoder(nn.Module):
         return [(name, tensor)]
 
 
-def _pack(module: nn.Module) -> None:
+def checkpoint_slots(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that the network's layers want of a checkpoint, by its name there."""
+    for name, module in network.named_modules():
+        if isinstance(module, ExpertWeights):
+            yield from module.slots(f"{name}.")
+        elif isinstance(module, Linear):
+            yield from module.slots(name.rpartition(".")[0] + "." if "." in name else "")
+        elif isinstance(module, RMSNorm | Embedding):
+            yield f"{name}.weight", module.weight
+
+
+def pack_layers(module: nn.Module) -> None:
     if isinstance(module, Linear | FeedForward):
         module.pack()
     else:
         for child in module.children():
-            _pack(child)
+            pack_layers(child)

@@ -22,11 +22,10 @@ from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
 from slipstream.kernels.linear import PackedWeight, embedding, head_logits, project
 from slipstream.kernels.scaled_embedding import scaled_embedding
-from slipstream.models.decoder import Decoder
-from slipstream.models.experts import ExpertWeights
+from slipstream.models.decoder import Decoder, checkpoint_slots, pack_layers
 from slipstream.models.hf_config import layer_windows
 from slipstream.models.json_file import read_json
-from slipstream.models.layers import Embedding, FeedForward, Linear, RMSNorm
+from slipstream.models.layers import Embedding, Linear
 from slipstream.models.registry import architecture_of
 from slipstream.models.rope import cos_sin_table
 from slipstream.models.speculators_format import is_speculators, plain_config
@@ -156,17 +155,11 @@ class DraftHead(nn.Module, ABC):
 
     def pack(self) -> None:
         """After loading: bring every weight of the head's own into the layout that multiplies fastest here."""
-        _pack(self)
+        pack_layers(self)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by its name there."""
-        for name, module in self.named_modules():
-            if isinstance(module, ExpertWeights):
-                yield from module.slots(f"{name}.")
-            elif isinstance(module, Linear):
-                yield from module.slots(name.rpartition(".")[0] + "." if "." in name else "")
-            elif isinstance(module, RMSNorm | Embedding):
-                yield f"{name}.weight", module.weight
+        return checkpoint_slots(self)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """What a tensor of the checkpoint brings, by the names of ``slots``."""
@@ -224,14 +217,6 @@ def _linear_of(name: str, weight: Tensor) -> Linear:
         made = Linear(weight.shape[1], {name: weight.shape[0]})
     made.weight = _parameter(weight)
     return made
-
-
-def _pack(module: nn.Module) -> None:
-    if isinstance(module, Linear | FeedForward):
-        module.pack()
-    else:
-        for child in module.children():
-            _pack(child)
 
 
 # --- reading a config -----------------------------------------------------------------------------

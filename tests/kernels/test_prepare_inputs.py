@@ -96,3 +96,19 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
             assert out[name].tolist() == values + [padding.get(name, 0)] * (len(out[name]) - len(values)), name
     assert torch.equal(out["block_table"][: len(rows)], page_table[list(rows)])
     assert not out["block_table"][len(rows) :].any()
+
+
+def test_tokens_beyond_the_known_ones_are_dead() -> None:
+    """A row that has fewer tokens than the plan assumed computes nothing for the rest."""
+    out = [torch.zeros(3, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int64)]
+    per_req = [torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
+    logits = [torch.zeros(1, dtype=torch.int64), *(torch.zeros(1, dtype=torch.int32) for _ in range(3))]
+    ones = torch.ones(2, dtype=torch.int32)
+    prepare_inputs(
+        *(ints([0]), ints([0, 3]), ints([0, 1]), torch.arange(10, dtype=torch.int32).view(2, 5) + 100),
+        torch.tensor([[9, 8], [0, 0]], dtype=torch.int32),
+        *(ones, ones * 3, ones * 0, ones * 0),  # one token computed, three known, no drafts, running
+        *(4, 1, *out, *per_req, torch.zeros(1, 2, dtype=torch.int32), *logits),
+    )
+    assert [t.tolist() for t in out] == [[101, 102, 0], [1, 2, 0], [37, 38, -1]]
+    assert [t.tolist() for t in per_req] == [[2], [3]]
