@@ -75,6 +75,9 @@ class EngineOptions:
     max_num_seqs: int | None = _option(None, "Most requests that run at the same time.")
     max_num_batched_tokens: int | None = _option(None, "Most tokens in one step, prefill and decode together.")
     long_prefill_token_threshold: int | None = _option(None, "Most prompt tokens of one request in one step.")
+    mixed_prefill_tokens: int | None = _option(
+        None, "Most prompt tokens in a step in which others decode; chosen so that they wait about 20 ms if unset."
+    )
     block_size: int = _option(16, "Tokens in one KV cache page; a power of two.")
     kv_cache_memory_bytes: int | None = _option(None, "Memory for the KV cache, in bytes.")
     gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory for weights, cache and everything else.")
@@ -221,6 +224,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_prefill_chunk: int
     max_model_len: int
+    mixed_prefill_tokens: int = 1 << 30  # of all prompts, in a step that decodes as well
     prefix_caching: bool = True
     # Pages taken beyond the need while the pool is well filled, so that most decode steps change no page table.
     lookahead_pages: int = 4
@@ -229,7 +233,7 @@ class SchedulerConfig:
     num_draft_slots: int = 0
     # Whether the drafter keeps keys of its own in the pages. A page without them is of no use to a request that drafts.
     drafts_in_pages: bool = False
-    # Whether its keys at a slot depend on the token behind. The last slot of a page then depends on the next page.
+    # Whether its keys at a slot depend on the token behind. A page is then known by its tokens and the one behind them.
     drafts_look_ahead: bool = False
 
 
@@ -249,6 +253,7 @@ class EngineConfig:
     poison: bool
     speculative: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None
+    num_draft_modules: int = 1  # that take turns at drafting
 
     @property
     def num_drafts(self) -> int:
@@ -257,8 +262,9 @@ class EngineConfig:
     @property
     def cache_bytes(self) -> int:
         """Of keys and values, the draft model's included."""
-        models = (self.model, self.draft_model) if self.draft_model else (self.model,)
-        of_a_token = sum(model.kv_bytes_per_token(self.dtype) for model in models)
+        of_a_token = self.model.kv_bytes_per_token(self.dtype)
+        if self.draft_model is not None:
+            of_a_token += draft_bytes_per_token(self.draft_model, self.num_draft_modules, self.dtype)
         return self.cache.num_pages * self.cache.page_size * of_a_token
 
 
@@ -267,6 +273,12 @@ class DraftModel(NamedTuple):
 
     config: ModelConfig
     num_params: int = 0
+    num_modules: int = 1  # of a head, one for each draft until their turn comes again
+
+
+def draft_bytes_per_token(model: ModelConfig, num_modules: int, dtype: str) -> int:
+    """Keys and values, and what each module but the last leaves for the next one."""
+    return model.kv_bytes_per_token(dtype) + (num_modules - 1) * model.hidden_size * DTYPE_BYTES[dtype]
 
 
 def resolve(
@@ -312,6 +324,11 @@ def resolve(
         max_num_batched_tokens=budget,
         max_prefill_chunk=_positive("long_prefill_token_threshold", options.long_prefill_token_threshold, budget),
         max_model_len=max_model_len,
+        mixed_prefill_tokens=_positive(
+            "mixed_prefill_tokens",
+            options.mixed_prefill_tokens,
+            _mixed_prefill(num_params, budget) if has_gpu else budget,
+        ),
         prefix_caching=options.enable_prefix_caching,
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if draft is not None else 0,
@@ -332,6 +349,7 @@ def resolve(
         poison=_flag("SLIPSTREAM_POISON"),
         speculative=speculative,
         draft_model=None if draft is None else draft.config,
+        num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
     )
 
 
@@ -378,6 +396,12 @@ def _resolve_graph_sizes(wish: tuple[int, ...] | None, max_num_tokens: int, max_
     return tuple(sorted({size for size in sizes if size <= max_num_tokens}))
 
 
+def _mixed_prefill(num_params: int, budget: int) -> int:
+    """Tokens that a Hopper GPU computes in about 20 ms, at two operations a parameter and 600 TFLOP/s."""
+    tokens = int(6e12 / max(1, num_params))
+    return min(budget, max(256, 1 << (tokens.bit_length() - 1) if tokens else 0))
+
+
 def _resolve_cache(
     options: EngineOptions,
     hardware: Hardware,
@@ -387,7 +411,10 @@ def _resolve_cache(
     num_params: int,
     draft: DraftModel | None,
 ) -> CacheConfig:
-    token_bytes = sum(part.kv_bytes_per_token(dtype) for part in (model, *((draft.config,) if draft else ())))
+    token_bytes = model.kv_bytes_per_token(dtype)
+    if draft is not None:
+        num_modules = min(draft.num_modules, scheduler.num_drafts)
+        token_bytes += draft_bytes_per_token(draft.config, num_modules, dtype)
     page_bytes = token_bytes * options.block_size
     if options.num_gpu_blocks_override is not None:
         num_pages = _positive("num_gpu_blocks_override", options.num_gpu_blocks_override, 0)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import RequestError, nearest
 
@@ -28,6 +31,8 @@ class RowStatus(enum.IntEnum):
     INERT = 4
 
 
+# Stop ids the device checks by itself; the host checks the rest of a longer list when it collects.
+MAX_DEVICE_STOP_IDS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 32
@@ -189,7 +194,7 @@ class Request:
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step. One is made for every request in every step, and a tuple is made fastest."""
+    """One request's share of a step."""
 
     request_id: str
     generation: int  # how often the request was admitted; an output of an older generation is dropped
@@ -198,6 +203,26 @@ class ScheduledRequest(NamedTuple):
     num_computed_bound: int  # computed length before this step, never below the device's
     samples: bool  # whether the step reaches the end of the request's tokens and so draws new ones
     num_drafts: int = 0  # places for drafts among its tokens; how many there are the device knows
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Who is in a step with how many tokens, as columns.
+
+    Steps that have the same share one object: what was derived from it holds for as long as it comes again.
+    """
+
+    request_ids: tuple[str, ...]
+    generations: tuple[int, ...]
+    rows: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    samples: tuple[bool, ...]
+    num_drafts: tuple[int, ...]
+    total_tokens: int
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +244,32 @@ class PageDiff:
     page_ids: Sequence[int]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepPlan:
     """One step, decided: which rows run how many tokens, and what changes on the device before."""
 
     step_id: int
-    requests: list[ScheduledRequest]
+    composition: Composition
+    num_computed_bounds: npt.NDArray[np.int32]  # of each request, before the step
     row_inits: list[RowInit] = field(default_factory=list)
     page_diffs: list[PageDiff] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, step_id: int, requests: Sequence[ScheduledRequest]) -> StepPlan:
+        ids, generations, rows, num_tokens, bounds, samples, num_drafts = zip(*requests, strict=True)
+        composition = Composition(ids, generations, rows, num_tokens, samples, num_drafts, sum(num_tokens))
+        return cls(step_id, composition, np.array(bounds, dtype=np.int32))
+
     @property
     def num_tokens(self) -> int:
-        return sum(r.num_tokens for r in self.requests)
+        return self.composition.total_tokens
+
+    @property
+    def requests(self) -> list[ScheduledRequest]:
+        """The same request by request, made anew by every look."""
+        c, bounds = self.composition, self.num_computed_bounds.tolist()
+        columns = (c.request_ids, c.generations, c.rows, c.num_tokens, bounds, c.samples, c.num_drafts)
+        return list(map(ScheduledRequest, *columns))
 
 
 class LogprobRow(NamedTuple):
@@ -274,6 +313,57 @@ class TokenUpdate:
 
 
 @dataclass(slots=True)
+class TokenUpdates:
+    """What a step has brought to each request that it brought anything.
+
+    Most have new tokens, go on, and there is nothing else to say. They are columns and no objects, for a batch that
+    decodes consists of them, step after step.
+    """
+
+    request_ids: Sequence[str] = ()
+    token_ids: Sequence[list[int]] = ()
+    num_drafts: Sequence[int] = ()  # empty where nothing is drafted
+    num_accepted: Sequence[int] = ()
+    others: dict[int, TokenUpdate] = field(default_factory=dict)  # with more to say, by place in the columns
+    time: float = 0.0  # when the tokens were collected
+
+    @classmethod
+    def of(cls, updates: Sequence[TokenUpdate]) -> TokenUpdates:
+        columns = ([u.request_id for u in updates], [u.token_ids for u in updates])
+        drafts = ([u.num_drafts for u in updates], [u.num_accepted for u in updates])
+        return cls(*columns, *drafts, dict(enumerate(updates)))
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenUpdate]:
+        return map(self.at, range(len(self)))
+
+    def at(self, place: int) -> TokenUpdate:
+        """One of them as an object."""
+        if (update := self.others.get(place)) is not None:
+            return update
+        update = TokenUpdate(self.request_ids[place], self.token_ids[place], time=self.time)
+        if self.num_drafts:
+            update.num_drafts, update.num_accepted = self.num_drafts[place], self.num_accepted[place]
+        return update
+
+    def set_time(self, now: float) -> None:
+        self.time = now
+        for update in self.others.values():
+            update.time = now
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def ended(self) -> list[str]:
+        """Requests that got their last tokens."""
+        return [update.request_id for update in self.others.values() if update.finish_reason is not None]
+
+
+@dataclass(slots=True)
 class RequestTimings:
     """Seconds, measured from the request's arrival."""
 
@@ -297,16 +387,16 @@ class DraftStats:
     # Acceptance was forced at given rates, for a benchmark: the text means nothing.
     is_synthetic: bool = False
 
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        self.num_steps += 1
+    def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
+        self.num_steps += times
         missing = num_drafts - len(self.num_drafts_at)
         if missing > 0:
             self.num_drafts_at += [0] * missing
             self.num_accepted_at += [0] * missing
         for i in range(num_drafts):
-            self.num_drafts_at[i] += 1
+            self.num_drafts_at[i] += times
         for i in range(num_accepted):
-            self.num_accepted_at[i] += 1
+            self.num_accepted_at[i] += times
 
     @property
     def num_drafts(self) -> int:

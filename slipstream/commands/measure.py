@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.types import DraftStats, RequestOutput, SamplingParams, TokenUpdate
+from slipstream.types import DraftStats, RequestOutput, SamplingParams, TokenUpdates
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
@@ -54,6 +54,23 @@ class BatchRun(NamedTuple):
         return stats
 
 
+class _Step(NamedTuple):
+    """What a run keeps of a step. Few objects: the collector of garbage looks at all that are kept."""
+
+    time: float
+    request_ids: Sequence[str]
+    num_tokens: Sequence[int]
+    num_drafts: Sequence[int]
+    num_accepted: Sequence[int]
+    ended: list[str]
+
+    @classmethod
+    def of(cls, updates: TokenUpdates) -> _Step:
+        no_drafts = (0,) * len(updates)
+        drafts = (updates.num_drafts or no_drafts, updates.num_accepted or no_drafts)
+        return cls(updates.time, updates.request_ids, tuple(map(len, updates.token_ids)), *drafts, updates.ended)
+
+
 def run_batch(
     client: EngineClient,
     prompts: Sequence[Sequence[int]],
@@ -65,10 +82,11 @@ def run_batch(
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos)
     requests = [client.prepare(prompt, params) for prompt in prompts]
     place = {request.request_id: idx for idx, request in enumerate(requests)}
-    collected: queue.SimpleQueue[list[TokenUpdate]] = queue.SimpleQueue()
+    collected: queue.SimpleQueue[_Step] = queue.SimpleQueue()
+    steps: list[_Step] = []
     done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
     run = BatchRun(time.monotonic(), [], [[] for _ in requests])
-    with client.tapped(collected.put):
+    with client.tapped(lambda updates: collected.put(_Step.of(updates))):
         for request in requests:
             client.submit(request, done.put, every_token=False)
         num_running = len(requests)
@@ -76,18 +94,15 @@ def run_batch(
             # What is not ready yet is looked for later: a reader that wakes up at every step would slow the engine.
             time.sleep(_LOOK_EVERY_S)
             while not collected.empty():
-                for update in collected.get():
-                    arrival = Arrival(
-                        place[update.request_id],
-                        update.time,
-                        len(update.token_ids),
-                        update.finish_reason is not None,
-                        update.num_drafts,
-                        update.num_accepted,
-                    )
-                    run.arrivals.append(arrival)
-                    num_running -= arrival.finished
-                    on_tokens(arrival.num_tokens)
+                steps.append(collected.get())
+                num_running -= len(steps[-1].ended)
+                on_tokens(sum(steps[-1].num_tokens))
+        # Looked at one by one only now, when no step waits for the interpreter.
+        for step in steps:
+            columns = zip(step.request_ids, step.num_tokens, step.num_drafts, step.num_accepted, strict=True)
+            for request_id, num_tokens, *drafts in columns:
+                finished = request_id in step.ended
+                run.arrivals.append(Arrival(place[request_id], step.time, num_tokens, finished, *drafts))
         for _ in requests:
             if (output := done.get()).error is not None:
                 raise EngineError(output.error)

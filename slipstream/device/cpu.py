@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from slipstream.device.interface import Capture, Event, GraphPool, Stream, Times
 from slipstream.device.sync_guard import NoGuard, SyncGuard
 
 POISON = 0x7FF1
+_NOTHING = nullcontext()
 
 
 class CpuEvent:
@@ -53,9 +54,8 @@ class CpuDevice:
     def timestamp(self) -> Timestamp | None:
         return None
 
-    @contextmanager
-    def use_stream(self, stream: Stream) -> Iterator[None]:
-        yield
+    def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        return _NOTHING
 
     def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -25,6 +25,22 @@ def is_usable() -> bool:
     return torch.cuda.is_available() and find_spec("triton") is not None
 
 
+class _StreamScope:
+    """``torch.cuda.stream`` for one device: without looking for others, which takes longer than the change."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_stream()
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_error: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
 class CudaDevice:
     name = "cuda"
 
@@ -74,7 +90,7 @@ class CudaDevice:
         return seconds
 
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
-        return torch.cuda.stream(stream)
+        return _StreamScope(stream)
 
     def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,21 +35,20 @@ class SyncGuard:
         self.forbidden = forbidden
         self.num_violations = 0
 
-    @contextmanager
-    def forbid(self) -> Iterator[None]:
+    def forbid(self) -> AbstractContextManager[None]:
         """No waiting inside, whatever was allowed around it."""
-        with self._set(True):
-            yield
+        return self._set(True)
 
-    @contextmanager
-    def allow(self, place: str) -> Iterator[None]:
+    def allow(self, place: str) -> AbstractContextManager[None]:
         if place not in ALLOWED_PLACES:
             raise ValueError(f"'{place}' is not in the table of places that may wait for the device")
-        with self._set(False):
-            yield
+        return self._set(False)
+
+    def _set(self, forbidden: bool) -> AbstractContextManager[None]:
+        return self._switched(forbidden)
 
     @contextmanager
-    def _set(self, forbidden: bool) -> Iterator[None]:
+    def _switched(self, forbidden: bool) -> Iterator[None]:
         before = self.forbidden
         self._switch(forbidden)
         try:
@@ -67,10 +66,12 @@ class SyncGuard:
 
 
 class NoGuard(SyncGuard):
-    """For a CPU, and for a CUDA device whose guard is off: two contexts that cost next to nothing."""
+    """For a CPU, and for a CUDA device whose guard is off: contexts that cost next to nothing."""
 
-    def _switch(self, forbidden: bool) -> None:
-        pass
+    _nothing: ClassVar[AbstractContextManager[None]] = nullcontext()
+
+    def _set(self, forbidden: bool) -> AbstractContextManager[None]:
+        return self._nothing
 
 
 class CudaSyncGuard(SyncGuard):

@@ -17,9 +17,16 @@ from slipstream.engine.output_processor import OutputProcessor, Sink
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.runner.request_state import MAX_DEVICE_STOP_IDS
 from slipstream.scheduler.pages import check_fits
-from slipstream.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_SEED, Request, SamplingParams, TokenUpdate
+from slipstream.types import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_DEVICE_STOP_IDS,
+    MAX_SEED,
+    Request,
+    SamplingParams,
+    TokenUpdates,
+)
 
 Prompt = str | Sequence[int]
 
@@ -150,8 +157,8 @@ class EngineClient:
             raise
 
     @contextmanager
-    def tapped(self, listener: Callable[[list[TokenUpdate]], None]) -> Iterator[None]:
-        """Let a benchmark see every token when it is collected, whoever it is for."""
+    def tapped(self, listener: Callable[[TokenUpdates], None]) -> Iterator[None]:
+        """Let a benchmark see every token after it was collected, whoever it is for."""
         self._output.taps.append(listener)
         try:
             yield

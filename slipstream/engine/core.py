@@ -10,7 +10,7 @@ from slipstream.engine.trace import open_trace
 from slipstream.runner.async_output import InFlightStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import Request, TokenUpdate
+from slipstream.types import Request, TokenUpdates
 
 
 class EngineCore:
@@ -48,7 +48,7 @@ class EngineCore:
         self._stats.num_prompt_tokens, self._stats.num_cached_tokens = now.num_prompt_tokens, now.num_cached_tokens
         return self._stats
 
-    def step(self) -> list[TokenUpdate]:
+    def step(self) -> TokenUpdates:
         """Launch until enough steps are in flight, then collect the oldest one."""
         start, trace = time.monotonic(), self._trace
         while len(self._in_flight) < self._max_in_flight:
@@ -61,7 +61,7 @@ class EngineCore:
             self._stats.num_steps += 1
             self._stats.num_tokens_computed += plan.num_tokens
         if not self._in_flight:
-            return []
+            return TokenUpdates()
         with trace.host("wait"):
             result = self._in_flight.popleft().collect()
         with trace.host("collect"):
@@ -69,12 +69,8 @@ class EngineCore:
         now = time.monotonic()
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)
-        for update in updates:
-            update.time = now
-            self._stats.num_tokens_out += len(update.token_ids)
-            if update.num_drafts:
-                self._stats.count_drafts(update.num_drafts, update.num_accepted)
-            self._stats.num_requests_finished += update.finish_reason is not None
+        updates.set_time(now)
+        self._stats.count_updates(updates)
         if not self.has_work:
             self.scheduler.check_idle()
         return updates

@@ -6,11 +6,13 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from slipstream.engine.core import EngineCore
 from slipstream.errors import RequestError
-from slipstream.types import Request, TokenUpdate
+from slipstream.types import Request, TokenUpdate, TokenUpdates
 
-Deliver = Callable[[list[TokenUpdate]], None]
+Deliver = Callable[[TokenUpdates], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,10 @@ class Driver:
 
     def run(self) -> None:
         """Until a ``Stop`` comes."""
-        while self._take_messages():
-            if self._core.has_work:
-                self._hand_on(self._core.step())
+        with torch.inference_mode():
+            while self._take_messages():
+                if self._core.has_work:
+                    self._hand_on(self._core.step())
 
     def _take_messages(self) -> bool:
         """Handle what has come; wait for a message only when there is nothing to compute. False to end."""
@@ -60,7 +63,8 @@ class Driver:
                 self._is_preparing = self._core.use_idle_time()
                 continue
             if isinstance(message, Stop):
-                self._hand_on([TokenUpdate(i, [], "abort", error="the engine was closed") for i in sorted(self.known)])
+                ends = [TokenUpdate(i, [], "abort", error="the engine was closed") for i in sorted(self.known)]
+                self._hand_on(TokenUpdates.of(ends))
                 return False
             if isinstance(message, Finish):
                 self._core.finish(message.request_id)
@@ -73,9 +77,9 @@ class Driver:
             self._core.add(request)
             self.known.add(request.request_id)
         except RequestError as error:
-            self._deliver([TokenUpdate(request.request_id, [], "error", error=str(error))])
+            self._deliver(TokenUpdates.of([TokenUpdate(request.request_id, [], "error", error=str(error))]))
 
-    def _hand_on(self, updates: list[TokenUpdate]) -> None:
-        self.known.difference_update(u.request_id for u in updates if u.finish_reason is not None)
+    def _hand_on(self, updates: TokenUpdates) -> None:
         if updates:
+            self.known.difference_update(updates.ended)
             self._deliver(updates)

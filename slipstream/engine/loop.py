@@ -18,7 +18,7 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.driver import Add, Deliver, Driver, Finish, Message, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError
-from slipstream.types import Request, TokenUpdate
+from slipstream.types import Request, TokenUpdate, TokenUpdates
 
 
 class RunningEngine(Protocol):
@@ -103,4 +103,4 @@ class EngineLoop:
                 break
             if isinstance(message, Add):
                 lost.add(message.request.request_id)
-        self._deliver([TokenUpdate(i, [], "error", error=reason) for i in sorted(lost)])
+        self._deliver(TokenUpdates.of([TokenUpdate(i, [], "error", error=reason) for i in sorted(lost)]))

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ from slipstream.types import (
     RequestOutput,
     RequestTimings,
     TokenUpdate,
+    TokenUpdates,
 )
 
 Sink = Callable[[RequestOutput], None]
@@ -91,6 +93,19 @@ class _Stream:
     # Nobody looks at the text before the end, neither a reader nor a search for stop strings: it is made in one go.
     is_text_late: bool
     num_shown: int = 0  # tokens whose text has been made
+    checked: list[tuple[int, int]] = field(default_factory=list)  # drafts and how many were accepted, not yet counted
+    is_quiet: bool = field(init=False)  # tokens alone are nothing to act on
+    token_ids: list[int] = field(init=False)  # the completion's own
+
+    def __post_init__(self) -> None:
+        self.is_quiet = self.is_text_late and self.completion.logprobs is None
+        self.token_ids = self.completion.token_ids
+
+    def count_drafts(self) -> None:
+        if self.checked and (figures := self.completion.speculation) is not None:
+            for drafts, times in Counter(self.checked).items():
+                figures.add(*drafts, times)
+            self.checked.clear()
 
     def show(self, text: str) -> None:
         self.completion.text += text
@@ -108,8 +123,8 @@ class OutputProcessor:
         self._speculative = speculative
         self._streams: dict[str, _Stream] = {}
         self._callers: dict[str, _Caller] = {}
-        self.taps: list[Callable[[list[TokenUpdate]], None]] = []  # see tokens before they become anybody's output
-        self._inbox: queue.SimpleQueue[list[TokenUpdate] | None] = queue.SimpleQueue()
+        self.taps: list[Callable[[TokenUpdates], None]] = []  # see tokens before they become anybody's output
+        self._inbox: queue.SimpleQueue[TokenUpdates | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="slipstream-output", daemon=True)
         self._thread.start()
 
@@ -140,13 +155,13 @@ class OutputProcessor:
             return None
         return DraftStats(is_synthetic=self._speculative.is_synthetic)
 
-    def deliver(self, updates: list[TokenUpdate]) -> None:
+    def deliver(self, updates: TokenUpdates) -> None:
         self._inbox.put(updates)
 
     def abort(self, request_id: str) -> None:
         caller = self._callers.get(request_id)
         for request in caller.requests if caller is not None else ():
-            self.deliver([TokenUpdate(request.request_id, [], "abort", time=time.monotonic())])
+            self.deliver(TokenUpdates.of([TokenUpdate(request.request_id, [], "abort", time=time.monotonic())]))
             self._end_request(request.request_id)
 
     def forget(self, request_id: str) -> None:
@@ -162,18 +177,31 @@ class OutputProcessor:
 
     def _run(self) -> None:
         while (updates := self._inbox.get()) is not None:
-            for tap in self.taps:
-                tap(updates)
-            for update in updates:
-                stream = self._streams.get(update.request_id)
-                if stream is None:
-                    continue  # ended by a stop string or an abort while these tokens were in flight
-                try:
-                    self._process(stream, update)
-                    if stream.caller.every_token or stream.completion.finish_reason is not None:
-                        stream.caller.deliver()
-                except Exception as error:  # the fault of one request must not silence the others
-                    self._fail(stream, f"delivering the output failed: {type(error).__name__}: {error}")
+            self.process(updates)
+
+    def process(self, updates: TokenUpdates) -> None:
+        """Take the tokens of a step in, and hand on what callers are to see."""
+        for tap in self.taps:
+            tap(updates)
+        streams, others, drafts = self._streams, updates.others, updates.num_drafts
+        for place, request_id in enumerate(updates.request_ids):
+            stream = streams.get(request_id)
+            if stream is None:
+                continue  # ended by a stop string or an abort while these tokens were in flight
+            if stream.is_quiet and place not in others:
+                stream.token_ids += updates.token_ids[place]
+                if drafts and drafts[place]:
+                    stream.checked.append((drafts[place], updates.num_accepted[place]))
+            else:
+                self._take(stream, updates.at(place))
+
+    def _take(self, stream: _Stream, update: TokenUpdate) -> None:
+        try:
+            self._process(stream, update)
+            if stream.caller.every_token or stream.completion.finish_reason is not None:
+                stream.caller.deliver()
+        except Exception as error:  # the fault of one request must not silence the others
+            self._fail(stream, f"delivering the output failed: {type(error).__name__}: {error}")
 
     def _fail(self, stream: _Stream, reason: str) -> None:
         self._end_request(stream.request.request_id)
@@ -195,10 +223,10 @@ class OutputProcessor:
         num_known = len(known)
         known += update.token_ids
         self._show_text(stream, update)
-        if update.num_drafts and stream.completion.speculation is not None:
+        if update.num_drafts:
             # A draft behind a stop string is not accepted, as one behind a stop token is not.
-            num_accepted = min(update.num_accepted, len(known) - num_known)
-            stream.completion.speculation.add(update.num_drafts, num_accepted)
+            stream.checked.append((update.num_drafts, min(update.num_accepted, len(known) - num_known)))
+        stream.count_drafts()
 
     def _show_text(self, stream: _Stream, update: TokenUpdate) -> None:
         """Make the text of the new tokens, and end the stream where it ends."""

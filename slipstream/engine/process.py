@@ -26,11 +26,11 @@ from slipstream.config import EngineOptions, child_environment
 from slipstream.engine.build import EngineInfo
 from slipstream.engine.driver import Add, Deliver, Finish, Stop
 from slipstream.engine.stats import EngineStats
-from slipstream.engine.wire import Ready, Refused, Stats, Updates, decode, encode
+from slipstream.engine.wire import Ready, Refused, Stats, decode, encode
 from slipstream.errors import EngineError, SlipstreamError
 from slipstream.models.hub import resolve_models
 from slipstream.models.weights import open_checkpoint
-from slipstream.types import Request, TokenUpdate
+from slipstream.types import Request, TokenUpdate, TokenUpdates
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -179,8 +179,8 @@ class EngineProcess:
     def _watch(self) -> None:
         while not self._closing or self._child.is_alive:
             message = self._child.receive()
-            if isinstance(message, Updates):
-                self._hand_on(message.updates)
+            if isinstance(message, TokenUpdates):
+                self._hand_on(message)
             elif isinstance(message, Stats):
                 message.stats.num_sync_violations += self._violations_before
                 self._stats = message.stats
@@ -189,9 +189,9 @@ class EngineProcess:
                     return
                 self._replace()
 
-    def _hand_on(self, updates: list[TokenUpdate]) -> None:
+    def _hand_on(self, updates: TokenUpdates) -> None:
         with self._lock:
-            self._known.difference_update(u.request_id for u in updates if u.finish_reason is not None)
+            self._known.difference_update(updates.ended)
         self._deliver(updates)
 
     def _replace(self) -> None:
@@ -231,4 +231,5 @@ class EngineProcess:
             lost, self._known = sorted(self._known), set()
         if lost:
             # Not the requests' fault, hence "abort" and not "error".
-            self._deliver([TokenUpdate(i, [], "abort", error=reason, time=time.monotonic()) for i in lost])
+            now = time.monotonic()
+            self._deliver(TokenUpdates.of([TokenUpdate(i, [], "abort", error=reason, time=now) for i in lost]))

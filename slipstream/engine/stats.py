@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from dataclasses import dataclass, field
+
+from slipstream.types import TokenUpdates
 
 # Upper edges in seconds: a step takes a fraction of a millisecond on a fast GPU, seconds for a long prompt on a CPU.
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -52,16 +55,26 @@ class EngineStats:
         """Tokens that a check of drafts gives on average: the accepted ones and the target's own."""
         return 1.0 + self.num_accepted_tokens / max(1, self.num_draft_steps)
 
-    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Drafts of one request that a step has checked."""
-        self.num_draft_steps += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
+    def count_updates(self, updates: TokenUpdates) -> None:
+        self.num_tokens_out += updates.num_tokens
+        if updates.others:
+            self.num_requests_finished += len(updates.ended)
+        if any(updates.num_drafts):
+            # Few of these pairs are different.
+            for drafts, times in Counter(zip(updates.num_drafts, updates.num_accepted, strict=True)).items():
+                if drafts[0]:
+                    self.count_drafts(*drafts, times)
+
+    def count_drafts(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
+        """Drafts that a step has checked, of as many requests."""
+        self.num_draft_steps += times
+        self.num_draft_tokens += num_drafts * times
+        self.num_accepted_tokens += num_accepted * times
         missing = num_drafts - len(self.num_draft_tokens_at)
         if missing > 0:
             self.num_draft_tokens_at += [0] * missing
             self.num_accepted_tokens_at += [0] * missing
         for i in range(num_drafts):
-            self.num_draft_tokens_at[i] += 1
+            self.num_draft_tokens_at[i] += times
         for i in range(num_accepted):
-            self.num_accepted_tokens_at[i] += 1
+            self.num_accepted_tokens_at[i] += times

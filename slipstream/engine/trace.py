@@ -56,9 +56,10 @@ class Trace:
         yield
         end = self._stamp()
         if begin is not None and end is not None and len(self._steps) < _MAX_STEPS:
-            kind = "decode" if plan.num_tokens == len(plan.requests) else "mixed"
-            sizes = {"step": plan.step_id, "requests": len(plan.requests), "tokens": plan.num_tokens}
-            self._steps.append((f"{kind} {len(plan.requests)}x{plan.num_tokens}", sizes, begin, end))
+            num_reqs = plan.composition.num_reqs
+            kind = "decode" if plan.num_tokens == num_reqs else "mixed"
+            sizes = {"step": plan.step_id, "requests": num_reqs, "tokens": plan.num_tokens}
+            self._steps.append((f"{kind} {num_reqs}x{plan.num_tokens}", sizes, begin, end))
 
     def _stamp(self) -> Timestamp | None:
         with self._device.use_stream(self._device.compute_stream):

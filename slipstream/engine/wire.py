@@ -13,7 +13,7 @@ import msgspec
 from slipstream.config import EngineConfig
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.stats import EngineStats
-from slipstream.types import SamplingParams, TokenUpdate
+from slipstream.types import SamplingParams, TokenUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,11 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Updates:
-    updates: list[TokenUpdate]
-
-
-@dataclass(frozen=True, slots=True)
 class Stats:
     stats: EngineStats
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Add, Finish, Stop, Ready, Refused, Updates, Stats)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Add, Finish, Stop, Ready, Refused, TokenUpdates, Stats)}
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
 

@@ -22,9 +22,9 @@ from slipstream.device.sync_guard import HostSyncError
 from slipstream.engine.build import build_engine
 from slipstream.engine.core import EngineCore
 from slipstream.engine.driver import Driver, Message
-from slipstream.engine.wire import Ready, Refused, Stats, Updates, decode, encode
+from slipstream.engine.wire import Ready, Refused, Stats, decode, encode
 from slipstream.errors import SlipstreamError
-from slipstream.types import TokenUpdate
+from slipstream.types import TokenUpdates
 
 _STATS_EVERY_S = 0.1
 _ORPHAN_CHECK_MS = 500
@@ -74,8 +74,8 @@ class Worker:
             if not wait:
                 raise queue.Empty
 
-    def _deliver(self, updates: list[TokenUpdate]) -> None:
-        self._send(Updates(updates))
+    def _deliver(self, updates: TokenUpdates) -> None:
+        self._send(updates)
         if time.monotonic() - self._stats_sent_at > _STATS_EVERY_S:
             self._send_stats()
 

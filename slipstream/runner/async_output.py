@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from slipstream.runner.rings import Ring
 from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
 from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
 
+_MAX_VIEWS = 256
 _STATUS = {int(status): status for status in RowStatus}  # a table is faster than the enumeration's own search
 
 
@@ -43,12 +44,23 @@ class _Channel:
 
     on_device: Tensor
     pinned: Tensor
+    # Of both, the beginnings that were used so far: making a view takes longer than most of what is done with it.
+    _views: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        views = self._views.get(count)
+        if views is None:
+            if len(self._views) == _MAX_VIEWS:
+                self._views.clear()
+            views = self._views[count] = (self.on_device[:count], self.pinned[:count])
+        return views
 
     def stage(self, values: Tensor) -> None:
-        self.on_device[: values.shape[0]].copy_(values)
+        self.first(values.shape[0])[0].copy_(values)
 
     def send(self, device: Device, count: int) -> None:
-        device.copy_async(self.pinned[:count], self.on_device[:count])
+        on_device, pinned = self.first(count)
+        device.copy_async(pinned, on_device)
 
 
 @dataclass(slots=True)
@@ -60,7 +72,7 @@ class _OutputSlot:
     event: Event  # the copy to the host's side is done
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InFlightStep:
     """A launched step whose results the host has not read."""
 
@@ -76,22 +88,28 @@ class InFlightStep:
         with self.sync_guard.allow("collect"):
             self.slot.event.synchronize()
         wait_s = time.monotonic() - start
-        count = len(self.plan.requests)
-        statuses, num_drafts, num_accepted, *columns = self.slot.tokens.pinned[:count].t().tolist()
-        if len(columns) == 1:
-            token_ids = [[token] if token >= 0 else [] for token in columns[0]]
+        count = self.plan.composition.num_reqs
+        _, pinned = self.slot.tokens.first(count)
+        found = pinned.numpy()
+        header, tokens = found[:, :NUM_HEADER_COLUMNS], found[:, NUM_HEADER_COLUMNS:]
+        statuses, num_drafts, num_accepted = header.T.tolist()
+        if tokens.shape[1] == 1:
+            token_ids = [[token] if token >= 0 else [] for token in tokens[:, 0].tolist()]
         else:
-            token_ids = [[token for token in row if token >= 0] for row in zip(*columns, strict=True)]
-        states = [_STATUS[status] for status in statuses]
+            # What is no token stands behind those that are.
+            lengths = (tokens >= 0).sum(1).tolist()
+            token_ids = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        states = [_STATUS[status] for status in statuses] if any(statuses) else [RowStatus.RUNNING] * count
         result = StepResult(self.plan, token_ids, states, num_drafts, num_accepted, wait_s=wait_s)
         if self.has_logprobs:
             result.logprobs = self._logprobs(token_ids)
-        result.prompt_logprobs = self._prompt_logprobs()
+        if self.prompt_spans:
+            result.prompt_logprobs = self._prompt_logprobs()
         return result
 
     def _logprobs(self, token_ids: list[list[int]]) -> list[list[LogprobRow]]:
         """One for each new token: those of a request begin where its logits do."""
-        starts = list(itertools.accumulate((1 + r.num_drafts for r in self.plan.requests), initial=0))
+        starts = list(itertools.accumulate((1 + k for k in self.plan.composition.num_drafts), initial=0))
         rows = unpack_logprobs(self.slot.logprobs.pinned[: starts[-1]].numpy())
         return [rows[start : start + len(own)] for start, own in zip(starts, token_ids, strict=False)]
 
@@ -130,8 +148,16 @@ class OutputRing:
         )
 
     def send(self, plan: StepPlan, output: StepOutput) -> InFlightStep:
-        """Queue the results' way to the host, first into the slot's own memory in stream order."""
+        """Queue the results' way to the host.
+
+        Tokens are few bytes and go in the step's own stream: a stream of their own would save the device two
+        microseconds and cost the host forty. Log probabilities are many: they go through the slot's own memory.
+        """
         device, slot = self._device, self._ring.acquire()
+        if output.logprobs is None and output.prompt_logprobs is None:
+            device.copy_async(slot.tokens.first(output.tokens.shape[0])[1], output.tokens)
+            slot.event.record(device.compute_stream)
+            return InFlightStep(plan, slot, False, (), device.sync_guard)
         used = [(slot.tokens, output.tokens)]
         if output.logprobs is not None:
             used.append((slot.logprobs, output.logprobs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from slipstream.runner.staging import Int32s
 from slipstream.sampling.sampler import Positions
 from slipstream.speculate.speculator import DraftBatch, TargetPass
 from slipstream.speculate.verify import Drafted
-from slipstream.types import StepPlan
+from slipstream.types import Composition, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,23 @@ class InputBatch:
     drafting: DraftBatch
     # Tokens of every request, where all of them are one known token and as many drafts.
     decode_len: int | None
+
+
+class _StagedBatch(NamedTuple):
+    """The batch that the device holds the composition of."""
+
+    composition: Composition
+    batch: InputBatch
+    num_tokens: Int32s
+    draft_bounds: Int32s | None  # the batch's, where the engine drafts
+
+    def set_bounds(self, plan: StepPlan, max_model_len: int) -> None:
+        """Lengths go on from step to step; a step's own are read while it is launched, and not later."""
+        bounds = self.batch.attention.seq_lens_cpu_upper_bound
+        np.add(plan.num_computed_bounds, self.num_tokens, out=bounds)
+        if self.draft_bounds is not None:
+            np.minimum(bounds + 1, max_model_len, out=self.draft_bounds)
+        np.minimum(bounds, max_model_len, out=bounds)
 
 
 class InputBuffers:
@@ -54,6 +72,7 @@ class InputBuffers:
         self.logit_positions = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.logit_drafts = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.rows = rows
+        self._staged: _StagedBatch | None = None
         self._one_each = np.arange(max_reqs + 1, dtype=np.int32)
         # What a step without drafts has for them; others are made from it.
         step = TargetPass(self._attention(0, 0, 0, _NOTHING, _NOTHING), self.positions, rows.query_start_loc, None)
@@ -67,31 +86,40 @@ class InputBuffers:
 
     def stage(self, plan: StepPlan) -> InputBatch:
         """Send the batch's composition to the device. The batch that comes back has the plan's own size."""
-        num_reqs = len(plan.requests)
-        _, _, rows, counts, computed, _, drafts = zip(*plan.requests, strict=True)  # as one column each
-        batch_rows, num_tokens = np.array(rows, dtype=np.int32), np.array(counts, dtype=np.int32)
-        starts, bounds = _starts(num_tokens), np.array(computed, dtype=np.int32) + num_tokens
+        if self._staged is None or plan.composition is not self._staged.composition:
+            self._staged = self._stage(plan.composition)
+        self.rows.flush()
+        self._staged.set_bounds(plan, self.max_model_len)
+        return self._staged.batch
+
+    def _stage(self, composition: Composition) -> _StagedBatch:
+        """A batch for all steps with this composition; the bounds are missing."""
+        num_reqs = composition.num_reqs
+        batch_rows = np.array(composition.rows, dtype=np.int32)
+        num_tokens = np.array(composition.num_tokens, dtype=np.int32)
+        starts, bounds = _starts(num_tokens), np.empty_like(num_tokens)
         logit_starts, drafting = self._one_each[: num_reqs + 1], self.no_drafting
         if self._max_logits == 1:
             self.rows.stage_batch(batch_rows, starts, logit_starts)
         else:
-            num_logits = np.array(drafts, dtype=np.int32) + 1
+            num_logits = np.array(composition.num_drafts, dtype=np.int32) + 1
             logit_starts = _starts(num_logits)
             in_pass = num_tokens - num_logits + 2  # the drafter goes over the known tokens and the new one
             pass_starts = _starts(in_pass)
             self.rows.stage_batch(batch_rows, starts, logit_starts, pass_starts)
             drafting = DraftBatch(
                 *(self.rows.batch_rows, num_reqs, self.rows.draft_start_loc, pass_starts, int(pass_starts[-1])),
-                *(int(in_pass.max()), np.minimum(bounds + 1, self.max_model_len), drafting.step),
+                *(int(in_pass.max()), np.empty_like(num_tokens), drafting.step),
             )
-        self.rows.flush()
         longest = int(num_tokens.max())
         decode_len = longest if longest * num_reqs == starts[-1] == logit_starts[-1] else None
         size = (num_reqs, int(starts[-1]), int(logit_starts[-1]))
-        return self._batch(*size, longest, starts, np.minimum(bounds, self.max_model_len), drafting, decode_len)
+        batch = self._batch(*size, longest, starts, bounds, drafting, decode_len)
+        return _StagedBatch(composition, batch, num_tokens, drafting.seq_lens_bound if self._max_logits > 1 else None)
 
     def stage_nothing(self) -> None:
         """Make the batch on the device one of padding alone, as it was before the first step."""
+        self._staged = None
         self.rows.stage_batch(np.zeros(0, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING)
         self.rows.flush()
 

@@ -23,14 +23,13 @@ from slipstream.speculate.speculator import DraftRows
 from slipstream.types import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_DEVICE_STOP_IDS,
     MAX_LOGIT_BIAS,
     PageDiff,
     RowInit,
     RowStatus,
 )
 
-# Stop ids the device checks by itself; the host checks the rest of a longer list when it collects.
-MAX_DEVICE_STOP_IDS = 16
 _INT_FIELDS = (
     "num_computed",
     "num_tokens",
@@ -75,6 +74,7 @@ class RequestRows:
         self._reserve("batch_rows", limits.max_num_seqs)
         for name in _BATCH_OFFSETS:
             self._reserve(name, limits.max_num_seqs + 1)
+        self._field_starts = np.array([self._layout[name][0] for name in (*_INT_FIELDS, *_FLOAT_FIELDS)])
 
         self.store = torch.zeros(self._size, dtype=torch.int32, device=device.torch_device)
         self.num_computed = self._field("num_computed")
@@ -123,7 +123,15 @@ class RequestRows:
         row, request, params = init.row, init.request, init.request.params
         prompt_len = len(request.prompt_token_ids)
         bias, words = params.logit_bias or {}, request.bad_word_ids
-        for name, number in {
+        floats = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition": params.repetition_penalty,
+            "frequency": params.frequency_penalty,
+            "presence": params.presence_penalty,
+        }
+        numbers = {
             "num_computed": init.num_computed,
             "num_tokens": len(init.token_ids),
             "num_drafts": 0,
@@ -137,18 +145,11 @@ class RequestRows:
             "choice": request.choice,
             "num_bias": len(bias),
             "num_bad_words": len(words),
-        }.items():
-            self._put(name, row, [number])
-        for name, value in {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition": params.repetition_penalty,
-            "frequency": params.frequency_penalty,
-            "presence": params.presence_penalty,
-        }.items():
-            assert value is not None, f"{name} was not resolved"
-            self._put(name, row, _float_bits([value]))
+        }
+        resolved = [value for name in _FLOAT_FIELDS if (value := floats[name]) is not None]
+        assert len(resolved) == len(_FLOAT_FIELDS), f"not resolved: {floats}"
+        values = [*(numbers[name] for name in _INT_FIELDS), *_float_bits(resolved).tolist()]
+        self._staged.put_at(self._field_starts + row, np.array(values, dtype=np.int32))
         assert params.seed is not None
         self._put("seeds", row, np.array([params.seed], dtype=np.uint64).view(np.int32))
         stop_ids = request.stop_token_ids[:MAX_DEVICE_STOP_IDS]
@@ -160,8 +161,14 @@ class RequestRows:
             self._put("bad_words", row, [t for word in words for t in _right_aligned(word)])
         self._put("token_ids", row, init.token_ids)
 
-    def stage_pages(self, diff: PageDiff) -> None:
-        self._put("page_table", diff.row, diff.page_ids, diff.first_idx)
+    def stage_pages(self, diffs: Sequence[PageDiff]) -> None:
+        start, (_, width) = self._layout["page_table"]
+        starts = [start + diff.row * width + diff.first_idx for diff in diffs]
+        lengths = [len(diff.page_ids) for diff in diffs]
+        page_ids = np.array([page_id for diff in diffs for page_id in diff.page_ids], dtype=np.int32)
+        # Of every page, how far it stands behind the first of its diff.
+        behind = np.arange(len(page_ids)) - np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+        self._staged.put_at(np.repeat(starts, lengths) + behind, page_ids)
 
     def stage_batch(self, rows: Int32s, *offsets: Int32s) -> None:
         """Make the batch these rows; whatever lies behind them becomes padding.
@@ -180,10 +187,9 @@ class RequestRows:
     def flush(self) -> int:
         return self._staged.flush(self.store)
 
-    def _put(self, name: str, row: int, values: Sequence[int] | Int32s, offset: int = 0) -> None:
+    def _put(self, name: str, row: int, values: Sequence[int] | Int32s) -> None:
         start, shape = self._layout[name]
-        width = math.prod(shape[1:])
-        self._staged.put(start + row * width + offset, np.asarray(values, dtype=np.int32))
+        self._staged.put(start + row * math.prod(shape[1:]), np.asarray(values, dtype=np.int32))
 
     def _put_changes(self, name: str, mirror: Int32s, wanted: Int32s) -> None:
         changed = np.flatnonzero(mirror != wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,22 @@ from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
 from slipstream.speculate.verify import Verifier
-from slipstream.types import StepPlan
+from slipstream.types import Composition, StepPlan
 
 MakeSpeculator = Callable[[DraftRows], Speculator]
 
 # Prompt positions whose logits, a row of the vocabulary each, are in memory at the same time.
 _SCORED_AT_ONCE = 128
+
+
+class _Wishes(NamedTuple):
+    """What the requests of a composition want of a step beside their tokens, and where the step leaves those."""
+
+    composition: Composition
+    needs: SamplingNeeds
+    drafting: Drafting | None
+    scores_prompts: bool
+    out: Tensor  # [num_reqs, NUM_HEADER_COLUMNS + k + 1] int32
 
 
 class Runner:
@@ -75,9 +86,16 @@ class Runner:
         self._drafts_of_row = [0] * self.rows.num_rows  # how many are made for it at most
         # How many tokens of a row are prompt whose log probabilities are wanted; 0 for most.
         self._scored_prompt_len = [0] * self.rows.num_rows
+        self._wishes: _Wishes | None = None  # of the newest step
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
+        # The loop is in this mode from its start; who calls from elsewhere need not know.
+        if torch.is_inference_mode_enabled():
+            return self._launch(plan)
+        with torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> InFlightStep:
         device = self.device
         with device.sync_guard.forbid(), device.use_stream(device.compute_stream):
             for init in plan.row_inits:
@@ -88,8 +106,8 @@ class Runner:
                 self._drafts_of_row[init.row] = request.num_drafts(self._config.num_drafts)
                 scored = request.params.prompt_logprobs is not None
                 self._scored_prompt_len[init.row] = len(request.prompt_token_ids) if scored else 0
-            for diff in plan.page_diffs:
-                self.rows.stage_pages(diff)
+            if plan.page_diffs:
+                self.rows.stage_pages(plan.page_diffs)
             if self._config.poison:
                 own = (self.program.backend.step_buffers(), self.speculator.step_buffers())
                 for buffer in (*self.buffers.of_a_step(), self._out, *itertools.chain(*own)):
@@ -97,27 +115,36 @@ class Runner:
             return self._outputs.send(plan, self._run(plan))
 
     def _run(self, plan: StepPlan) -> StepOutput:
-        num_reqs = len(plan.requests)
         batch = self.buffers.stage(plan)
-        hidden, logprobs = self.graphs.run(batch, self._needs(plan), self._drafting(plan))
-        spans, prompt_logprobs = self._score_prompts(plan, hidden)
+        wishes = self._wishes
+        if wishes is None or wishes.composition is not plan.composition:
+            wishes = self._wishes = self._wishes_of(plan.composition)
+        hidden, logprobs = self.graphs.run(batch, wishes.needs, wishes.drafting)
         if logprobs is not None:
             logprobs = logprobs[: batch.logit_indices.shape[0]]
-        return StepOutput(self._out[:num_reqs], logprobs, prompt_logprobs, spans)
+        if not wishes.scores_prompts:
+            return StepOutput(wishes.out, logprobs, None)
+        spans, prompt_logprobs = self._score_prompts(plan, hidden)
+        return StepOutput(wishes.out, logprobs, prompt_logprobs, spans)
 
-    def _drafting(self, plan: StepPlan) -> Drafting | None:
+    def _wishes_of(self, composition: Composition) -> _Wishes:
+        scores_prompts = any(self._scored_prompt_len[row] for row in composition.rows)
+        out = self._out[: composition.num_reqs]
+        return _Wishes(composition, self._needs(composition), self._drafting(composition), scores_prompts, out)
+
+    def _drafting(self, composition: Composition) -> Drafting | None:
         """How to draft after the step, if it has a request to draft for.
 
         A request that draws nothing in this step may be drafted for: with one token of its prompt left.
         """
         if not self._config.num_drafts:
             return None
-        rows = [r.row for r in plan.requests if self._drafts_of_row[r.row]]
+        rows = [row for row in composition.rows if self._drafts_of_row[row]]
         return Drafting(any(self._needs_of_row[row].noise for row in rows)) if rows else None
 
-    def _needs(self, plan: StepPlan) -> SamplingNeeds:
-        of_row = self._needs_of_row
-        kinds = {id(kind): kind for r in plan.requests if r.samples for kind in (of_row[r.row],)}
+    def _needs(self, composition: Composition) -> SamplingNeeds:
+        drawing = (row for row, samples in zip(composition.rows, composition.samples, strict=True) if samples)
+        kinds = {id(kind): kind for kind in (self._needs_of_row[row] for row in drawing)}
         needs = SamplingNeeds()
         for kind in kinds.values():
             needs |= kind
@@ -129,8 +156,6 @@ class Runner:
         While a prompt is computed the host's lengths are exact, so the ranges are host arithmetic. The state at
         position p scores the token at p + 1; the last prompt position belongs to the first output.
         """
-        if not any(self._scored_prompt_len):
-            return (), None
         spans, packed, start = [], [], 0
         for i, scheduled in enumerate(plan.requests):
             first = scheduled.num_computed_bound

@@ -14,6 +14,7 @@ from slipstream.kernels.row_writes import write_rows
 from slipstream.runner.rings import Ring
 
 Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class StagedWrites:
     def __init__(self, device: Device, capacity: int, depth: int) -> None:
         self._device = device
         self._capacity = capacity
-        self._runs: list[tuple[int, Int32s]] = []
+        self._runs: list[tuple[int | Int64s, Int32s]] = []  # from where on, or where each is to go
         size = (3 * capacity,)
         self._ring = Ring(
             [
@@ -46,11 +47,15 @@ class StagedWrites:
         """Stage a run of consecutive values. Runs of one step must not overlap."""
         self._runs.append((start, values))
 
+    def put_at(self, destinations: Int64s, values: Int32s) -> None:
+        """Stage values that go to many places; one large array is staged sooner than many small ones."""
+        self._runs.append((destinations, values))
+
     def flush(self, store: Tensor) -> int:
         """Queue the write on the current stream; returns how many values were written."""
-        n = sum(len(values) for _, values in self._runs)
-        if n == 0:
+        if not self._runs:
             return 0
+        n = sum(len(values) for _, values in self._runs)
         if n > self._capacity:
             raise RuntimeError(f"{n} staged values exceed the capacity of {self._capacity}")
         slot = self._ring.acquire()
@@ -64,8 +69,8 @@ class StagedWrites:
     def _fill(self, packed: Int32s, n: int) -> None:
         destinations, values = packed[: 2 * n].view(np.int64), packed[2 * n :]
         at = 0
-        for start, run in self._runs:
+        for place, run in self._runs:
             end = at + len(run)
-            destinations[at:end] = np.arange(start, start + len(run))
+            destinations[at:end] = np.arange(place, place + len(run)) if isinstance(place, int) else place
             values[at:end] = run
             at = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,16 @@ class Drafting:
     noise: bool  # one of them is not greedy
 
 
+class _Choice(NamedTuple):
+    """The graph for a batch. As long as the same batch comes again, it is the same."""
+
+    batch: InputBatch
+    needs: SamplingNeeds
+    drafting: Drafting | None
+    desc: BatchExecutionDescriptor
+    hidden: Tensor | None  # where a recording that does all of the step leaves its hidden states
+
+
 class StepGraphs:
     """Recorded steps of one runner. Without graphs every batch runs at its own size, launch by launch."""
 
@@ -79,12 +90,14 @@ class StepGraphs:
         self._logits = logits
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._is_complete = False
+        self._choice: _Choice | None = None  # for the newest step
         if self.mode is not CUDAGraphMode.NONE:
             buffers = program.buffers
             program.speculator.init_graphs(
                 GraphSetting(
                     *(device, self.mode, sizes, max_num_reqs, buffers.max_model_len, self._manager.pool),
-                    *(buffers.no_drafting, lambda desc: buffers.static(desc).drafting, self._manager.states.get),
+                    *(buffers.no_drafting, lambda desc: buffers.static(desc).drafting),
+                    *(lambda desc: buffers.prepare(buffers.static(desc)), self._manager.states.get),
                 )
             )
 
@@ -97,6 +110,7 @@ class StepGraphs:
         """With nothing else to do. A warm-up really runs, so the last step's batch must not be there any more."""
         if self._is_complete:
             return False
+        self._choice = None
         with self._device.use_stream(self._device.compute_stream):
             self._program.buffers.stage_nothing()
         self._is_complete = not (
@@ -106,15 +120,14 @@ class StepGraphs:
 
     def run(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> tuple[Tensor, Tensor | None]:
         """A step over staged rows: hidden states, and log probabilities if a request wants them."""
-        program, common = self._program, batch.attention
-        tier: Tier = "fast" if (needs | _FAST_NEEDS) == _FAST_NEEDS else "full"
-        # Single tokens of requests that draft are prompts in small chunks: rare, and not what is recorded for decodes.
-        query_len = None if drafting and batch.decode_len == 1 else batch.decode_len
-        desc = self._manager.dispatch(common.num_reqs, common.num_actual_tokens, query_len, tier)
+        last = self._choice
+        if last is None or last.batch is not batch or last.needs is not needs or last.drafting is not drafting:
+            last = self._choice = self._choose(batch, needs, drafting)
+        program, desc = self._program, last.desc
         if desc.mode is CUDAGraphMode.FULL:
             self._manager.replay(desc)
-            if desc.tier == "fast":
-                return self._hidden[desc], None
+            if last.hidden is not None:
+                return last.hidden, None
             padded, target = self._batches[desc], TargetOutput(self._hidden[desc], self._logits)
         elif desc.mode is CUDAGraphMode.PIECEWISE:
             padded = program.buffers.pad(batch, desc)
@@ -126,8 +139,18 @@ class StepGraphs:
         if drafting:
             # In pieces the drafter's first pass may be padded as the target's; the device's padding is there.
             in_pieces = desc.mode is CUDAGraphMode.PIECEWISE
-            program.draft((padded if in_pieces else batch).drafting, drafting.noise, in_graph=False)
+            drafted = (padded if in_pieces else batch).drafting.behind(desc)
+            program.draft(drafted, drafting.noise, in_graph=False)
         return target.hidden, logprobs
+
+    def _choose(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> _Choice:
+        common = batch.attention
+        tier: Tier = "fast" if (needs | _FAST_NEEDS) == _FAST_NEEDS else "full"
+        # Single tokens of requests that draft are prompts in small chunks: rare, and not what is recorded for decodes.
+        query_len = None if drafting and batch.decode_len == 1 else batch.decode_len
+        desc = self._manager.dispatch(common.num_reqs, common.num_actual_tokens, query_len, tier)
+        is_whole = desc.mode is CUDAGraphMode.FULL and desc.tier == "fast"
+        return _Choice(batch, needs, drafting, desc, self._hidden[desc] if is_whole else None)
 
     def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         program = self._program

@@ -19,13 +19,17 @@ NULL_PAGE = 0
 _ROOT = b""
 
 
-def page_hashes(token_ids: Sequence[int], page_size: int, start: int = 0, parent: bytes = _ROOT) -> Iterator[bytes]:
-    """The hash of every full page from page ``start`` on: of its tokens and, through ``parent``, of all before.
+def page_hashes(
+    token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT, num_behind: int = 0
+) -> Iterator[bytes]:
+    """The hash of every full page: of its tokens and, through ``parent``, the hash of the page before, of all before.
 
-    Cryptographic, because users choose the tokens: nobody must be able to make two prompts share a page.
+    Where a page's content depends on ``num_behind`` tokens behind it, on those as well. Cryptographic, because users
+    choose the tokens: nobody must be able to make two prompts share a page.
     """
-    for begin in range(start * page_size, len(token_ids) - page_size + 1, page_size):
-        content = array("q", token_ids[begin : begin + page_size]).tobytes()
+    width = page_size + num_behind
+    for begin in range(0, len(token_ids) - width + 1, page_size):
+        content = array("q", token_ids[begin : begin + width]).tobytes()
         parent = hashlib.blake2b(content, key=parent[:64], digest_size=16).digest()
         yield parent
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slipstream.types import Request
+from slipstream.types import MAX_DEVICE_STOP_IDS, Request
 
 NO_ROW = -1
+NEVER = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
@@ -14,19 +15,30 @@ class RequestState:
     request: Request
     arrival_idx: int  # its place in the order of arrival, kept through preemption
     token_ids: list[int]  # prompt and collected outputs
+    drafts: bool = False  # whether tokens are drafted for it
+    num_ahead: int = 0  # slots of the cache behind its tokens that a step may write: drafts, and drafting after them
     row: int = NO_ROW
     generation: int = 0  # how often it was admitted
     # The optimistic mirror: tokens computed once every launched step is done. Never below the device's value.
     num_computed: int = 0
     num_draws_in_flight: int = 0  # launched steps, not yet collected, that draw tokens for it
     num_drafts_in_flight: int = 0  # drafts those steps may accept, a token each beside the one that is drawn
-    last_step_id: int = -1  # the newest step that has it
     page_ids: list[int] = field(default_factory=list)
-    num_staged_pages: int = 0  # how many of them the device knows
+    capacity: int = 0  # slots that its pages have; without end once they reach its length limit
+    num_staged_pages: int = 0  # how many of the pages the device knows
     page_hashes: list[bytes] = field(default_factory=list)  # of the full pages of token_ids, as far as asked for
     num_remembered_pages: int = 0  # full pages, from the start, that were offered to the prefix cache
+    # With more tokens than this there is a page to offer; the last token is known before it is computed.
+    remember_beyond: int = NEVER
     num_cached_tokens: int | None = None  # found in the prefix cache when it was first admitted
+    last_step_id: int = -1  # of a finished request: the newest step in flight that has it
     finished: bool = False
+    # What a step brings it are tokens and nothing else, unless it ends: it has had its first and wants no figures.
+    is_usual: bool = False
+    max_total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_total = self.request.max_total_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -39,11 +51,26 @@ class RequestState:
         return len(self.token_ids) + self.num_draws_in_flight + self.num_drafts_in_flight
 
     @property
-    def num_outputs(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+    def num_slots(self) -> int:
+        """Slots of the cache that its next step may write, drafts and drafting after them included."""
+        return min(self.num_tokens_bound + self.num_ahead, self.max_total)
+
+    @property
+    def num_slots_left(self) -> int:
+        """How many more it has pages for; below 0 if its next step wants some."""
+        return self.capacity - self.num_tokens_bound - self.num_ahead
 
     @property
     def wants_step(self) -> bool:
         """Whether another step could do it any good: the launched ones may already reach its length limit."""
         # Every launched step that draws gives one token at least.
-        return not self.finished and len(self.token_ids) + self.num_draws_in_flight < self.request.max_total_tokens
+        return not self.finished and len(self.token_ids) + self.num_draws_in_flight < self.max_total
+
+    def hold_pages(self, page_ids: list[int], page_size: int) -> None:
+        self.page_ids = page_ids
+        num_slots = len(page_ids) * page_size
+        self.capacity = NEVER if num_slots >= self.max_total else num_slots
+
+    def has_its_first(self) -> None:
+        """It has had tokens, and what came with the first of them."""
+        self.is_usual = self.request.params.logprobs is None and len(self.request.stop_token_ids) <= MAX_DEVICE_STOP_IDS

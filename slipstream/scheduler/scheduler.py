@@ -7,30 +7,30 @@ It may be asked for a new step while others are in flight. It then works on uppe
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
+from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool, check_fits, page_hashes
-from slipstream.scheduler.request_state import NO_ROW, RequestState
+from slipstream.scheduler.request_state import NEVER, NO_ROW, RequestState
+from slipstream.scheduler.steady_batch import SteadyBatch
+from slipstream.scheduler.take_tokens import take_tokens
 from slipstream.types import (
-    FinishReason,
-    PageDiff,
+    Composition,
     Request,
     RowInit,
     RowStatus,
-    ScheduledRequest,
     StepPlan,
     StepResult,
     TokenUpdate,
+    TokenUpdates,
 )
 
-_FINISH_REASONS: dict[RowStatus, FinishReason] = {
-    RowStatus.STOPPED: "stop",
-    RowStatus.LENGTH: "length",
-    RowStatus.ERROR: "error",
-}
-_NAN_ERROR = "the model produced logits that are not numbers for this request; its output was discarded"
+# No step should be much longer than the others.
+_FILL_UP_AT_ONCE = 32
 
 
 @dataclass(slots=True)
@@ -44,6 +44,13 @@ class SchedulerStats:
     num_cached_tokens: int = 0  # of those, found in the prefix cache
 
 
+class _Launched(NamedTuple):
+    """Who is in a step, until it is collected."""
+
+    states: Sequence[RequestState]
+    decodes_only: bool
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self._config = config
@@ -55,8 +62,10 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_step_id = 0
-        self._num_in_flight = 0
+        self._in_flight: dict[int, _Launched] = {}  # by step, oldest first
         self._next_arrival_idx = 0
+        self._composition: Composition | None = None  # of the newest step
+        self._steady: SteadyBatch | None = None  # if the newest step may repeat itself
         self._totals = SchedulerStats()
 
     # --- requests come and go ---------------------------------------------------------------------
@@ -66,8 +75,12 @@ class Scheduler:
             raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
         check_fits(request, self._cache)
         state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids))
+        if request.num_drafts(self._config.num_drafts):
+            state.drafts = True
+            state.num_ahead = self._config.num_drafts + self._config.num_draft_slots
         self._next_arrival_idx += 1
         self._requests[request.request_id] = state
+        self._steady = None
         bisect.insort(self.waiting, state, key=_rank)
 
     def finish(self, request_id: str) -> bool:
@@ -94,129 +107,147 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch before older steps are collected."""
+        steady = self._steady
+        if steady is None or not steady.can_repeat():
+            return self._decide()
+        return self._launch(steady.repeat(self._next_step_id), steady.states, decodes_only=True)
+
+    def _decide(self) -> StepPlan | None:
+        """The next step from the beginning: anybody may come, go or grow."""
+        self._steady = None
         if not self._reserve_pages_for_running() or not self._make_room_for_urgent():
             self._totals.num_drains += 1
             return None
-        plan = StepPlan(self._next_step_id, [])
-        budget = self._config.max_num_batched_tokens
-        wanting = [state for state in self.running if state.wants_step]
-        prefills = [state for state in wanting if state.num_tokens_bound - state.num_computed > 1]
+        opened, budget = OpenPlan(), self._config.max_num_batched_tokens
+        wanting = [s for s in self.running if len(s.token_ids) + s.num_draws_in_flight < s.max_total]
+        prefills = [s for s in wanting if s.num_tokens_bound - s.num_computed > 1]
         # Decodes first: each needs a token and its drafts, and they are the ones somebody is watching.
-        decodes = [state for state in wanting if state not in prefills] if prefills else wanting
+        decodes = [s for s in wanting if s not in prefills] if prefills else wanting
         # Equally many for all, for then one graph serves the batch; who has fewer drafts has empty places.
         most = self._config.num_drafts
-        num_drafts = most if most and any(state.request.num_drafts(most) for state in decodes) else 0
-        for state in decodes:
-            budget -= self._schedule_one(plan, state, budget, num_drafts)
+        num_drafts = most if most and any(s.drafts for s in decodes) else 0
+        budget -= opened.add_decodes(decodes, num_drafts)
+        if decodes:
+            budget = min(budget, self._config.mixed_prefill_tokens)
         for state in prefills:
-            budget -= self._schedule_one(plan, state, budget)
-        self._admit(plan, budget)
-        if not plan.requests:
+            budget -= self._add_prefill(opened, state, budget)
+        self._admit(opened, budget)
+        if not opened.states:
             return None
+        plan = opened.close(self._next_step_id, self._composition)
+        self._composition = plan.composition
+        decodes_only = len(opened.states) == len(decodes)
+        # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
+        if decodes_only and not prefills and not (self.waiting and self._free_rows):
+            self._steady = SteadyBatch(plan, opened.states, num_drafts)
+        return self._launch(plan, opened.states, decodes_only)
+
+    def _launch(self, plan: StepPlan, states: Sequence[RequestState], decodes_only: bool) -> StepPlan:
         self._next_step_id += 1
-        self._num_in_flight += 1
+        self._in_flight[plan.step_id] = _Launched(states, decodes_only)
         return plan
 
-    def collect(self, result: StepResult) -> list[TokenUpdate]:
+    def collect(self, result: StepResult) -> TokenUpdates:
         """Take a finished step's tokens in, and turn bounds into facts."""
-        self._num_in_flight -= 1
-        updates = []
-        remembers = self._config.prefix_caching
-        for i, (scheduled, token_ids, status) in enumerate(
-            zip(result.plan.requests, result.token_ids, result.statuses, strict=True)
-        ):
-            state = self._requests.get(scheduled.request_id)
-            # Outputs are routed by the plan that launched them, not by who owns the row now.
-            if state is None or state.generation != scheduled.generation:
-                continue
-            if scheduled.samples:
-                state.num_draws_in_flight -= 1
-                state.num_drafts_in_flight -= scheduled.num_drafts
-                # The mirror took every draft for accepted.
-                state.num_computed -= scheduled.num_drafts - max(0, len(token_ids) - 1)
-            if state.finished:
-                continue
-            update = self._take_tokens(state, token_ids, status)
-            if update is not None:
-                update.num_drafts = result.num_drafts[i]
-                update.num_accepted = min(result.num_accepted[i], len(update.token_ids))
-            if result.prompt_logprobs and i in result.prompt_logprobs:
-                update = update or TokenUpdate(scheduled.request_id, [])
-                update.prompt_logprobs = result.prompt_logprobs[i]
-            if update is not None and result.logprobs is not None and state.request.params.logprobs is not None:
-                update.logprobs = result.logprobs[i][: len(update.token_ids)]
-            if remembers and status is not RowStatus.ERROR:
-                # The step's last token is drawn, not computed; a chunk of a prompt is computed to its end.
-                self._remember_pages(state, len(state.token_ids) - 1 if scheduled.samples else _end(scheduled))
-            if update is not None:
-                updates.append(update)
-                if update.finish_reason is not None:
-                    self._retire(state)
-        self._release_leaving(result.plan.step_id + 1)
+        states, decodes_only = self._in_flight.pop(result.plan.step_id)
+        all_go_on = decodes_only and not any(result.statuses) and all(result.token_ids)
+        if all_go_on and all(state.is_usual for state in states):
+            updates = self._take_all(result, states)
+        else:
+            updates = self._take_each(result, states)
+        if self._leaving:
+            self._release_leaving(result.plan.step_id + 1)
         return updates
 
-    def _take_tokens(self, state: RequestState, token_ids: list[int], status: RowStatus) -> TokenUpdate | None:
-        request = state.request
-        state.token_ids.extend(token_ids)
-        reason = None if status is RowStatus.RUNNING else _FINISH_REASONS.get(status)
-        stop_reason: int | None = None
-        if reason != "error" and request.stop_token_ids:
-            # The device knows only the first few stop ids; a longer list is completed here.
-            end = next((i for i, token_id in enumerate(token_ids) if token_id in request.stop_token_ids), None)
-            if end is not None:
-                reason, stop_reason = "stop", token_ids[end]
-                if end + 1 < len(token_ids):
-                    del state.token_ids[end + 1 - len(token_ids) :]
-                    token_ids = token_ids[: end + 1]
-        if not token_ids and reason is None:
-            return None
-        error = _NAN_ERROR if reason == "error" else None
-        return TokenUpdate(request.request_id, token_ids, reason, stop_reason, error, state.num_cached_tokens or 0)
+    def _take_all(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
+        """Everybody decodes and goes on."""
+        composition = result.plan.composition
+        for state, new in zip(states, result.token_ids, strict=True):
+            known = state.token_ids
+            known += new
+            state.num_draws_in_flight -= 1
+            if len(known) > state.remember_beyond:
+                self._remember_pages(state, len(known) - 1)
+        if not self._config.num_drafts:
+            return TokenUpdates(composition.request_ids, result.token_ids)
+        if num_drafts := composition.num_drafts[0]:
+            for state, new in zip(states, result.token_ids, strict=True):
+                state.num_drafts_in_flight -= num_drafts
+                state.num_computed -= num_drafts + 1 - len(new)
+        return TokenUpdates(composition.request_ids, result.token_ids, result.num_drafts, result.num_accepted)
+
+    def _take_each(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
+        """Request by request: each may be at another point of its life."""
+        composition = result.plan.composition
+        ids: list[str] = []
+        tokens: list[list[int]] = []
+        drafts: list[int] = []
+        accepted: list[int] = []
+        others: dict[int, TokenUpdate] = {}
+        for i, (state, token_ids, samples) in enumerate(
+            zip(states, result.token_ids, composition.samples, strict=True)
+        ):
+            # Outputs are routed by the plan that launched them, not by who owns the row now.
+            if state.generation != composition.generations[i]:
+                continue
+            if samples:
+                num_drafts = composition.num_drafts[i]
+                state.num_draws_in_flight -= 1
+                state.num_drafts_in_flight -= num_drafts
+                # The mirror took every draft for accepted.
+                state.num_computed -= num_drafts - max(0, len(token_ids) - 1)
+            if state.finished:
+                continue
+            if state.is_usual and token_ids and not result.statuses[i] and i not in result.prompt_logprobs:
+                state.token_ids += token_ids
+            elif (update := take_tokens(state, result, i)) is not None:
+                others[len(ids)], token_ids = update, update.token_ids
+            if len(state.token_ids) > state.remember_beyond and result.statuses[i] is not RowStatus.ERROR:
+                # The step's last token is drawn, not computed; a chunk of a prompt is computed to its end.
+                self._remember_pages(state, len(state.token_ids) - 1 if samples else _end(result.plan, i))
+            if token_ids or len(ids) in others:
+                ids.append(state.request.request_id)
+                tokens.append(token_ids)
+                drafts.append(result.num_drafts[i])
+                accepted.append(min(result.num_accepted[i], len(token_ids)))
+        for update in others.values():
+            self._go_on(update)
+        return TokenUpdates(ids, tokens, drafts, accepted, others)
+
+    def _go_on(self, update: TokenUpdate) -> None:
+        state = self._requests[update.request_id]
+        if update.finish_reason is not None:
+            self._retire(state)
+        elif update.token_ids:
+            state.has_its_first()
 
     # --- one request's share ----------------------------------------------------------------------
 
-    def _schedule_one(self, plan: StepPlan, state: RequestState, budget: int, num_drafts: int = 0) -> int:
-        computed, bound = state.num_computed, state.num_tokens_bound
-        num_tokens = bound - computed  # whose keys and values no launched step computes: 1 for a decode
-        if num_tokens > 1 or budget < 1:
-            num_tokens = min(num_tokens, budget, self._config.max_prefill_chunk)
-        if num_tokens <= 0:
-            return 0
-        samples = computed + num_tokens == bound
-        num_tokens += num_drafts
-        request_id, generation, row = state.request.request_id, state.generation, state.row
-        plan.requests.append(ScheduledRequest(request_id, generation, row, num_tokens, computed, samples, num_drafts))
-        if len(state.page_ids) > state.num_staged_pages:
-            new_pages = state.page_ids[state.num_staged_pages :]
-            plan.page_diffs.append(PageDiff(state.row, state.num_staged_pages, new_pages))
-            state.num_staged_pages = len(state.page_ids)
-        state.num_computed += num_tokens
-        state.num_draws_in_flight += samples
-        state.num_drafts_in_flight += num_drafts
-        state.last_step_id = plan.step_id
-        return num_tokens
+    def _add_prefill(self, opened: OpenPlan, state: RequestState, budget: int) -> int:
+        num_tokens = state.num_tokens_bound - state.num_computed  # whose keys and values no launched step computes
+        return opened.add_prefill(state, min(num_tokens, budget, self._config.max_prefill_chunk))
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
+    def _admit(self, opened: OpenPlan, budget: int) -> None:
         """Move waiting requests in while rows, budget, staging space and pages for all their tokens last."""
         num_staged = 0
         while self.waiting and self._free_rows and budget > 0:
             state = self.waiting[0]
             num_staged += len(state.token_ids)
             cached = self._find_cached(state)
-            needed = self.pool.pages_for(self._num_slots(state, 1)) - len(cached)
+            needed = self.pool.pages_for(_num_first_slots(state)) - len(cached)
             room = self.pool.num_free - self.pool.num_held_by_nobody(cached)
             if needed > room or num_staged > self._config.max_model_len:
                 return
             self.waiting.pop(0)
-            self._move_in(plan, state, cached, needed)
-            budget -= self._schedule_one(plan, state, budget)
+            self._move_in(opened, state, cached, needed)
+            budget -= self._add_prefill(opened, state, budget)
 
-    def _move_in(self, plan: StepPlan, state: RequestState, cached: list[int], num_new_pages: int) -> None:
+    def _move_in(self, opened: OpenPlan, state: RequestState, cached: list[int], num_new_pages: int) -> None:
         request = state.request
         self.pool.hold(cached)
-        state.page_ids = cached + self.pool.take(num_new_pages)
+        state.hold_pages(cached + self.pool.take(num_new_pages), self.pool.page_size)
         state.num_computed = len(cached) * self.pool.page_size
-        state.num_remembered_pages = len(cached)
+        self._expect_page(state, len(cached))
         if state.num_cached_tokens is None:
             state.num_cached_tokens = state.num_computed
             self._totals.num_prompt_tokens += len(request.prompt_token_ids)
@@ -224,7 +255,7 @@ class Scheduler:
         state.row = self._free_rows.pop()
         state.generation += 1
         bisect.insort(self.running, state, key=_rank)
-        plan.row_inits.append(
+        opened.row_inits.append(
             RowInit(state.row, request, token_ids=tuple(state.token_ids), num_computed=state.num_computed)
         )
 
@@ -235,10 +266,7 @@ class Scheduler:
         if not self._config.prefix_caching or not state.request.may_use_cache:
             return []
         num_pages = (len(state.token_ids) - 1) // self.pool.page_size
-        found = self.pool.find(self._hashes(state, num_pages))
-        if found and self._config.drafts_look_ahead and state.request.num_drafts(self._config.num_drafts):
-            found.pop()  # it may have been followed by another token when the drafter filled it
-        return found
+        return self.pool.find(self._hashes(state, num_pages)[:num_pages])
 
     def _remember_pages(self, state: RequestState, num_computed: int) -> None:
         """Offer to the cache the pages that a collected step has filled."""
@@ -247,67 +275,79 @@ class Scheduler:
             hashes = self._hashes(state, num_full)
             for idx in range(state.num_remembered_pages, num_full):
                 self.pool.remember(state.page_ids[idx], hashes[idx])
-            state.num_remembered_pages = num_full
+            self._expect_page(state, num_full)
+
+    def _expect_page(self, state: RequestState, num_remembered: int) -> None:
+        state.num_remembered_pages = num_remembered
+        state.remember_beyond = (num_remembered + 1) * self.pool.page_size if self._config.prefix_caching else NEVER
 
     def _hashes(self, state: RequestState, num_pages: int) -> list[bytes]:
-        """Hashes of the first pages, from collected tokens only. Tokens never change, so neither do hashes."""
-        known, config = state.page_hashes, self._config
+        """Hashes of the first pages at least, from collected tokens only. Tokens never change, so neither do hashes."""
+        known, config, page_size = state.page_hashes, self._config, self.pool.page_size
         if len(known) < num_pages:
-            tokens = state.token_ids[: num_pages * self.pool.page_size]
+            # What a drafter that looks ahead keeps in a page's last slot belongs to the token behind the page.
+            num_behind = int(config.drafts_look_ahead and state.drafts)
+            tokens = state.token_ids[len(known) * page_size : num_pages * page_size + num_behind]
             # Pages in which the drafter has left no keys are found by requests without drafts only.
-            plain = config.drafts_in_pages and not state.request.num_drafts(config.num_drafts)
+            plain = config.drafts_in_pages and not state.drafts
             first = b"plain" if plain else b""
-            known.extend(page_hashes(tokens, self.pool.page_size, len(known), known[-1] if known else first))
-        return known[:num_pages]
+            known.extend(page_hashes(tokens, page_size, known[-1] if known else first, num_behind))
+        return known
 
     # --- pages ------------------------------------------------------------------------------------
 
     def _reserve_pages_for_running(self) -> bool:
         """Give every running request the pages of its next token; False when that needs older steps collected first."""
-        page_size = self.pool.page_size
         # Most have the pages of their next tokens already.
-        for state in [s for s in self.running if self._num_slots(s) > len(s.page_ids) * page_size]:
+        needy = [s for s in self.running if s.num_slots_left < 0]
+        for state in needy:
             while state.row != NO_ROW and state.wants_step and not self._reserve_pages(state):
-                if self._num_in_flight:
+                if self._in_flight:
                     return False  # a step in flight may end a request; bounds only tighten
                 self._preempt(self.running[-1])
+        if needy:
+            self._fill_up()
         return True
+
+    def _fill_up(self) -> None:
+        """Pages for others who will want some soon: a step that changes one page table can as well change more."""
+        soon = self.pool.page_size * (self._config.lookahead_pages // 2)
+        for state in [s for s in self.running if 0 <= s.num_slots_left < soon][:_FILL_UP_AT_ONCE]:
+            self._take_pages(state, self._num_to_spare(state, 0))
 
     def _make_room_for_urgent(self) -> bool:
         """Let a waiting request of higher priority take the place of the lowest that runs; False to collect first."""
         while self.waiting and self.running:
             urgent, victim = self.waiting[0], self.running[-1]
-            fits = self.pool.pages_for(self._num_slots(urgent, 1)) <= self.pool.num_free and bool(self._free_rows)
+            fits = self.pool.pages_for(_num_first_slots(urgent)) <= self.pool.num_free and bool(self._free_rows)
             if fits or urgent.request.priority >= victim.request.priority:
                 return True
-            if self._num_in_flight:
+            if self._in_flight:
                 return False
             self._preempt(victim)
         return True
 
-    def _num_slots(self, state: RequestState, num_more: int = 0) -> int:
-        """Slots of the cache that the request's next step may write, drafts and drafting after them included."""
-        config, request = self._config, state.request
-        bound = state.num_tokens_bound + num_more
-        if config.num_drafts and request.num_drafts(config.num_drafts):
-            bound += config.num_drafts + config.num_draft_slots
-        return min(bound, request.max_total_tokens)
-
     def _reserve_pages(self, state: RequestState) -> bool:
-        missing = self.pool.pages_for(self._num_slots(state)) - len(state.page_ids)
+        missing = self.pool.pages_for(state.num_slots) - len(state.page_ids)
         if missing <= 0:
             return True
         if missing > self.pool.num_free:
             return False
-        # Some more while the pool is well filled, so that the next steps need not change the page table.
+        self._take_pages(state, missing + self._num_to_spare(state, missing))
+        return True
+
+    def _take_pages(self, state: RequestState, count: int) -> None:
+        state.hold_pages(state.page_ids + self.pool.take(count), self.pool.page_size)
+
+    def _num_to_spare(self, state: RequestState, missing: int) -> int:
+        """Some more while the pool is well filled, so that the next steps need not change the page table."""
         to_limit = self.pool.pages_for(state.request.max_total_tokens) - len(state.page_ids) - missing
         to_spare = self.pool.num_free - missing - self.pool.num_usable // 4
-        missing += max(0, min(self._config.lookahead_pages, to_limit, to_spare))
-        state.page_ids += self.pool.take(missing)
-        return True
+        return max(0, min(self._config.lookahead_pages, to_limit, to_spare))
 
     def _preempt(self, state: RequestState) -> None:
         """Send a request back to its place in the queue. Its tokens stay; what the cache loses is computed again."""
+        self._steady = None
         self.running.remove(state)
         self._free(state)
         state.num_computed = 0
@@ -318,34 +358,38 @@ class Scheduler:
 
     def _retire(self, state: RequestState) -> None:
         """No more steps for this request. A row that no later step selects is inert; it needs no message."""
-        state.finished = True
+        state.finished, state.is_usual = True, False
+        self._steady = None
         if state.row == NO_ROW:
             self.waiting.remove(state)
             del self._requests[state.request.request_id]
         elif state in self.running:
             self.running.remove(state)
+            having = (step_id for step_id, step in reversed(self._in_flight.items()) if state in step.states)
+            state.last_step_id = next(having, -1)
             self._leaving.append(state)
 
     def _release_leaving(self, num_collected: int) -> None:
         """Return rows and pages of requests whose last step is among the first ``num_collected``."""
         for state in [s for s in self._leaving if s.last_step_id < num_collected]:
+            self._steady = None
             self._leaving.remove(state)
             self._free(state)
             del self._requests[state.request.request_id]
 
     def _oldest_in_flight(self) -> int:
-        return self._next_step_id - self._num_in_flight
+        return next(iter(self._in_flight), self._next_step_id)
 
     def _free(self, state: RequestState) -> None:
         self.pool.give_back(state.page_ids)
         self._free_rows.append(state.row)
-        state.page_ids = []
+        state.hold_pages([], self.pool.page_size)
         state.num_staged_pages = 0
         state.row = NO_ROW
 
     def check_idle(self) -> None:
         """With nothing to do, every row and page must be home."""
-        if self._requests or self._num_in_flight:
+        if self._requests or self._in_flight:
             raise RuntimeError("check_idle with requests present")
         self.pool.check([])
         if self.pool.num_free != self.pool.num_usable or len(self._free_rows) != self._config.max_num_seqs:
@@ -359,5 +403,10 @@ def _rank(state: RequestState) -> tuple[int, int]:
     return state.rank
 
 
-def _end(scheduled: ScheduledRequest) -> int:
-    return scheduled.num_computed_bound + scheduled.num_tokens
+def _num_first_slots(state: RequestState) -> int:
+    """For all tokens of a request that moves in, and one more: what it draws in its first step."""
+    return min(state.num_slots + 1, state.request.max_total_tokens)
+
+
+def _end(plan: StepPlan, i: int) -> int:
+    return int(plan.num_computed_bounds[i]) + plan.composition.num_tokens[i]

@@ -11,7 +11,7 @@ import pytest
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.stats import EngineStats
 from slipstream.speculative_config import SpeculativeConfig
-from slipstream.types import SYNTHETIC_NOTICE, LogprobRow, RequestOutput, TokenUpdate
+from slipstream.types import SYNTHETIC_NOTICE, LogprobRow, RequestOutput, TokenUpdate, TokenUpdates
 from tests.engine.drive import make_request
 
 NGRAM = SpeculativeConfig("ngram", 4)
@@ -43,7 +43,7 @@ class Bench:
         rows = [LogprobRow(1, [token_id], [-1.0]) for token_id in ids]
         num_drafts, num_accepted = drafts
         update = TokenUpdate(request_id, ids, logprobs=rows, num_drafts=num_drafts, num_accepted=num_accepted, **ends)
-        self.processor.deliver([update])
+        self.processor.deliver(TokenUpdates.of([update]))
 
     def next(self) -> RequestOutput:
         return self.outputs.get(timeout=10)

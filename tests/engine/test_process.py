@@ -18,12 +18,12 @@ from slipstream.device.cpu import CpuDevice
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.process import EngineProcess
 from slipstream.engine.stats import EngineStats
-from slipstream.engine.wire import Ready, Refused, Stats, Updates, decode, encode
+from slipstream.engine.wire import Ready, Refused, Stats, decode, encode
 from slipstream.errors import ConfigError, EngineError, ModelError
 from slipstream.llm import LLM
 from slipstream.models.registry import architecture_of
 from slipstream.models.weights import open_checkpoint
-from slipstream.types import LogprobRow, SamplingParams, TokenUpdate
+from slipstream.types import LogprobRow, SamplingParams, TokenUpdate, TokenUpdates
 from tests import tiny_models
 from tests.engine.drive import make_request
 
@@ -53,7 +53,7 @@ def test_messages_survive_the_wire(folder: Path) -> None:
         Stop(),
         Ready(config, GREEDY, (1, 2)),
         Refused("ConfigError", "no"),
-        Updates([update]),
+        TokenUpdates.of([update]),
         Stats(stats),
     ):
         assert decode(encode(message)) == message

@@ -5,8 +5,8 @@ import torch
 
 from slipstream.config import EngineConfig, EngineOptions, Hardware, resolve
 from slipstream.device.cpu import CpuDevice
-from slipstream.runner.request_state import MAX_DEVICE_STOP_IDS, RequestRows
-from slipstream.types import PageDiff, Request, RowInit, RowStatus, SamplingParams
+from slipstream.runner.request_state import RequestRows
+from slipstream.types import MAX_DEVICE_STOP_IDS, PageDiff, Request, RowInit, RowStatus, SamplingParams
 from tests.test_config import MODEL
 
 
@@ -33,7 +33,7 @@ def test_a_request_moves_in_and_no_other_row_changes() -> None:
     )
     request = Request("r", (11, 12), params, (3, 4), 30, choice=2, bad_word_ids=((1, 2), (3,)))
     rows.stage_init(RowInit(1, request, [11, 12, 13], 1))
-    rows.stage_pages(PageDiff(1, 2, [8, 9]))
+    rows.stage_pages([PageDiff(1, 2, [8, 9])])
     rows.flush()
     assert rows.token_ids[1, :3].tolist() == [11, 12, 13]
     assert rows.num_tokens.tolist() == [0, 3, 0, 0] and rows.max_total[1] == 30 and rows.num_computed[1] == 1
@@ -85,6 +85,6 @@ def test_the_worst_step_fits_into_the_staging_buffers() -> None:
     for row in range(3):
         request = Request("r", (1,) * 13, params, tuple(range(16)), 40, bad_word_ids=words)
         rows.stage_init(RowInit(row, request, [1] * 13, 0))
-        rows.stage_pages(PageDiff(row, 0, list(range(1, 11))))
+        rows.stage_pages([PageDiff(row, 0, list(range(1, 11)))])
     rows.stage_batch(np.array([0, 1, 2], dtype=np.int32), *[np.array([0, 2, 4, 8], dtype=np.int32)] * 3)
     rows.flush()

@@ -15,7 +15,7 @@ from slipstream.engine.stats import EngineStats
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.server.app import Server, create_app
 from slipstream.server.settings import ServerSettings
-from slipstream.types import Request, SamplingParams, TokenUpdate
+from slipstream.types import Request, SamplingParams, TokenUpdate, TokenUpdates
 from tests.test_config import CPU, MODEL
 
 Step = tuple[str, int, int]  # text, drafts that were checked, drafts that were accepted
@@ -40,7 +40,7 @@ class ScriptedEngine:
             update.num_drafts, update.num_accepted = num_drafts, num_accepted
             if num_drafts:
                 self.stats.count_drafts(num_drafts, num_accepted)
-            self._deliver([update])
+            self._deliver(TokenUpdates.of([update]))
 
     def finish(self, request_id: str) -> None:
         pass

@@ -32,9 +32,39 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     Mutation(
         "scheduler: draws in flight are not counted",
-        "scheduler/scheduler.py",
+        "scheduler/open_plan.py",
         "state.num_draws_in_flight += samples",
         "state.num_draws_in_flight += 0",
+    ),
+    Mutation(
+        "steady batch: draws in flight are not counted",
+        "scheduler/steady_batch.py",
+        "state.num_computed += 1\n                state.num_draws_in_flight += 1",
+        "state.num_computed += 1",
+    ),
+    Mutation(
+        "steady batch: page borders are not seen",
+        "scheduler/steady_batch.py",
+        "num_left = min(state.max_total - 1, state.capacity - state.num_ahead) - bound",
+        "num_left = state.max_total - 1 - bound",
+    ),
+    Mutation(
+        "steady batch: bounds go on evenly while drafts are in flight",
+        "scheduler/steady_batch.py",
+        "not num_drafts and not any(state.num_drafts_in_flight for state in states)",
+        "not num_drafts",
+    ),
+    Mutation(
+        "steady batch: a new request does not end it",
+        "scheduler/scheduler.py",
+        "self._steady = None\n        bisect.insort(self.waiting, state, key=_rank)\n\n    def finish",
+        "bisect.insort(self.waiting, state, key=_rank)\n\n    def finish",
+    ),
+    Mutation(
+        "staging: the batch stays what it was in the first step",
+        "runner/input_batch.py",
+        "if self._staged is None or plan.composition is not self._staged.composition:",
+        "if self._staged is None:",
     ),
     Mutation(
         "scheduler: the last token may come from the cache",
@@ -51,8 +81,8 @@ MUTATIONS = [
     Mutation(
         "scheduler: pages for one token too few",
         "scheduler/scheduler.py",
-        "missing = self.pool.pages_for(self._num_slots(state)) - len(state.page_ids)",
-        "missing = self.pool.pages_for(self._num_slots(state) - 1) - len(state.page_ids)",
+        "missing = self.pool.pages_for(state.num_slots) - len(state.page_ids)",
+        "missing = self.pool.pages_for(state.num_slots - 1) - len(state.page_ids)",
     ),
     Mutation(
         "pages: a page with a holder left is given back",
@@ -81,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "staging: new pages are written from the start of the table",
         "runner/request_state.py",
-        'self._put("page_table", diff.row, diff.page_ids, diff.first_idx)',
-        'self._put("page_table", diff.row, diff.page_ids, 0)',
+        "starts = [start + diff.row * width + diff.first_idx for diff in diffs]",
+        "starts = [start + diff.row * width for diff in diffs]",
     ),
     Mutation(
         "staging: one slot for all steps",
@@ -135,20 +165,26 @@ MUTATIONS = [
     Mutation(
         "drafts: the mirror stays as if all were accepted",
         "scheduler/scheduler.py",
-        "state.num_computed -= scheduled.num_drafts - max(0, len(token_ids) - 1)",
+        "state.num_computed -= num_drafts - max(0, len(token_ids) - 1)",
+        "state.num_computed -= 0",
+    ),
+    Mutation(
+        "drafts: the mirror stays as if all were accepted where all go on",
+        "scheduler/scheduler.py",
+        "state.num_computed -= num_drafts + 1 - len(new)",
         "state.num_computed -= 0",
     ),
     Mutation(
         "drafts: no pages for them",
         "scheduler/scheduler.py",
-        "bound += config.num_drafts + config.num_draft_slots",
-        "bound += config.num_draft_slots",
+        "state.num_ahead = self._config.num_drafts + self._config.num_draft_slots",
+        "state.num_ahead = self._config.num_draft_slots",
     ),
     Mutation(
         "drafts: no pages for what the drafter writes behind them",
         "scheduler/scheduler.py",
-        "bound += config.num_drafts + config.num_draft_slots",
-        "bound += config.num_drafts",
+        "state.num_ahead = self._config.num_drafts + self._config.num_draft_slots",
+        "state.num_ahead = self._config.num_drafts",
     ),
     Mutation(
         "drafts: pages without the drafter's keys are found",
@@ -224,6 +260,66 @@ MUTATIONS = [
         "speculate/draft_graphs.py",
         "batch.pad(max(desc.num_reqs, rest.num_reqs) if fits else desc.num_reqs, desc.num_tokens)",
         "batch.pad(desc.num_reqs, desc.num_tokens)",
+    ),
+    Mutation(
+        "heads: drafts are numbers of the head's own vocabulary",
+        "speculate/autoregressive.py",
+        "noise, False, self._purpose, self._target_ids)",
+        "noise, False, self._purpose, None)",
+    ),
+    Mutation(
+        "heads: what drafts were drawn from is looked up by the target's numbers",
+        "speculate/eagle.py",
+        "self.draft_columns.index_copy_(0, head.target_ids.long(), columns)",
+        "self.draft_columns[: len(columns)] = columns",
+    ),
+    Mutation(
+        "heads: every draft is that of the first module",
+        "speculate/eagle.py",
+        "made[i] = self._head.forward(i, input_ids,",
+        "made[i] = self._head.forward(0, input_ids,",
+    ),
+    Mutation(
+        "heads: later modules have seen nothing of the prompt",
+        "speculate/eagle.py",
+        "made.append(head.forward(idx, input_ids, before, context))",
+        "made.append(made[-1])",
+    ),
+    Mutation(
+        "heads: a module goes on from the same slot",
+        "speculate/eagle.py",
+        "before = kept.index_select(0, self._slots_before[:num_tokens])",
+        "before = made[-1]",
+    ),
+    Mutation(
+        "heads: a module's first token of a step has nothing before it",
+        "speculate/draft_inputs.py",
+        "torch.where(positions > 0, slots, 0)",
+        "torch.where(torch.isin(places, query_start_loc), 0, slots)",
+    ),
+    Mutation(
+        "heads: modules whose turn comes again leave keys out",
+        "speculate/eagle.py",
+        "first = idx if len(made) == self.num_drafts else 0",
+        "first = min(idx, len(made) - 1)",
+    ),
+    Mutation(
+        "heads: the stream is taken before the final norm",
+        "speculate/eagle.py",
+        "layers = head.taps or (NORMED,)",
+        "layers = head.taps or (config.model.num_layers,)",
+    ),
+    Mutation(
+        "heads: a page is found whatever token comes behind it",
+        "scheduler/scheduler.py",
+        "num_behind = int(config.drafts_look_ahead and state.drafts)",
+        "num_behind = 0",
+    ),
+    Mutation(
+        "heads: a chunk ends without the token behind it",
+        "speculate/draft_inputs.py",
+        "known = runs[request] & (next_position < num_tokens[rows][request])",
+        "known = runs[request] & (next_position < num_computed[rows][request])",
     ),
 ]
 

@@ -1,0 +1,145 @@
+"""A scheduler that repeats steps decides as one that never does: the same plans, the same updates, to the last page."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.scheduler.request_state import RequestState
+from slipstream.scheduler.scheduler import Scheduler
+from slipstream.types import RowStatus, StepPlan, StepResult, TokenUpdates
+from tests.scheduler.test_scheduler import Device, make, request
+
+
+class Undecided(Scheduler):
+    """Begins at the beginning, step after step and request after request."""
+
+    def schedule(self) -> StepPlan | None:
+        return self._decide()
+
+    def _take_all(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
+        return self._take_each(result, states)
+
+
+class Counting(Scheduler):
+    num_decided = 0
+
+    def _decide(self) -> StepPlan | None:
+        self.num_decided += 1
+        return super()._decide()
+
+
+def pair(**sizes: int | bool) -> tuple[Counting, Undecided]:
+    like = make(**sizes)  # type: ignore[arg-type]
+    return Counting(like._config, like._cache), Undecided(like._config, like._cache)
+
+
+def assert_same_plan(one: StepPlan | None, other: StepPlan | None) -> None:
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert one.step_id == other.step_id and one.num_tokens == other.num_tokens
+        assert one.requests == other.requests
+        assert one.row_inits == other.row_inits
+        assert one.page_diffs == other.page_diffs
+
+
+def assert_same_state(one: Scheduler, other: Scheduler) -> None:
+    for kind in ("waiting", "running", "_leaving"):
+        pairs = zip(getattr(one, kind), getattr(other, kind), strict=True)
+        for a, b in pairs:
+            for name in RequestState.__dataclass_fields__:
+                assert getattr(a, name) == getattr(b, name), (kind, a.request.request_id, name)
+    assert one.pool._free == other.pool._free and one.pool._unheld == other.pool._unheld
+    assert one.stats == other.stats
+
+
+def drive(seed: int, in_flight: int, pages: int, caching: bool, num_drafts: int, own_keys: bool, busy: float) -> float:
+    """Both through the same events; gives the share of steps that were repeated."""
+    rng = random.Random(seed)
+    sizes = {"budget": rng.choice([7, 64]), "chunk": rng.choice([1, 5, 64]), "pages": pages, "max_len": 120}
+    steady, undecided = pair(**sizes, caching=caching, num_drafts=num_drafts, own_keys=own_keys)
+    device = Device(steady, seed)
+    # Fewer stop tokens than usual, for batches that last.
+    chance = device.rng.random
+    device.rng.random = lambda: chance() ** 0.2  # type: ignore[method-assign]
+    limits = [None, None, 0, 1] if num_drafts else [None]
+    todo = []
+    for i in range(rng.randint(1, 10)):
+        prompt = [rng.choice([3, 4])] * rng.choice([0, 4, 8]) + [rng.choice([5, 6]) for _ in range(rng.randint(1, 8))]
+        max_tokens, priority = rng.randint(1, 100), rng.choice([0, 0, 0, 1, -1])
+        todo.append(request(f"r{i}", prompt, max_tokens, priority, rng.choice(limits)))
+    flying: deque[StepResult] = deque()
+    num_steps = 0
+    while todo or steady.has_requests or flying:
+        while todo and (rng.random() < busy or not steady.has_requests):
+            new = todo.pop()
+            steady.add(new)
+            undecided.add(new)
+        alive = [s.request.request_id for s in [*steady.waiting, *steady.running]]
+        if alive and rng.random() < busy / 8:
+            victim = rng.choice(alive)
+            assert steady.finish(victim) and undecided.finish(victim)
+        while len(flying) < in_flight:
+            plan = steady.schedule()
+            assert_same_plan(plan, undecided.schedule())
+            if plan is None:
+                break
+            num_steps += 1
+            flying.append(device.run(plan))
+        if flying:
+            result = flying.popleft()
+            if rng.random() < 0.01:
+                i = rng.randrange(len(result.statuses))
+                device.rows[result.plan.composition.rows[i]].status = result.statuses[i] = RowStatus.ERROR
+            assert list(steady.collect(result)) == list(undecided.collect(result))
+        assert_same_state(steady, undecided)
+    steady.check_idle()
+    undecided.check_idle()
+    return 1 - min(1.0, steady.num_decided / max(1, num_steps))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    in_flight=st.sampled_from([1, 2, 4]),
+    pages=st.sampled_from([30, 45, 200]),
+    caching=st.booleans(),
+    num_drafts=st.sampled_from([0, 0, 1, 3]),
+    own_keys=st.booleans(),
+    busy=st.sampled_from([0.02, 0.1, 0.4]),
+)
+def test_repeating_decides_nothing_else(
+    seed: int, in_flight: int, pages: int, caching: bool, num_drafts: int, own_keys: bool, busy: float
+) -> None:
+    drive(seed, in_flight, pages, caching, num_drafts, own_keys and num_drafts > 0, busy)
+
+
+def test_most_steps_are_repeated_where_little_happens() -> None:
+    for num_drafts in (0, 3):
+        shares = [drive(seed, 2, 200, True, num_drafts, False, 0.02) for seed in range(40)]
+        assert sum(shares) / len(shares) > 0.4, "else the test above proves little"
+
+
+def test_a_composition_that_stays_is_one_object() -> None:
+    """What the runner has derived from it can be kept, page borders or not."""
+    config = SchedulerConfig(4, 64, 64, 64)
+    scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=200))
+    device = Device(scheduler, 0)
+    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  nobody stops early
+    for name in "abc":
+        scheduler.add(request(name, 5, 40))
+    compositions = []
+    for _ in range(30):
+        plan = scheduler.schedule()
+        assert plan is not None
+        compositions.append(plan.composition)
+        scheduler.collect(device.run(plan))
+    assert len({id(composition) for composition in compositions[1:]}) == 1
+    assert scheduler.finish("b")
+    plan = scheduler.schedule()
+    assert plan is not None and plan.composition.request_ids == ("a", "c")
