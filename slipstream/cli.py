@@ -147,6 +147,26 @@ def doctor(as_json: AsJson = False) -> int:
 
 
 @app.command()
+def tune(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or a known shape such as llama-3.1-8b.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="File to write; one in the cache, which every engine reads, if unset."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Processes that compile; one for each core if unset.")
+    ] = None,
+) -> int:
+    """Measure how this GPU multiplies fastest with a model's weights, and remember it.
+
+    Takes a minute or two. Without it, measurements that come with the package are used, or a rule.
+    """
+    from slipstream.commands.tune import run
+
+    return run(model, output=output, jobs=jobs)
+
+
+@app.command()
 def models(as_json: AsJson = False) -> int:
     """List the models with a short name, and those in the cache."""
     from slipstream.commands.models import run

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
 from slipstream.kernels.tap import tap
 
@@ -23,6 +24,8 @@ class Caps:
     host_lengths: Literal["none", "bound", "exact"]
     # Whether `run` may be recorded in a graph, and for which batches.
     graph_support: Literal["never", "decode", "always"]
+    # Whether `run_new` may be asked.
+    stores_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,27 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int = 0  # how many positions a token sees, itself included; 0 means all before it
+
+
+class HeadNorms(NamedTuple):
+    """Norms over each head of queries and keys, before they are rotated."""
+
+    query: Tensor  # [head_dim]
+    key: Tensor  # [head_dim]
+    eps: float
+
+
+class NewTokens(NamedTuple):
+    """A step's tokens in one layer, on their way into the cache. Heads are their own axis: [tokens, heads, size]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor  # [tokens, 1, rotary_dim]
+    sin: Tensor  # [tokens, 1, rotary_dim]
+    page_ids: Tensor  # [tokens] int64
+    offsets: Tensor  # [tokens] int64
+    norms: HeadNorms | None
 
 
 # The tap behind the final norm; others are numbers of layers.
@@ -57,6 +81,14 @@ class AttentionBackend(Protocol):
         ...
 
 
+class StoringBackend(AttentionBackend, Protocol):
+    """A backend that can do more than attend (``Caps.stores_keys``)."""
+
+    def run_new(self, layer: AttentionLayer, new: NewTokens, kv_cache: Tensor, metadata: Any) -> Tensor | None:
+        """Once a layer: norm, rotate, store and attend in one go, or None where it must be done in steps."""
+        ...
+
+
 @dataclass(slots=True)
 class AttentionContext:
     """A step's attention, handed to the model's forward pass explicitly: no layer reads a global."""
@@ -72,10 +104,19 @@ class AttentionContext:
     _slots: tuple[Tensor, Tensor] | None = None
     _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
-        """Rotate, store keys and values, attend. Heads are their own axis: [num_tokens, heads, head_dim]."""
-        kv_cache = self.kv_caches[layer.idx]
-        q = rope_and_cache(q, k, v, *self.rotation(cos_sin, q.dtype), kv_cache, *self.slots)
+    def attend(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """Norm, rotate, store keys and values, attend. Heads are their own axis: [num_tokens, heads, head_dim]."""
+        kv_cache, turn = self.kv_caches[layer.idx], self.rotation(cos_sin, q.dtype)
+        if self.backend.caps.stores_keys:
+            new = NewTokens(q, k, v, *turn, *self.slots, norms)
+            out = cast(StoringBackend, self.backend).run_new(layer, new, kv_cache, self.metadata)
+            if out is not None:
+                return out
+        if norms is not None:
+            q, k = rms_norm(q, norms.query, norms.eps), rms_norm(k, norms.key, norms.eps)
+        q = rope_and_cache(q, k, v, *turn, kv_cache, *self.slots)
         return self.backend.run(layer, q, kv_cache, self.metadata)
 
     def tap(self, num_layers: int, hidden: Tensor, residual: Tensor | None = None) -> None:

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionLayer, Caps
+from slipstream.attention.backend import AttentionLayer, Caps, NewTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.kernels.decode_attention import MAX_ROWS, decode_attention
 from slipstream.kernels.triton_attention import triton_attention
 
 
@@ -19,7 +20,9 @@ class TritonMetadata:
 
 
 class TritonBackend:
-    caps: ClassVar[Caps] = Caps(dtypes=("float32", "bfloat16", "float16"), host_lengths="none", graph_support="always")
+    caps: ClassVar[Caps] = Caps(
+        dtypes=("float32", "bfloat16", "float16"), host_lengths="none", graph_support="always", stores_keys=True
+    )
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         return ()
@@ -30,6 +33,18 @@ class TritonBackend:
         is_uniform = common.num_reqs * common.max_query_len == common.num_actual_tokens
         is_uniform = is_uniform and num_reqs * common.max_query_len == num_tokens
         return TritonMetadata(common, common.max_query_len if is_uniform else 0)
+
+    def run_new(
+        self, layer: AttentionLayer, new: NewTokens, kv_cache: Tensor, metadata: TritonMetadata
+    ) -> Tensor | None:
+        """For a batch of equally few tokens a request, whose heads are rotated whole."""
+        rows = metadata.query_len * (layer.num_heads // layer.num_kv_heads)
+        if not 0 < rows <= MAX_ROWS or new.cos.shape[-1] != layer.head_dim or layer.head_dim % 2:
+            return None
+        common, norms = metadata.common, new.norms
+        tables = (common.query_lens, common.seq_lens, common.block_table)
+        shape = (metadata.query_len, layer.scale, layer.window)
+        return decode_attention(*new[:5], kv_cache, new.page_ids, new.offsets, *tables, *shape, *(norms or ()))
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         common = metadata.common

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext, AttentionLayer
+from slipstream.attention.backend import AttentionContext, AttentionLayer, HeadNorms
 from slipstream.device.interface import Capture, Device, Graph, GraphPool
 
 
@@ -25,6 +25,7 @@ class _Break(NamedTuple):
     k: Tensor
     v: Tensor
     cos_sin: Tensor
+    norms: HeadNorms | None
     out: Tensor  # the next piece reads it
 
 
@@ -34,11 +35,13 @@ class _SplittingContext(AttentionContext):
 
     recorder: PiecewiseForward | None = None
 
-    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
+    def attend(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None
+    ) -> Tensor:
         assert self.recorder is not None
         self.recorder.end_piece()
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        self.recorder.breaks.append(_Break(layer, q, k, v, cos_sin, out))
+        self.recorder.breaks.append(_Break(layer, q, k, v, cos_sin, norms, out))
         self.recorder.begin_piece()
         return out
 
@@ -85,7 +88,7 @@ class PiecewiseForward:
         for i, piece in enumerate(self._pieces):
             piece.replay()
             if i < len(self.breaks):
-                layer, q, k, v, cos_sin, out = self.breaks[i]
-                out.copy_(context.attend(layer, q, k, v, cos_sin))
+                layer, q, k, v, cos_sin, norms, out = self.breaks[i]
+                out.copy_(context.attend(layer, q, k, v, cos_sin, norms))
         assert self.output is not None
         return self.output

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
+from slipstream.kernels.small_linear import Epilogue, small_linear
+from slipstream.kernels.tiles import head_tile
 
 
 class PackedWeight(NamedTuple):
@@ -105,6 +107,8 @@ def head_logits(
 ) -> Tensor:  # [n, vocab], in float32 at least
     """A product whose sums are not rounded to 16 bits: neighbouring logits there are an eighth apart."""
     if x.is_cuda and x.dtype != torch.float32:
+        if (tile := head_tile(x, weight.shape[0])) is not None:
+            return small_linear(x, weight, Epilogue(), tile, torch.float32).out
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
 

@@ -6,6 +6,7 @@ and take the reference's path.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -16,8 +17,10 @@ from torch import Tensor
 
 triton: Any = None
 tl: Any = None
+gpu: Any = None
 with suppress(ImportError):  # no GPU, or a platform without Triton
     triton, tl = import_module("triton"), import_module("triton.language")
+    gpu = import_module("triton.language.extra.cuda")
 
 _interpreted = False
 
@@ -25,6 +28,15 @@ _interpreted = False
 def jit(function: Callable[..., None]) -> Any:
     """``triton.jit``, or nothing where there is no Triton."""
     return function if triton is None else triton.jit(function)
+
+
+def jit_general(*names: str) -> Callable[[Callable[..., None]], Any]:
+    """``jit`` of one kernel for all values of these arguments: Triton makes another one where a number is 1."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        return function if triton is None else triton.jit(do_not_specialize=list(names))(function)
+
+    return decorate
 
 
 def runs_triton(tensor: Tensor) -> bool:
@@ -41,6 +53,48 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _interpreted = before
+
+
+@functools.cache
+def _starts_early(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def early_start(tensor: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel that may start while the one before it still runs (``wait_for_last``)."""
+    early = tensor.is_cuda and _starts_early(tensor.device)
+    return {"EARLY": early} | ({"launch_pdl": True} if early else {})
+
+
+@jit
+def wait_for_last(EARLY: tl.constexpr):
+    """Behind this the kernel before has ended.
+
+    A kernel that starts early calls it before it reads or writes anything that the kernel right before may write. What
+    came before that one has ended: it has waited itself before it let this one start (``let_next_start``).
+    """
+    if EARLY:
+        gpu.gdc_wait()
+
+
+@jit
+def let_next_start(EARLY: tl.constexpr):
+    """Only behind ``wait_for_last``. Early, if the next kernel is short; late, if it would fetch more than is kept."""
+    if EARLY:
+        gpu.gdc_launch_dependents()
+
+
+@jit
+def fetch_ahead(pointers):
+    """Bring the lines of these addresses into the second-level cache. For what no kernel writes: weights."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def is_available() -> bool:

@@ -15,6 +15,7 @@ from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
 from slipstream.kernels.linear import PackedWeight, Weight, head_logits, pack, project
 from slipstream.models.cpu_stack import stack_of
 from slipstream.models.experts import Experts, ExpertWeights, split_experts
+from slipstream.models.fused_layer import FusedLayers, fuse
 from slipstream.models.layers import Attention, Embedding, FeedForward, Layer, Linear, RMSNorm
 from slipstream.models.rope import cos_sin_table
 
@@ -62,6 +63,7 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, {"lm_head": config.vocab_size})
         self._packed_head: Weight | None = None  # a copy of a tied embedding, in a layout for products
         self._stack: DecoderStack | None = None  # all layers as one operation, where that can be had
+        self._fused: FusedLayers | None = None  # the same layers for steps of few tokens
         device = self.model.norm.weight.device
         full = cos_sin_table(config.rope, max_position, device)
         windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full
@@ -71,6 +73,10 @@ class Decoder(nn.Module):
         hidden: Tensor = self.model.embed_tokens(input_ids)
         if self._stack is not None and isinstance(context.metadata, InPlace):
             return self._forward_at_once(self._stack, hidden, context, context.metadata.common)
+        if self._fused is not None and hidden.shape[0] <= self._fused.max_tokens:
+            normed: Tensor = self.model.norm(self._fused.forward(hidden, context, self.cos_sin))
+            context.tap(NORMED, normed)
+            return normed
         residual: Tensor | None = None
         for idx, (layer, cos_sin) in enumerate(zip(self.model.layers, self.cos_sin, strict=True)):
             context.tap(idx, hidden, residual)
@@ -111,7 +117,9 @@ class Decoder(nn.Module):
     def pack(self) -> None:
         """After loading: bring every weight into the layout that multiplies fastest on this device."""
         pack_layers(self)
-        self._stack = stack_of(self.config, self.model.layers) if self.layer_class is DecoderLayer else None
+        if self.layer_class is DecoderLayer:
+            self._stack = stack_of(self.config, self.model.layers)
+            self._fused = fuse(self.model.layers, self.config)
         self._packed_head = pack(self.model.embed_tokens.weight.data) if self.lm_head is None else self.lm_head.packed
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext, AttentionLayer
+from slipstream.attention.backend import AttentionContext, AttentionLayer, HeadNorms
 from slipstream.config import ModelConfig
 from slipstream.kernels.geglu import geglu
 from slipstream.kernels.linear import PackedWeight, Weight, embedding, pack, pack_gated, project
@@ -42,7 +42,12 @@ class Linear(Layer):
         self.packed: Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight if self.packed is None else self.packed, self.bias)
+        return project(x, self.matrix, self.bias)
+
+    @property
+    def matrix(self) -> Weight:
+        """The weight in the layout it is kept in."""
+        return self.weight if self.packed is None else self.packed
 
     def pack(self) -> None:
         """After loading: bring the weight into the layout that multiplies fastest here. The original is dropped."""
@@ -104,14 +109,17 @@ class Attention(Layer):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
-        layer = self.layer
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, layer.head_dim)
-        q, k, v = qkv.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = context.attend(layer, q, k, v, cos_sin)
-        mixed: Tensor = self.o_proj(out.flatten(1))
+        mixed: Tensor = self.o_proj(self.mix(self.qkv_proj(x), context, cos_sin))
         return mixed
+
+    def mix(self, qkv: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
+        """What lies between the two products: [num_tokens, all heads] -> [num_tokens, query heads]."""
+        layer, norms = self.layer, None
+        counts = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, layer.head_dim), counts, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return context.attend(layer, q, k, v, cos_sin, norms).flatten(1)
 
 
 class FeedForward(Layer):
@@ -122,6 +130,7 @@ class FeedForward(Layer):
         size = config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
+        self.activation = config.activation
         self.activate = {"silu": swiglu, "gelu_tanh": geglu}[config.activation]
         self.gated: PackedWeight | None = None  # the product and its activation in one, where that can be had
 

@@ -16,6 +16,7 @@ from slipstream.kernels.row_writes import write_rows
 from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.triton_attention import triton_attention
 from slipstream.types import RowStatus
+from tests.kernels.triton_cases_fused import decodes, products
 from tests.kernels.triton_cases_moe import experts, norms, routes
 from tests.kernels.triton_check import Case, Real, poisoned
 
@@ -247,4 +248,7 @@ def _attention() -> Iterator[Case]:
         yield Case(f"attention-{name}", triton_attention, args)
 
 
-CASES = [*_gated(), *_write_rows(), *_rope(), *_prepare(), *_commit(), *_attention(), *norms(), *routes(), *experts()]
+CASES = [
+    *(*_gated(), *_write_rows(), *_rope(), *_prepare(), *_commit(), *_attention(), *norms(), *routes(), *experts()),
+    *(*products(), *decodes()),
+]

@@ -16,6 +16,7 @@ from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import build_engine
 from slipstream.errors import ModelError
 from slipstream.llm import LLM
+from slipstream.models import fused_layer
 from slipstream.models.load import build_model, load_weights
 from slipstream.models.registry import architecture_of
 from slipstream.models.weights import open_checkpoint
@@ -176,9 +177,12 @@ def test_layers_without_a_window_share_one_rope_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", tiny_models.VARIANTS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_taps_show_the_stream_between_layers(variant: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "max_fused"), [("float32", 0), ("float64", 0), ("float64", 16)])
+def test_taps_show_the_stream_between_layers(
+    monkeypatch: pytest.MonkeyPatch, variant: str, dtype: str, max_fused: int, tmp_path: Path
+) -> None:
     """Against the hidden states that transformers gives; its rope is float32 at best, whatever the type here."""
+    monkeypatch.setattr(fused_layer, "max_fused_tokens", lambda like, weights: max_fused)
     reference = tiny_models.build(variant)
     folder = tiny_models.save(reference, tmp_path)
     engine = build_engine(EngineOptions(model=str(folder), dtype=dtype, max_model_len=16))

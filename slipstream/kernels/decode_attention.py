@@ -1,0 +1,490 @@
+"""Attention of a batch in which every request has equally few new tokens: rotation, cache write and attention at once.
+
+A program takes the query heads of one key head of one request. The keys are cut into chunks: those in the cache by
+position, then the new tokens as one more, whose keys come from the projection itself and are stored on the way. Chunk c
+belongs to program c modulo the number of programs; partial results are joined in the programs' order by the last to
+arrive. So a step needs no launch between the projection and attention, and nobody waits for a key to be stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.paged_attention import paged_attention
+from slipstream.kernels.rms_norm import rms_norm
+from slipstream.kernels.rope_cache import rope_and_cache
+from slipstream.kernels.triton_jit import (
+    arrival_counts,
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
+
+MAX_ROWS = 128  # of a tile: query tokens times heads of a group
+_MAX_SPLITS = 64
+_WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
+_JOINED_A_THREAD = 64  # numbers of partial results at once
+
+
+class Cut(NamedTuple):
+    """How the keys of a request are shared out."""
+
+    splits: int  # programs for each key head
+    chunk: int  # keys at a time
+    num_warps: int
+    num_stages: int
+    hold: bool = False  # the next chunk in registers: the first one before the kernel in front has ended
+
+
+def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
+    """Measured on an NVIDIA H200, alone and between the products of a layer."""
+    splits = 1
+    if num_tiles < _WANTED_PROGRAMS * 3 // 4:
+        splits = min(_MAX_SPLITS, next_power_of_2(-(-_WANTED_PROGRAMS // num_tiles)))
+    if rows > 64 or head_bytes >= 512:
+        return Cut(splits, 64 if head_bytes < 1024 else 32, 4 if rows <= 64 else 8, 1)
+    if splits == 1:
+        return Cut(1, 64, 2 if rows <= 16 else 4, 2)
+    if head_bytes <= 128:
+        return Cut(splits, 64, 2, 1, hold=True) if query_len == 1 else Cut(splits, 128, 4, 1, hold=True)
+    return Cut(splits, 64, 2, 2) if query_len == 1 else Cut(splits, 128, 4, 1)
+
+
+def _shape(q: Tensor, *_args: Any, **_kwargs: Any) -> TensorSpec:
+    return TensorSpec(tuple(q.shape), q.dtype)
+
+
+@operation(_shape, writes=("kv_cache",))
+def decode_attention(
+    q: Tensor,  # [num_reqs * query_len, num_heads, head_dim], as the projection left them
+    k: Tensor,  # [num_reqs * query_len, num_kv_heads, head_dim]
+    v: Tensor,  # [num_reqs * query_len, num_kv_heads, head_dim]
+    cos: Tensor,  # [num_tokens, 1, head_dim], from rotation
+    sin: Tensor,  # [num_tokens, 1, head_dim], from rotation
+    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
+    page_ids: Tensor,  # [num_tokens] int64, from cache_slots
+    offsets: Tensor,  # [num_tokens] int64, from cache_slots
+    query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
+    seq_lens: Tensor,  # [num_reqs] int32, new tokens included
+    block_table: Tensor,  # [num_reqs, max_pages] int32
+    query_len: int,  # of every request and of the padding
+    scale: float,
+    window: int,
+    query_gain: Tensor | None = None,  # [head_dim]: norms of heads before they are rotated
+    key_gain: Tensor | None = None,  # [head_dim]
+    eps: float = 0.0,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]; dead tokens are zero
+    if runs_triton(q):
+        tables = (query_lens, seq_lens, block_table)
+        gains = (query_gain, key_gain, eps)
+        return _launch(q, k, v, cos, sin, kv_cache, page_ids, offsets, *tables, query_len, scale, window, *gains)
+    if query_gain is not None and key_gain is not None:
+        q, k = rms_norm.body(q, query_gain, eps), rms_norm.body(k, key_gain, eps)
+    living = (torch.arange(query_len, device=q.device) < query_lens.unsqueeze(1)).flatten()
+    step = (cos[living], sin[living], kv_cache, page_ids[living], offsets[living])
+    turned = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    turned[living] = rope_and_cache.body(q[living], k[living], v[living], *step)
+    starts = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device) * query_len
+    return paged_attention.body(turned, kv_cache, starts, query_lens, seq_lens, block_table, scale, window)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    page_ids: Tensor,
+    offsets: Tensor,
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    query_len: int,
+    scale: float,
+    window: int,
+    query_gain: Tensor | None,
+    key_gain: Tensor | None,
+    eps: float,
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    num_reqs, num_kv_heads = seq_lens.shape[0], k.shape[1]
+    rows = query_len * (num_heads // num_kv_heads)
+    assert num_reqs * query_len == num_tokens, "a batch of equal queries pads requests and tokens together"
+    assert cos.shape[-1] == head_dim, "heads that are rotated in part take the other way"
+    assert all(x.stride(2) == 1 for x in (q, k, v))
+    head_bytes = next_power_of_2(head_dim) * q.element_size()
+    cut = cut_for(num_reqs * num_kv_heads, query_len, rows, head_bytes)
+    splits = cut.splits
+    shape = (num_reqs, num_kv_heads, splits, rows) if splits > 1 else (1, 1, 1, 1)
+    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    held = next_power_of_2(rows) * next_power_of_2(head_dim)
+    _decode_kernel[(num_reqs, num_kv_heads, splits)](
+        (q, k, v, cos, sin, q if query_gain is None else query_gain, q if key_gain is None else key_gain),
+        (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        (kv_cache, kv_cache.stride(0), block_table, block_table.stride(0)),
+        (query_lens, seq_lens, page_ids, offsets),
+        (out, partial, weight, arrival_counts(q.device, num_reqs * num_kv_heads)),
+        *(scale * 1.4426950408889634, window, eps),
+        QUERY_LEN=query_len,
+        GROUP=num_heads // num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_H=max(16, next_power_of_2(head_dim // 2)),
+        PAGE_SIZE=kv_cache.shape[3],
+        BLOCK_M=max(16, next_power_of_2(rows)),
+        BLOCK_T=max(16, next_power_of_2(query_len)),
+        BLOCK_R=next_power_of_2(rows),
+        BLOCK_N=cut.chunk,
+        SPLITS=splits,
+        AT_ONCE=min(splits, max(1, _JOINED_A_THREAD * 32 * cut.num_warps // held)),
+        HOLD=cut.hold,
+        WINDOW=window > 0,
+        NORMS=query_gain is not None,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        **early_start(q),
+    )
+    return out
+
+
+@jit
+def _rotated(base, cos, sin, token, gain, exists, eps, HALF: tl.constexpr, BLOCK_H: tl.constexpr, NORMS: tl.constexpr):
+    """Heads at ``base``, [rows, 1], of these tokens: both halves, normed if there are norms, then rotated."""
+    h = tl.arange(0, BLOCK_H)[None, :]
+    there = exists & (h < HALF)
+    low = tl.load(base + h, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(base + HALF + h, mask=there, other=0.0).to(tl.float32)
+    if NORMS:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+        kind = base.dtype.element_ty
+        low = low * scale * tl.load(gain + h, mask=h < HALF, other=0.0).to(tl.float32)
+        high = high * scale * tl.load(gain + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)
+        # Rounded as the norm's own result would be.
+        low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
+    c = tl.load(cos + token * 2 * HALF + h, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * 2 * HALF + HALF + h, mask=there, other=0.0).to(tl.float32)
+    kind = base.dtype.element_ty
+    return (low * c - high * s).to(kind), (high * c + low * s).to(kind)
+
+
+@jit
+def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_high):
+    """One more chunk in the running softmax; values in halves, as keys are."""
+    higher = tl.maximum(largest, tl.max(scores, 1))
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - anchor[:, None])
+    shrink = tl.exp2(largest - anchor)
+    total = total * shrink + tl.sum(weights, 1)
+    weights = weights.to(low_values.dtype)
+    acc_low = tl.dot(weights, low_values, acc_low * shrink[:, None], input_precision="ieee")
+    acc_high = tl.dot(weights, high_values, acc_high * shrink[:, None], input_precision="ieee")
+    return higher, total, acc_low, acc_high
+
+
+@jit
+def _load_chunk(
+    chunk,
+    table,
+    keys,
+    num_cached,
+    page_stride,
+    VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Keys and values of a chunk in halves; zeros where there are none."""
+    n, h = chunk * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
+    is_key = n < num_cached
+    page = tl.load(table + n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+    row = (keys + page * page_stride + (n % PAGE_SIZE) * 2 * HALF)[:, None] + h[None, :]
+    kept = is_key[:, None] & (h < HALF)[None, :]
+    k_low, k_high = tl.load(row, mask=kept, other=0.0), tl.load(row + HALF, mask=kept, other=0.0)
+    v_low, v_high = tl.load(row + VALUES, mask=kept, other=0.0), tl.load(row + VALUES + HALF, mask=kept, other=0.0)
+    return k_low, k_high, v_low, v_high
+
+
+@jit
+def _scores(q_low, q_high, k_low, k_high, scale):
+    scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+    return tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee") * scale
+
+
+@jit
+def _join(
+    partial,
+    weight,
+    pair,
+    first_chunk,
+    last_chunk,
+    out,
+    place,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """What the programs of a tile have left, joined and stored."""
+    r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    s = tl.arange(0, SPLITS)
+    # Programs whose first chunk is behind the last one have left nothing.
+    there = (_first_of(s, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
+    row = (pair * SPLITS + s)[:, None] * ROWS + r[None, :]
+    peaks = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    masses = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    largest = tl.max(peaks, 0)
+    anchor = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(masses * tl.exp2(peaks - anchor[None, :]), 0)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    # Without a window those that have left something are the first ones.
+    end = SPLITS if first_chunk > 0 else tl.minimum(SPLITS, last_chunk + 1)
+    for begin in range(0, end, AT_ONCE):
+        few = begin + tl.arange(0, AT_ONCE)
+        left = (_first_of(few, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
+        at = (pair * SPLITS + few)[:, None] * ROWS + r[None, :]
+        peak = tl.load(weight + at * 2, mask=left, other=float("-inf"), cache_modifier=".cg")
+        kept = left[:, :, None] & (d < 2 * HALF)[None, None, :]
+        from_part = partial + at[:, :, None] * (2 * HALF) + d[None, None, :]
+        part = tl.load(from_part, mask=kept, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(part * tl.exp2(peak - anchor[None, :])[:, :, None], 0)
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    exists = (r < ROWS)[:, None] & (d < 2 * HALF)[None, :]
+    tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=exists)
+
+
+@jit
+def _first_of(split, first_chunk, SPLITS: tl.constexpr):
+    """A program's first chunk. By the chunk's own number: a window that moves on moves no chunk to another program."""
+    return first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
+
+
+@jit
+def _add_cached(
+    queries,
+    held,  # the first chunk, where chunks are held
+    begin,
+    end,
+    table,
+    keys,
+    num_cached,
+    page_stride,
+    query,
+    sees,
+    scale,
+    window,
+    VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HOLD: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """A tile over its chunks of the cache: largest score, sum of weights and weighted values of each row."""
+    q_low, q_high = queries
+    largest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc_low, acc_high = tl.zeros([BLOCK_M, BLOCK_H], tl.float32), tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    for chunk in range(begin, end, SPLITS):
+        if HOLD:
+            k_low, k_high, v_low, v_high = held
+            after = chunk + SPLITS
+            held = _load_chunk(after, table, keys, num_cached, page_stride, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N)
+        else:
+            k_low, k_high, v_low, v_high = _load_chunk(
+                chunk, table, keys, num_cached, page_stride, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N
+            )
+        n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+        visible = sees[:, None] & (n < num_cached)[None, :]
+        if WINDOW:
+            visible = visible & (n[None, :] > (num_cached + query)[:, None] - window)
+        scores = _scores(q_low, q_high, k_low.to(q_low.dtype), k_high.to(q_low.dtype), scale)
+        scores = tl.where(visible, scores, float("-inf"))
+        v_low, v_high = v_low.to(q_low.dtype), v_high.to(q_low.dtype)
+        largest, total, acc_low, acc_high = _add_chunk(scores, v_low, v_high, largest, total, acc_low, acc_high)
+    return largest, total, acc_low, acc_high
+
+
+@jit
+def _store_whole(state, out, place, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The result of a program that has seen all keys; zero for rows that saw none."""
+    _, total, acc_low, acc_high = state
+    h = tl.arange(0, BLOCK_H)
+    exists = is_row[:, None] & (h < HALF)[None, :]
+    divisor = tl.where(total == 0.0, 1.0, total)[:, None]
+    to = out + place[:, None] + h[None, :]
+    tl.store(to, (acc_low / divisor).to(out.dtype.element_ty), mask=exists)
+    tl.store(to + HALF, (acc_high / divisor).to(out.dtype.element_ty), mask=exists)
+
+
+@jit
+def _add_new(
+    state,
+    queries,
+    new,
+    strides,
+    keys,
+    page_stride,
+    slots,
+    request,
+    kv_head,
+    query_len,
+    query,
+    sees,
+    scale,
+    window,
+    eps,
+    QUERY_LEN: tl.constexpr,
+    VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """The chunk of the new tokens: rotated here, stored, and added to the running softmax."""
+    largest, total, acc_low, acc_high = state
+    q_low, q_high = queries
+    _, k, v, cos, sin, _, key_gain = new
+    _, _, k_token, k_head, v_token, v_head = strides
+    page_ids, offsets = slots
+    t, h = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_H)
+    is_new, token = t < query_len, request * QUERY_LEN + t
+    from_k = (k + token * k_token + kv_head * k_head)[:, None]
+    k_low, k_high = _rotated(from_k, cos, sin, token[:, None], key_gain, is_new[:, None], eps, HALF, BLOCK_H, NORMS)
+    kept = is_new[:, None] & (h < HALF)[None, :]
+    from_v = (v + token * v_token + kv_head * v_head)[:, None] + h[None, :]
+    v_low, v_high = tl.load(from_v, mask=kept, other=0.0), tl.load(from_v + HALF, mask=kept, other=0.0)
+    page, offset = tl.load(page_ids + token, mask=is_new, other=0), tl.load(offsets + token, mask=is_new, other=0)
+    slot = (keys + page * page_stride + offset * 2 * HALF)[:, None] + h[None, :]
+    tl.store(slot, k_low.to(keys.dtype.element_ty), mask=kept)
+    tl.store(slot + HALF, k_high.to(keys.dtype.element_ty), mask=kept)
+    tl.store(slot + VALUES, v_low.to(keys.dtype.element_ty), mask=kept)
+    tl.store(slot + VALUES + HALF, v_high.to(keys.dtype.element_ty), mask=kept)
+    visible = sees[:, None] & is_new[None, :] & (t[None, :] <= query[:, None])
+    if WINDOW:
+        visible = visible & (t[None, :] > query[:, None] - window)
+    scores = tl.where(visible, _scores(q_low, q_high, k_low, k_high, scale), float("-inf"))
+    return _add_chunk(scores, v_low, v_high, largest, total, acc_low, acc_high)
+
+
+@jit
+def _hand_in(
+    state,
+    results,
+    pair,
+    place,
+    split,
+    first_chunk,
+    last_chunk,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Leave a partial result; the program that is the last of its tile to do so joins them all."""
+    largest, total, acc_low, acc_high = state
+    out, partial, weight, arrivals = results
+    m, h = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
+    is_low = (m < ROWS)[:, None] & (h < HALF)[None, :]
+    mine = (pair * SPLITS + split) * ROWS + m
+    part = partial + mine[:, None] * (2 * HALF) + h[None, :]
+    tl.store(part, acc_low, mask=is_low)
+    tl.store(part + HALF, acc_high, mask=is_low)
+    tl.store(weight + mine * 2, largest, mask=m < ROWS)
+    tl.store(weight + mine * 2 + 1, total, mask=m < ROWS)
+    tl.debug_barrier()
+    parts = tl.minimum(SPLITS, last_chunk - first_chunk + 1)
+    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == parts - 1:
+        tl.store(arrivals + pair, 0)
+        _join(
+            *(partial, weight, pair, first_chunk, last_chunk, out, place),
+            *(ROWS, HALF, 2 * BLOCK_H, BLOCK_R, SPLITS, AT_ONCE),
+        )
+
+
+@jit
+def _decode_kernel(
+    new,  # q, k, v, cos, sin, gains of queries and of keys
+    strides,  # of tokens and heads of q, k, v
+    cache,  # keys and values with the stride of a page, and the table of pages with that of a request
+    tables,  # query_lens, seq_lens, page_ids, offsets
+    results,  # out, partial, weight, arrivals
+    scale,  # times log2(e): weights are powers of two
+    window,
+    eps,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    HOLD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NORMS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    ROWS: tl.constexpr = QUERY_LEN * GROUP
+    request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    # Lengths, pages and all keys but the new ones were there before the kernel right before this one, the projection.
+    query_len = tl.load(tables[0] + request, cache_modifier=".cg")
+    num_cached = tl.load(tables[1] + request, cache_modifier=".cg") - query_len
+    first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
+    last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N  # that of the new tokens
+    begin = _first_of(split, first_chunk, SPLITS)
+    if begin > last_chunk:
+        return
+    keys, table = cache[0] + kv_head * PAGE_SIZE * 2 * HALF, cache[2] + request * cache[3]
+    VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies behind its key
+    held = begin
+    if HOLD:
+        held = _load_chunk(begin, table, keys, num_cached, cache[1], VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N)
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
+    m = tl.arange(0, BLOCK_M)
+    query, head = m // GROUP, kv_head * GROUP + m % GROUP
+    sees, token = (m < ROWS) & (query < query_len), request * QUERY_LEN + query
+    from_q = (new[0] + token * strides[0] + head * strides[1])[:, None]
+    queries = _rotated(*(from_q, new[3], new[4], token[:, None], new[5], sees[:, None], eps), HALF, BLOCK_H, NORMS)
+    state = _add_cached(
+        *(queries, held, begin, last_chunk, table, keys, num_cached, cache[1], query, sees, scale, window),
+        *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_M, BLOCK_N, SPLITS, HOLD, WINDOW),
+    )
+    if last_chunk % SPLITS == split:
+        state = _add_new(
+            *(state, queries, new, strides, keys, cache[1], (tables[2], tables[3]), request, kv_head, query_len),
+            *(query, sees, scale, window, eps, QUERY_LEN, VALUES, HALF, BLOCK_H, BLOCK_T, WINDOW, NORMS),
+        )
+    if SPLITS > 1 and last_chunk > first_chunk:
+        r, pair = tl.arange(0, BLOCK_R), request * NUM_KV_HEADS + kv_head
+        place = (request * QUERY_LEN + r // GROUP) * NUM_KV_HEADS * GROUP + kv_head * GROUP + r % GROUP
+        _hand_in(
+            *(state, results, pair, place * 2 * HALF, split, first_chunk, last_chunk),
+            *(ROWS, HALF, BLOCK_M, BLOCK_H, BLOCK_R, SPLITS, AT_ONCE),
+        )
+    else:
+        _store_whole(state, results[0], (token * NUM_KV_HEADS * GROUP + head) * 2 * HALF, m < ROWS, HALF, BLOCK_H)

@@ -1,0 +1,152 @@
+"""The products of a decoder layer with their neighbours folded in: norms, gates, the residual stream.
+
+For steps of few tokens on a GPU; ``small_linear`` says how. A norm is taken apart: its gain is applied where a token is
+stored (``scaled``), its factor where the token is next multiplied, from the sums of squares that came along.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels.geglu import geglu
+from slipstream.kernels.linear import linear
+from slipstream.kernels.small_linear import Epilogue, Scaled, small_linear
+from slipstream.kernels.swiglu import swiglu
+from slipstream.kernels.tiles import tile_for
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
+
+_ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu}
+
+
+def _squares_spec(x: Tensor) -> TensorSpec:
+    return TensorSpec((x.shape[0], 1), torch.promote_types(x.dtype, torch.float32))
+
+
+def _scale_shape(x: Tensor, gain: Tensor) -> tuple[TensorSpec, TensorSpec]:
+    return spec_of(x), _squares_spec(x)
+
+
+@operation(_scale_shape)
+def scale_tokens(
+    x: Tensor,  # [num_tokens, size]
+    gain: Tensor,  # [size], of a norm
+) -> tuple[Tensor, Tensor]:  # the tokens with the gain; [num_tokens, parts] whose sum is a token's sum of squares
+    if runs_triton(x):
+        x = x.contiguous()
+        num_tokens, size = x.shape
+        scaled = torch.empty_like(x)
+        squares = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
+        block = next_power_of_2(size)
+        _scale_kernel[(num_tokens,)](
+            x, gain, scaled, squares, size, BLOCK=block, num_warps=min(16, max(1, block // 512)), **early_start(x)
+        )
+        return scaled, squares
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * gain).to(x.dtype), wide.square().sum(1, keepdim=True)
+
+
+def _normed(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
+    wide = scaled.to(squares.dtype)
+    return wide * torch.rsqrt(squares.sum(1, keepdim=True) / scaled.shape[1] + eps)
+
+
+def _linear_shape(scaled: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> TensorSpec:
+    return TensorSpec((scaled.shape[0], weight.shape[0]), scaled.dtype)
+
+
+@operation(_linear_shape)
+def scaled_linear(
+    scaled: Tensor,  # [num_tokens, in]
+    squares: Tensor,  # [num_tokens, parts]
+    eps: float,
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None,  # [out]
+) -> Tensor:  # [num_tokens, out]: the product of the normed tokens
+    if runs_triton(scaled):
+        tile = tile_for("norm", scaled, weight.shape[0])
+        return small_linear(Scaled(scaled, squares, eps), weight, Epilogue(bias), tile).out
+    return linear.body(_normed(scaled, squares, eps).to(scaled.dtype), weight, bias)
+
+
+def _gated_shape(
+    scaled: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str
+) -> TensorSpec:
+    return TensorSpec((scaled.shape[0], weight.shape[0] // 2), scaled.dtype)
+
+
+@operation(_gated_shape)
+def scaled_gated(
+    scaled: Tensor,  # [num_tokens, in]
+    squares: Tensor,  # [num_tokens, parts]
+    eps: float,
+    weight: Tensor,  # [2 * out, in], gates first
+    bias: Tensor | None,  # [2 * out]
+    activation: str,  # of the gate: "silu" or "gelu_tanh"
+) -> Tensor:  # [num_tokens, out]
+    if runs_triton(scaled):
+        tile = tile_for("gated", scaled, weight.shape[0] // 2)
+        return small_linear(Scaled(scaled, squares, eps), weight, Epilogue(bias, activation=activation), tile).out
+    return _ACTIVATIONS[activation].body(linear.body(_normed(scaled, squares, eps).to(scaled.dtype), weight, bias))
+
+
+def _add_shape(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> TensorSpec:
+    return spec_of(residual)
+
+
+@operation(_add_shape)
+def linear_add(
+    x: Tensor,  # [num_tokens, in]
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None,  # [out]
+    residual: Tensor,  # [num_tokens, out]
+) -> Tensor:  # [num_tokens, out]: residual + product
+    if runs_triton(x):
+        return small_linear(x, weight, Epilogue(bias, residual), tile_for("add", x, weight.shape[0])).out
+    return F.linear(x, weight, bias).add_(residual)
+
+
+def _add_scaled_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    return spec_of(residual), spec_of(residual), _squares_spec(x)
+
+
+@operation(_add_scaled_shape)
+def linear_add_scaled(
+    x: Tensor,  # [num_tokens, in]
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None,  # [out]
+    residual: Tensor,  # [num_tokens, out]
+    gain: Tensor,  # [out], of the norm that follows
+) -> tuple[Tensor, Tensor, Tensor]:  # residual + product; the same with the gain; its sums of squares
+    if runs_triton(x):
+        end = Epilogue(bias, residual, gain)
+        made = small_linear(x, weight, end, tile_for("add", x, weight.shape[0]))
+        assert made.scaled is not None
+        assert made.squares is not None
+        return made.out, made.scaled, made.squares
+    total = F.linear(x, weight, bias).add_(residual)
+    return total, *scale_tokens.body(total, gain)
+
+
+@jit
+def _scale_kernel(x, gain, scaled, squares, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    exists = column < size
+    factors = tl.load(gain + column, mask=exists, other=0.0).to(tl.float32)
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
+    value = tl.load(x + token * size + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(scaled + token * size + column, (value * factors).to(scaled.dtype.element_ty), mask=exists)
+    tl.store(squares + token, tl.sum(value * value, 0))

@@ -1,0 +1,308 @@
+"""Matrix products of few tokens in Triton, with what stands before and behind them in a decoder folded in.
+
+A norm between two products is a gain for each column and a factor for each token. The product in front applies the gain
+to what it stores, and leaves the sums of squares of its own columns; the one behind it adds those up, in order, and
+multiplies its sums by the factor. Behind a product a gate, or the residual stream, is joined in registers.
+
+Two kernels do the work. With very few tokens and short rows a program holds its weights in registers before the kernel
+in front of it has ended. Otherwise tiles go through the tensor cores, the weight as the tall operand.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.triton_jit import (
+    early_start,
+    fetch_ahead,
+    jit,
+    jit_general,
+    let_next_start,
+    next_power_of_2,
+    tl,
+    wait_for_last,
+)
+
+_LINE = 128  # bytes of the second-level cache
+
+
+class Tile(NamedTuple):
+    """How a product is cut: tokens, rows of the weight, and columns of it that are read at once."""
+
+    tokens: int  # 0: weights in registers, tokens one after the other
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    ahead: int = 4 << 20  # bytes of a weight that are fetched while the kernel before still runs
+    late: bool = False  # the next kernel starts when this one is nearly done, and not at once
+
+
+class Scaled(NamedTuple):
+    """Tokens that wait for the factor of their norm."""
+
+    x: Tensor  # [num_tokens, in], the gain applied
+    squares: Tensor  # [num_tokens, parts] float32: their sum is the sum of squares of the token without the gain
+    eps: float
+
+
+class Epilogue(NamedTuple):
+    """What happens to the sums."""
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    gain: Tensor | None = None  # of the norm that follows: the result comes scaled as well
+    activation: str = ""  # of the gate, the weight's first half: "silu", "gelu_tanh" or none
+
+
+class Product(NamedTuple):
+    out: Tensor  # [num_tokens, out]
+    scaled: Tensor | None  # [num_tokens, out]
+    squares: Tensor | None  # [num_tokens, parts] float32
+
+
+def small_linear(
+    x: Tensor | Scaled,  # [num_tokens, in]
+    weight: Tensor,  # [out, in], or gates and values, [2 * out, in]
+    end: Epilogue,
+    tile: Tile,
+    dtype: torch.dtype | None = None,  # of the result
+) -> Product:
+    squares, eps = (x.squares, x.eps) if isinstance(x, Scaled) else (None, 0.0)
+    tokens = x.x if isinstance(x, Scaled) else x
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    num_tokens, in_size = tokens.shape
+    out_size = weight.shape[0] // 2 if end.activation else weight.shape[0]
+    num_tiles = -(-out_size // tile.rows)
+    out = torch.empty(num_tokens, out_size, dtype=dtype or tokens.dtype, device=tokens.device)
+    scaled = None if end.gain is None else torch.empty_like(out)
+    sums = None if end.gain is None else torch.empty(num_tokens, num_tiles, dtype=torch.float32, device=tokens.device)
+    residual_stride = 0 if end.residual is None else end.residual.stride(0)
+    num_parts = 0 if squares is None else squares.shape[1]
+    arrays = (tokens, weight, (squares, end.bias, end.residual, end.gain), (out, scaled, sums))
+    sizes = (num_tokens, out_size, in_size, num_parts, tokens.stride(0), residual_stride, eps)
+    flags = {
+        "NORM": squares is not None,
+        "BIAS": end.bias is not None,
+        "ADD": end.residual is not None,
+        "NEXT": end.gain is not None,
+        "GATE": end.activation,
+        "PARTS": next_power_of_2(num_parts),
+        "num_warps": tile.num_warps,
+        **early_start(tokens),
+    }
+    if tile.tokens == 0:
+        _vector_kernel[(num_tiles,)](
+            *arrays, *sizes, TOKENS=num_tokens, BLOCK_N=tile.rows, BLOCK_K=next_power_of_2(in_size), **flags
+        )
+        return Product(out, scaled, sums)
+    # Columns whose rows together make up what is worth fetching ahead, in whole lines.
+    lines = max(1, min(tile.ahead // (num_tiles * tile.rows), in_size * weight.element_size()) // _LINE)
+    _tile_kernel[(num_tiles, -(-num_tokens // tile.tokens))](
+        *arrays,
+        *sizes,
+        EVEN=in_size % tile.columns == 0,
+        BLOCK_M=tile.tokens,
+        BLOCK_N=tile.rows,
+        BLOCK_K=tile.columns,
+        AHEAD=1 << (lines.bit_length() - 1) if tile.ahead else 0,
+        LATE=tile.late,
+        LINE=_LINE // weight.element_size(),
+        num_stages=tile.num_stages,
+        **flags,
+    )
+    return Product(out, scaled, sums)
+
+
+@jit
+def _gated(gate, value, GATE: tl.constexpr):
+    if GATE == "silu":
+        return gate * tl.sigmoid(gate) * value
+    # (1 + tanh(y)) / 2 is sigmoid(2 y).
+    return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * value
+
+
+@jit
+def _finish(
+    acc,
+    value,
+    n,
+    m,
+    ends,
+    results,
+    num_tokens,
+    out_size,
+    in_size,
+    num_parts,
+    residual_stride,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    GATE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """What stands behind a product, on a tile [rows, tokens] of sums; then the tile is stored."""
+    squares, bias, residual, gain = ends
+    out, scaled, sums = results
+    if NORM:
+        p = tl.arange(0, PARTS)
+        is_part = (m < num_tokens)[:, None] & (p < num_parts)[None, :]
+        found = tl.load(squares + m[:, None] * num_parts + p[None, :], mask=is_part, other=0.0)
+        factor = tl.rsqrt(tl.sum(found, 1) / in_size + eps)[None, :]
+        acc *= factor
+        value *= factor
+    exists = (n < out_size)[:, None] & (m < num_tokens)[None, :]
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
+        if GATE != "":
+            value += tl.load(bias + out_size + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
+    if GATE != "":
+        acc = _gated(acc, value, GATE)
+    if ADD:
+        acc += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=exists, other=0.0).to(tl.float32)
+    result = acc.to(out.dtype.element_ty)
+    place = m.to(tl.int64)[None, :] * out_size + n[:, None]
+    tl.store(out + place, result, mask=exists)
+    if NEXT:
+        wide = tl.where(exists, result.to(tl.float32), 0.0)
+        factors = tl.load(gain + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled + place, (wide * factors).to(scaled.dtype.element_ty), mask=exists)
+        num_tiles = tl.num_programs(0)
+        tl.store(sums + m * num_tiles + tl.program_id(0), tl.sum(wide * wide, 0), mask=m < num_tokens)
+
+
+# One token must not be told apart: its columns of a tile would be one address, and be read one by one.
+@jit_general("num_tokens", "out_size", "num_parts")
+def _tile_kernel(
+    x,
+    weight,
+    ends,  # squares, bias, residual, gain
+    results,  # out, scaled, sums
+    num_tokens,
+    out_size,
+    in_size,
+    num_parts,
+    x_stride,
+    residual_stride,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    GATE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LATE: tl.constexpr,
+    LINE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows that do not exist are computed from one that does, and not stored. Tokens that do not exist are not read: all
+    # programs would read the same one many times over.
+    row = weight + tl.minimum(n, out_size - 1).to(tl.int64)[:, None] * in_size
+    is_token = (m < num_tokens)[None, :]
+    token = x + m.to(tl.int64)[None, :] * x_stride
+    to_value = out_size.to(tl.int64) * in_size
+    if EARLY and AHEAD > 0:
+        line = tl.minimum(tl.arange(0, AHEAD) * LINE, in_size - 1)[None, :]
+        fetch_ahead(row + line)
+        if GATE != "":
+            fetch_ahead(row + to_value + line)
+    wait_for_last(EARLY)
+    if not LATE:
+        let_next_start(EARLY)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, in_size, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN:
+            w = tl.load(row + k[None, :])
+            part = tl.load(token + k[:, None], mask=is_token, other=0.0)
+        else:
+            w = tl.load(row + k[None, :], mask=(k < in_size)[None, :], other=0.0)
+            part = tl.load(token + k[:, None], mask=(k < in_size)[:, None] & is_token, other=0.0)
+        acc = tl.dot(w, part, acc, input_precision="ieee")
+        if GATE != "":
+            if EVEN:
+                v = tl.load(row + to_value + k[None, :])
+            else:
+                v = tl.load(row + to_value + k[None, :], mask=(k < in_size)[None, :], other=0.0)
+            value = tl.dot(v, part, value, input_precision="ieee")
+    if LATE:
+        let_next_start(EARLY)
+    _finish(
+        *(acc, value, n, m, ends, results, num_tokens, out_size, in_size, num_parts, residual_stride, eps),
+        *(NORM, BIAS, ADD, NEXT, GATE, PARTS),
+    )
+
+
+@jit_general("num_tokens", "out_size", "num_parts")
+def _vector_kernel(
+    x,
+    weight,
+    ends,  # squares, bias, residual, gain
+    results,  # out, scaled, sums
+    num_tokens,
+    out_size,
+    in_size,
+    num_parts,
+    x_stride,
+    residual_stride,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    GATE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    squares, bias, residual, gain = ends
+    out, scaled, sums = results
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    is_row, is_column = n < out_size, k < in_size
+    row = weight + n.to(tl.int64)[:, None] * in_size + k[None, :]
+    kept = is_row[:, None] & is_column[None, :]
+    w = tl.load(row, mask=kept, other=0.0)
+    if GATE != "":
+        v = tl.load(row + out_size.to(tl.int64) * in_size, mask=kept, other=0.0)
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
+    for token in tl.static_range(TOKENS):
+        part = tl.load(x + token * x_stride + k, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        acc = tl.sum(w.to(tl.float32) * part, 1)
+        factor = 1.0
+        if NORM:
+            p = tl.arange(0, PARTS)
+            found = tl.load(squares + token * num_parts + p, mask=p < num_parts, other=0.0)
+            factor = tl.rsqrt(tl.sum(found, 0) / in_size + eps)
+        acc = acc * factor
+        if BIAS:
+            acc += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+        if GATE != "":
+            value = tl.sum(v.to(tl.float32) * part, 1) * factor
+            if BIAS:
+                value += tl.load(bias + out_size + n, mask=is_row, other=0.0).to(tl.float32)
+            acc = _gated(acc, value, GATE)
+        if ADD:
+            acc += tl.load(residual + token * residual_stride + n, mask=is_row, other=0.0).to(tl.float32)
+        result = acc.to(out.dtype.element_ty)
+        tl.store(out + token * out_size + n, result, mask=is_row)
+        if NEXT:
+            wide = tl.where(is_row, result.to(tl.float32), 0.0)
+            factors = tl.load(gain + n, mask=is_row, other=0.0).to(tl.float32)
+            tl.store(scaled + token * out_size + n, (wide * factors).to(scaled.dtype.element_ty), mask=is_row)
+            tl.store(sums + token * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide, 0))

@@ -1,0 +1,26 @@
+"""The tuner's own arithmetic; that it measures well is for a GPU to show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels import triton_jit, tuning
+from slipstream.kernels.tiles import Kind, Weight
+from tests.kernels.triton_check import quietly_interpreted
+
+
+@pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
+@pytest.mark.parametrize("kind", ["norm", "gated", "add", "head"])
+def test_a_right_tile_is_right_and_a_wrong_one_is_not(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    monkeypatch.setattr(
+        torch, "randn", lambda shape, **_: torch.testing.make_tensor(shape, dtype=torch.float32, device="cpu")
+    )
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, 0.5))
+    weight = Weight(kind, 48, 64, 2)
+    bench = tuning.Bench(weight, 3, torch.float32, max_copies=1)
+    tile = list(tuning.candidates(weight, 3))[-1]._replace(columns=64, rows=16, tokens=8)
+    with quietly_interpreted():
+        assert bench.is_right(tile)
+        monkeypatch.setattr(bench, "fused", lambda tile, matrix: bench.expected() * 1.1)
+        assert not bench.is_right(tile)
