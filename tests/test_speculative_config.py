@@ -216,3 +216,19 @@ def test_options_travel_to_another_process() -> None:
     assert msgspec.json.decode(msgspec.json.encode(options), type=EngineOptions) == options
     config = resolve(options, CPU, MODEL)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=type(config)) == config
+
+
+@pytest.mark.parametrize(("num_modules", "k", "num_turns"), [(1, 3, 1), (3, 1, 1), (3, 2, 2), (2, 5, 2)])
+def test_modules_keep_what_the_next_one_goes_on_from(num_modules: int, k: int, num_turns: int) -> None:
+    """One hidden state a token for every module but the last that has a turn, in the memory of the cache."""
+    memory = 1 << 24
+    options = EngineOptions(
+        speculative_config={"method": "mtp", "num_speculative_tokens": k}, kv_cache_memory_bytes=memory, max_num_seqs=99
+    )
+    head = replace(MODEL, num_layers=num_modules)
+    config = resolve(options, CPU, MODEL, draft=DraftModel(head, num_modules=num_modules))
+    keys = sum(2 * m.num_layers * m.num_kv_heads * m.head_dim * 4 for m in (MODEL, head))
+    page_bytes = 16 * (keys + (num_turns - 1) * MODEL.hidden_size * 4)
+    assert config.num_draft_modules == num_turns
+    assert config.cache.num_pages == memory // page_bytes + 1
+    assert config.cache_bytes == config.cache.num_pages * page_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import HeadPlan, build_head, load_head, open_head_checkpoint, read_head
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import build_model, built_under, count_parameters, load_weights, randomize_weights
-from slipstream.models.mtp_head import mtp_tensors
+from slipstream.models.mtp_head import is_mtp_tensor, mtp_tensors
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import HEAD_SHAPES
 from slipstream.models.tokenizer import Tokenizer
@@ -87,25 +87,27 @@ def open_drafter(
     target = architecture.read_config(hf_config)
     if checkpoint is None and speculative.model in HEAD_SHAPES:
         plan = read_head(HEAD_SHAPES[speculative.model], target, "eagle3")
-        return HeadDrafter(_size(plan, architecture, target), plan, None)
+        return HeadDrafter(_size(plan, architecture, target, ()), plan, None)
     if speculative.model is not None:
-        head_config, tensors = open_head_checkpoint(resolve_model(speculative.model))
-        plan = read_head(head_config, target, "eagle3" if speculative.method == "eagle3" else "eagle")
-        return HeadDrafter(_size(plan, architecture, target), plan, lambda: tensors)
+        own = open_head_checkpoint(resolve_model(speculative.model, is_head=True))
+        plan = read_head(own.config, target, "eagle3" if speculative.method == "eagle3" else "eagle")
+        return HeadDrafter(_size(plan, architecture, target, own.tensor_names), plan, own.tensors)
     if checkpoint is None:
         raise ConfigError("mtp drafts with layers of the target's checkpoint; a bare shape has none")
     plan, opened = read_head(hf_config, target, "mtp"), checkpoint
+    names = [name for name in opened.tensor_names() if is_mtp_tensor(name, target.num_layers)]
     return HeadDrafter(
-        _size(plan, architecture, target), plan, lambda: mtp_tensors(opened.tensors(), target.num_layers)
+        _size(plan, architecture, target, names), plan, lambda: mtp_tensors(opened.tensors(), target.num_layers)
     )
 
 
-def _size(plan: HeadPlan, architecture: Architecture, target: ModelConfig) -> DraftModel:
+def _size(plan: HeadPlan, architecture: Architecture, target: ModelConfig, names: Collection[str]) -> DraftModel:
+    """``names`` are those of the tensors that the head will be loaded from."""
     with torch.device("meta"):
         head = build_head(plan, architecture(target, 1), 1)
     # A head may be trained on shorter texts than the target; its rope goes as far as the engine does.
     config = replace(plan.config, max_position=max(plan.config.max_position, target.max_position))
-    return DraftModel(config, sum(parameter.numel() for parameter in head.parameters()))
+    return DraftModel(config, head.num_parameters(names), head.num_modules)
 
 
 def _open_draft_model(model: str, hf_config: dict[str, Any], tokenizer: Tokenizer | None) -> DraftModelDrafter:

@@ -7,9 +7,10 @@ themselves are in ``eagle_head``, ``eagle3_head`` and ``mtp_head``. Nothing here
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -111,6 +112,7 @@ class DraftHead(nn.Module, ABC):
         self.plan = plan
         self.config = config = plan.config
         self.taps = plan.taps
+        self.num_modules = config.num_layers if plan.kind == "mtp" else 1
         self.borrowed = Borrowed(target)
         self.embedding_scale = embedding_scale
         self.hints: dict[str, str] = {}  # what a wrong shape of a tensor may come from, by the tensor's name
@@ -128,7 +130,7 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def forward(
         self,
-        step: int,  # which draft is being made
+        module_idx: int,  # one of several where there are any
         input_ids: Tensor,  # [n] int32, ids of the target: the tokens at p + 1
         hidden: Tensor,  # [n, hidden], the states at p
         context: AttentionContext,
@@ -161,27 +163,49 @@ class DraftHead(nn.Module, ABC):
         """Every tensor a checkpoint must bring, by its name there."""
         return checkpoint_slots(self)
 
-    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """What a tensor of the checkpoint brings, by the names of ``slots``."""
+    def rename(self, name: str) -> str:
+        """A checkpoint's tensor, by the names of ``slots`` and ``optional``."""
         name = name.removeprefix("model.")
-        return [(name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name, tensor)]
+        return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """What a tensor of the checkpoint brings, by those names."""
+        return [(self.rename(name), tensor)]
+
+    def optional(self) -> dict[str, tuple[int, ...]]:
+        """Tensors that a checkpoint may bring beside the ``slots``, and their shapes."""
+        size = self.config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.embed_tokens is None:
+            shapes["embed_tokens.weight"] = (self.plan.target_vocab_size, size)
+        if self.lm_head is None:
+            shapes["lm_head.weight"] = (self.config.vocab_size, size)
+        return shapes
+
+    def num_parameters(self, file_names: Collection[str]) -> int:
+        """How many it will hold at most, loaded from tensors of these names; what the target has too is left out then.
+
+        Asked of a head without memory, before anything is loaded.
+        """
+        given = {self.rename(name) for name in file_names}
+        adopted = sum(math.prod(shape) for name, shape in self.optional().items() if name in given)
+        return sum(parameter.numel() for parameter in self.parameters()) + adopted
 
     def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
         """Take a tensor that a checkpoint may leave out; false if it is none."""
-        size = self.config.hidden_size
-        if name == "embed_tokens.weight" and self.embed_tokens is None:
-            own = self.own_copy(file_name, tensor, (self.plan.target_vocab_size, size))
+        shape = self.optional().get(name)
+        if shape is None:
+            return False
+        own = self.own_copy(file_name, tensor, shape)
+        if name == "embed_tokens.weight":
             # Many bring a copy of the target's, and one is enough, unless it is to be the output matrix as well.
             if self.config.tie_embeddings or not torch.equal(own, self.borrowed.embedding):
                 self.embed_tokens = _embedding_of(own)
-            return True
-        if name == "lm_head.weight" and self.lm_head is None:
-            own = self.own_copy(file_name, tensor, (self.config.vocab_size, size))
+        else:
             theirs = self.borrowed.head
             if theirs is None or not torch.equal(own, theirs):
                 self.lm_head = _linear_of("lm_head", own)
-            return True
-        return False
+        return True
 
     def own_copy(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """In the memory and type of the target's weights."""
@@ -235,6 +259,9 @@ def read_head(hf_config: dict[str, Any], target: ModelConfig, kind: Kind | None 
         # So vLLM's first converter wrote it: the head's config inside another.
         inner = {key: value for key, value in hf.items() if key != "model"} | hf["model"]
         hf = {**inner, "architectures": ["EagleLlamaForCausalLM"]}
+    for key, kind_of_value, words in (("architectures", list, "a list of names"), ("eagle_config", dict, "an object")):
+        if hf.get(key) is not None and not isinstance(hf[key], kind_of_value):
+            raise ModelError(f"'{key}' in the head's config.json must be {words}, not {hf[key]!r}")
     plan: HeadPlan = importlib.import_module(_MODULES[_kind_of(hf, kind)]).read(hf, target)
     return plan
 
@@ -264,7 +291,7 @@ def _kind_of(hf: dict[str, Any], wanted: Kind | None) -> Kind:
 
 def read_body(hf: dict[str, Any]) -> ModelConfig:
     """The shape of the head's decoder layers."""
-    model_type = hf.get("model_type") or "llama"
+    model_type = str(hf.get("model_type") or "llama")
     if model_type not in _BODIES:
         raise ModelError(
             f"'model_type' of the head is '{model_type}', which is not supported; supported: {', '.join(_BODIES)}"
@@ -361,21 +388,30 @@ def _set_vocabulary(head: DraftHead, d2t: Tensor | None, t2d: Tensor | None) -> 
     head.target_ids.copy_(target_ids)
 
 
-def open_head_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """The config and the tensors of a head: a folder with safetensors, or with the ``.bin`` files of older ones."""
+class HeadCheckpoint(NamedTuple):
+    config: dict[str, Any]
+    tensor_names: list[str]
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+def open_head_checkpoint(folder: Path) -> HeadCheckpoint:
+    """A folder with safetensors, or with the ``.bin`` files of older heads."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not the folder of a draft head; check the path")
     files = sorted(folder.glob("pytorch_model*.bin"))
     if files and not any(folder.glob("*.safetensors")):
-        return read_json(folder / "config.json"), (pair for file in files for pair in load_bin(file))
+        names = [name for file in files for name, _ in load_bin(file, device="meta")]  # shapes without memory
+        return HeadCheckpoint(
+            read_json(folder / "config.json"), names, lambda: (pair for file in files for pair in load_bin(file))
+        )
     checkpoint = SafetensorsCheckpoint(folder)
-    return checkpoint.config, checkpoint.tensors()
+    return HeadCheckpoint(checkpoint.config, checkpoint.tensor_names(), checkpoint.tensors)
 
 
-def load_bin(path: Path) -> Iterator[tuple[str, Tensor]]:
+def load_bin(path: Path, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file that ``torch.save`` wrote. Nothing in it is run."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location=device, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(f"{path} cannot be read ({reason}); download it again") from error

@@ -156,7 +156,7 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
         return features if self.fc is None else self.fc(features)
 
-    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
         out, residual = self.layers[0](self.embed(input_ids), hidden, context, self.cos_sin[0])
         for layer, cos_sin in zip(self.layers[1:], self.cos_sin[1:], strict=True):
             out, residual = layer(out, residual, context, cos_sin)

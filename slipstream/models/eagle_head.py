@@ -6,7 +6,6 @@ matrix makes logits of it, with no norm between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +71,7 @@ class EagleHead(DraftHead):
         self.layers = nn.ModuleList([FirstLayer(config), *later])
         self.cos_sin = self.rope_tables(max_position)
 
-    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
         joined = self.fc(torch.cat([self.embed(input_ids), hidden], dim=-1))
         out, residual = self.layers[0](joined, context, self.cos_sin[0])
         for layer, cos_sin in zip(self.layers[1:], self.cos_sin[1:], strict=True):
@@ -80,17 +79,21 @@ class EagleHead(DraftHead):
         state: Tensor = out + residual
         return state
 
-    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    def rename(self, name: str) -> str:
         # As the speculators library calls them.
         for theirs, ours in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
-        return super().translate(name, tensor)
+        return super().rename(name)
+
+    def optional(self) -> dict[str, tuple[int, ...]]:
+        # Published heads differ in the bias, and their configs often do not say so.
+        bias: dict[str, tuple[int, ...]] = {"fc.bias": (self.config.hidden_size,)} if self.fc.bias is None else {}
+        return super().optional() | bias
 
     def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
         if name == "fc.bias" and self.fc.bias is None:
-            # Published heads differ in it, and their configs often do not say so.
-            bias = self.own_copy(file_name, tensor, (self.config.hidden_size,))
+            bias = self.own_copy(file_name, tensor, self.optional()[name])
             self.fc.bias = nn.Parameter(bias, requires_grad=False)
             return True
         return super().adopt(name, file_name, tensor)

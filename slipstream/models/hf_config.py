@@ -21,7 +21,7 @@ def read_decoder_config(hf: dict[str, Any], **differences: Any) -> ModelConfig:
             f"activation '{hidden_act}' in config.json is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
     hidden_size, num_heads = require(hf, "hidden_size"), require(hf, "num_attention_heads")
-    head_dim = hf.get("head_dim") or hidden_size // num_heads
+    head_dim = require(hf, "head_dim") if hf.get("head_dim") else hidden_size // num_heads
     rope = read_rope(hf, head_dim, require(hf, "max_position_embeddings"))
     dtype = str(hf.get("torch_dtype") or hf.get("dtype") or "float32")
     values: dict[str, Any] = {
@@ -31,7 +31,7 @@ def read_decoder_config(hf: dict[str, Any], **differences: Any) -> ModelConfig:
         "intermediate_size": require(hf, "intermediate_size"),
         "num_layers": require(hf, "num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
+        "num_kv_heads": require(hf, "num_key_value_heads") if hf.get("num_key_value_heads") else num_heads,
         "head_dim": head_dim,
         "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
         "max_position": _usable_positions(rope, require(hf, "max_position_embeddings")),

@@ -27,6 +27,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 # Folders inside a repository hold other formats of the same weights, and so does Mistral's consolidated file.
 _HUB_SKIPPED = ["*/*", "consolidated*.safetensors", "*.bin", "*.pth"]
+# Draft heads are older than the habit of safetensors.
+_HUB_BIN_FILES = ["pytorch_model*.bin"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,11 @@ ALIASES: dict[str, Alias] = {
 }
 
 
-def resolve_model(name: str) -> Path:
-    """A folder with ``config.json`` or a ``.gguf`` file for ``name``; fetches what is not here yet."""
+def resolve_model(name: str, is_head: bool = False) -> Path:
+    """A folder with ``config.json`` or a ``.gguf`` file for ``name``; fetches what is not here yet.
+
+    A draft head may be stored as ``.bin`` alone.
+    """
     alias = ALIASES.get(name.lower())
     if (local := _find_local(name, is_alias=alias is not None)) is not None:
         return local
@@ -88,7 +93,10 @@ def resolve_model(name: str) -> Path:
     if _looks_like_path(name):
         raise ModelError(f"there is no model at {name}; check the path")
     if _HUB_ID.fullmatch(name):
-        return _check_folder(_fetch_snapshot(name))
+        folder = _fetch_snapshot(name, _HUB_FILES, _HUB_SKIPPED)
+        if is_head and not any(folder.glob("*.safetensors")):
+            folder = _fetch_snapshot(name, [*_HUB_FILES, *_HUB_BIN_FILES], ["*/*"])
+        return _check_folder(folder)
     hint = nearest(name.lower(), ALIASES)
     raise ModelError(
         f"unknown model '{name}'{hint or '; give a folder, a .gguf file or an org/name'} (see `slipstream models`)"
@@ -104,7 +112,7 @@ def resolve_models(options: EngineOptions) -> EngineOptions:
     options = replace(options, model=str(resolve_model(options.model)))
     if speculative is None or speculative.model is None:
         return options
-    draft_path = str(resolve_model(speculative.model))
+    draft_path = str(resolve_model(speculative.model, is_head=speculative.takes_hidden_states))
     if options.speculative_config is None:
         return replace(options, draft_model=draft_path)
     return replace(options, speculative_config={**options.speculative_config, "model": draft_path})
@@ -182,7 +190,7 @@ def _installed_places(alias: Alias) -> list[Path]:
     return [Path(folder) / inside for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-def _fetch_snapshot(repo_id: str) -> Path:
+def _fetch_snapshot(repo_id: str, wanted: list[str], skipped: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -192,7 +200,7 @@ def _fetch_snapshot(repo_id: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIPPED))
+        return Path(snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=skipped))
     except GatedRepoError as error:
         raise ModelError(
             f"{repo_id} is gated: ask for access on its Hugging Face page, then run `hf auth login`"

@@ -1,8 +1,8 @@
 """MTP: layers that a target brings along to predict more than one token. Each is a decoder layer like the target's.
 
-Embedding and state are normed apart and joined by one product. Step i uses layer i modulo their number. The state that
-goes on is the one after the final norm, as the target's own was. DeepSeek gives every layer its own product and norms;
-Qwen3-Next has them once for all.
+Embedding and state are normed apart and joined by one product. Each layer is a module: draft i is that of layer i
+modulo their number. The state that goes on is the one after the final norm, as the target's own was. DeepSeek gives
+every layer its own product and norms; Qwen3-Next has them once for all.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ class MtpHead(DraftHead):
         super().__init__(plan, target, target.config.embedding_scale)
         self._adopted: set[str] = set()
 
+    def rename(self, name: str) -> str:
+        name = f"model.{name}" if name.startswith("layers.") else name
+        return next((ours for theirs, ours in _SHARED.items() if name.endswith(f".{theirs}")), name)
+
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """As the target would read a tensor of its own, for the layers are its own kind."""
-        name = f"model.{name}" if name.startswith("layers.") else name
-        for theirs, ours in _SHARED.items():
-            if name.endswith(f".{theirs}"):
-                return [(ours, tensor)]
-        return self.borrowed.target.translate(name, tensor)
+        name = self.rename(name)
+        return [(name, tensor)] if name in _SHARED.values() else self.borrowed.target.translate(name, tensor)
 
     def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
         if name not in self._adopted:
@@ -118,9 +119,9 @@ class DeepSeekMtp(MtpHead):
         self.layers = nn.ModuleList(DeepSeekLayer(plan.config, target, idx) for idx in range(plan.config.num_layers))
         self.cos_sin = self.rope_tables(max_position)
 
-    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        idx = step % self.config.num_layers
-        state: Tensor = self.layers[idx](self.embed(input_ids), hidden, context, self.cos_sin[idx])
+    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+        cos_sin = self.cos_sin[module_idx]
+        state: Tensor = self.layers[module_idx](self.embed(input_ids), hidden, context, cos_sin)
         return state
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
@@ -141,10 +142,10 @@ class QwenMtp(MtpHead):
         self.norm = RMSNorm(size, eps)
         self.cos_sin = self.rope_tables(max_position)
 
-    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        idx = step % self.config.num_layers
+    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
         parts = [self.pre_fc_norm_embedding(self.embed(input_ids)), self.pre_fc_norm_hidden(hidden)]
-        out, residual = self.layers[idx](self.fc(torch.cat(parts, dim=-1)), None, context, self.cos_sin[idx])
+        joined, cos_sin = self.fc(torch.cat(parts, dim=-1)), self.cos_sin[module_idx]
+        out, residual = self.layers[module_idx](joined, None, context, cos_sin)
         state: Tensor = self.norm.add(out, residual)[0]
         return state
 

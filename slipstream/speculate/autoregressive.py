@@ -103,8 +103,8 @@ class AutoRegressiveSpeculator(ABC):
         """A later pass, to find draft ``idx``: [padded_reqs, hidden]."""
 
     @abstractmethod
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, columns]."""
+    def _logits(self, idx: int, hidden: Tensor) -> Tensor:
+        """Of draft ``idx``: [n, hidden] -> [n, columns]."""
 
     def _chosen(self, hidden: Tensor) -> Tensor:
         """Of what a pass has left, what the next one wants to know; a method without memory keeps nothing."""
@@ -163,7 +163,7 @@ class AutoRegressiveSpeculator(ABC):
     def _choose(self, batch: DraftBatch, idx: int, hidden: Tensor, noise: bool) -> None:
         """Draw one draft a request: at its temperature, without the parameters that the target looks after."""
         rows, num_reqs = self._rows, batch.padded_reqs
-        logits = self._logits(hidden)
+        logits = self._logits(idx, hidden)
         own = (rows.temperature, rows.seeds, self._draft_positions[:num_reqs], rows.choice)
         ids, failed = draw_tokens(logits, batch.rows, *own, noise, False, self._purpose, self._target_ids)
         self._draft_ids[:num_reqs, idx].copy_(ids.masked_fill(failed, -1))

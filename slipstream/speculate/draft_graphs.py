@@ -6,6 +6,7 @@ them, or launched, never in pieces. All share the memory of the target's graphs,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,6 +49,8 @@ class DraftPasses(Protocol):
 
     def finish(self, batch: DraftBatch, noise: bool) -> Tensor: ...
 
+    def step_buffers(self) -> tuple[Tensor, ...]: ...
+
 
 class DraftGraphs:
     def __init__(self, passes: DraftPasses, setting: GraphSetting) -> None:
@@ -70,7 +73,7 @@ class DraftGraphs:
 
     def run(self, batch: DraftBatch, noise: bool) -> Tensor:
         passes, num_reqs = self._passes, batch.num_reqs
-        desc = self.first.dispatch(num_reqs, *passes.first_size(batch))
+        desc = self._find_first(batch)
         rest = self.rest.dispatch(num_reqs, num_reqs, 1)
         # What the later passes read of a request, padding included, the first one has to write.
         fits = desc.mode is CUDAGraphMode.NONE or rest.num_reqs <= desc.num_reqs
@@ -87,6 +90,17 @@ class DraftGraphs:
             return self._drafts[rest]
         return passes.finish(batch.pad(num_reqs, batch.num_tokens), noise)
 
+    def _find_first(self, batch: DraftBatch) -> BatchExecutionDescriptor:
+        num_reqs, size, target = batch.num_reqs, self._passes.first_size(batch), batch.step.graph
+        if not self._passes.shares_states:
+            return self.first.dispatch(num_reqs, *size)
+        # A pass over the target's tokens reads what the target's own graph has written, up to its padded size, and the
+        # attention state it has left. A larger one, where that size is not recorded yet, would read older steps'.
+        own = None if target is None else replace(target, tier="full")
+        if own is not None and own in self.first.states:
+            return own
+        return BatchExecutionDescriptor(CUDAGraphMode.NONE, size.num_tokens, num_reqs)
+
     @torch.inference_mode()
     def capture_one_more(self) -> bool:
         return self.first.capture_one_more(self._create_first) or self.rest.capture_one_more(self._create_rest)
@@ -99,6 +113,10 @@ class DraftGraphs:
         state = AttentionState(batch) if pair is None else pair.warmup if warmup else pair.captured
 
         def run() -> None:
+            if warmup:
+                self._clear()
+                if passes.shares_states:
+                    self._setting.prepare(desc)
             ids, context = passes.first_ids(batch), passes.first_context(batch, state.metadata)
             state.metadata = context.metadata
             if desc.mode is CUDAGraphMode.FULL:
@@ -111,11 +129,18 @@ class DraftGraphs:
 
         return Forward(run, state)
 
+    def _clear(self) -> None:
+        """Before a warm-up, which really runs: it must not go over what the last step has left, nor write there."""
+        for buffer in self._passes.step_buffers():
+            buffer.zero_()
+
     def _create_rest(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         setting, passes = self._setting, self._passes
         batch = setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len)
 
         def run() -> None:
+            if warmup:
+                self._clear()
             drafts = passes.finish(batch, noise=True)
             if not warmup:
                 self._drafts[desc] = drafts

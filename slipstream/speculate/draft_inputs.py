@@ -222,6 +222,26 @@ def _shifted_pass_kernel(
             tl.store(input_ids + start + at + slot, ids, mask=at + slot < planned)
 
 
+@operation(writes_only, writes=("slots_before",))
+def find_slots_before(
+    query_start_loc: Tensor,  # [padded_reqs + 1] int32; padding repeats the last value
+    positions: Tensor,  # [padded_tokens] int64; of a request's dead tokens and of padding 0
+    block_table: Tensor,  # [padded_reqs, max_pages] int32
+    page_size: int,
+    # written:
+    slots_before: Tensor,  # [padded_tokens] int64: where the token before lies; in the null page if there is none
+) -> None:
+    """Whether the token before belongs to this step, to an earlier one, or came from the prefix cache.
+
+    Heads of several modules alone ask for it, once a step: torch's own operations will do.
+    """
+    places = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+    requests = torch.searchsorted(query_start_loc[1:], places, right=True).clamp(max=block_table.shape[0] - 1)
+    before = (positions - 1).clamp(min=0)
+    slots = block_table[requests, before // page_size].long() * page_size + before % page_size
+    slots_before.copy_(torch.where(positions > 0, slots, 0))
+
+
 @operation(writes_only, writes=("input_ids", "positions", "slot_mapping", "query_lens", "seq_lens", "draft_positions"))
 def prepare_next_pass(
     before: Tensor,  # [padded_reqs] int32: the draft found last, -1 where there is none

@@ -79,5 +79,5 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
     def _next(self, idx: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, idx: int, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)[:, : self._columns]

@@ -4,6 +4,10 @@ At slot p the head takes the token at p + 1 and the target's hidden state at p: 
 stream behind a few layers, tapped while the target runs. So its first pass goes over the target's tokens, moved on by
 one, in the target's shape, rejected drafts included; what it leaves behind those is overwritten when their places are
 computed again. For the drafts after the first there is no hidden state of the target: the head's own takes its place.
+
+A head may be made of modules, one for each draft, with keys of their own. Module m at slot p takes the token at p + 1
+and what module m - 1 has made at p - 1, so the first pass goes through all of them, and what each makes is kept beside
+the keys: the next step goes on from there.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
-from slipstream.speculate.draft_inputs import prepare_shifted_pass
+from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
 from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting
 
 
@@ -33,7 +37,7 @@ class Head(Protocol):
 
     def combine(self, features: Tensor) -> Tensor: ...
 
-    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor: ...
+    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -56,7 +60,15 @@ class EagleSpeculator(AutoRegressiveSpeculator):
             columns = torch.arange(len(head.target_ids), dtype=torch.int32, device=place)
             self.draft_columns = torch.full((config.model.vocab_size,), -1, dtype=torch.int32, device=place)
             self.draft_columns.index_copy_(0, head.target_ids.long(), columns)
-        self._hidden = torch.zeros(limits.max_num_seqs, head.config.hidden_size, dtype=self._dtype, device=place)
+        # More modules than drafts are of no use.
+        self._num_modules, self._size = config.num_draft_modules, head.config.hidden_size
+        hidden_shape = (self._num_modules, limits.max_num_seqs, self._size)
+        self._hidden = torch.zeros(hidden_shape, dtype=self._dtype, device=place)
+        # What all modules but the last have made of each token, where its keys are.
+        pages = config.cache.num_pages + 1
+        kept_shape = (self._num_modules - 1, pages * config.cache.page_size, self._size)
+        self._kept = torch.zeros(kept_shape, dtype=self._dtype, device=place)
+        self._slots_before = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64, device=place)
 
     def _num_columns(self, config: EngineConfig) -> int:
         assert config.draft_model is not None
@@ -70,7 +82,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         return {layer: part[:num_tokens] for layer, part in self._parts.items()}
 
     def step_buffers(self) -> tuple[Tensor, ...]:
-        return (*super().step_buffers(), self._features, self._hidden)
+        return (*super().step_buffers(), self._features, self._hidden, self._slots_before)
 
     def first_size(self, batch: DraftBatch) -> FirstSize:
         return FirstSize(batch.step.attention.num_actual_tokens, batch.step.decode_len)
@@ -89,6 +101,11 @@ class EagleSpeculator(AutoRegressiveSpeculator):
             *(rows.num_computed, rows.num_tokens, rows.ran, ids, self._last_indices[:num_reqs]),
             *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),
         )
+        if self._num_modules > 1:
+            starts, n = step.all_query_start_loc[: num_reqs + 1], step.positions.shape[0]
+            find_slots_before(
+                *(starts, step.positions, self._block_table[:num_reqs], self._page_size, self._slots_before[:n])
+            )
         return ids
 
     def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
@@ -99,17 +116,29 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         return AttentionContext(self._backend, metadata, self.kv_caches, step.positions, slot_mapping)
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        features = self._features[: input_ids.shape[0]]
-        return self._head.forward(0, input_ids, self._head.combine(features), context)
+        head, num_tokens = self._head, input_ids.shape[0]
+        made = [head.forward(0, input_ids, head.combine(self._features[:num_tokens]), context)]
+        for idx in range(1, self._num_modules):
+            kept, (pages, offsets) = self._kept[idx - 1], context.slots
+            kept.index_copy_(0, pages * self._page_size + offsets, made[-1])
+            before = kept.index_select(0, self._slots_before[:num_tokens])
+            made.append(head.forward(idx, input_ids, before, context))
+        return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
     def _next(self, idx: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        return self._head.forward(idx, input_ids, self._hidden[: input_ids.shape[0]], context)
+        made = list(self._hidden[:, : input_ids.shape[0]].unbind())
+        before = [made[(idx - 1) % len(made)], *made[:-1]]  # the first goes on from whichever drafted last
+        # A module whose turn will not come again may leave its keys out.
+        first = idx if len(made) == self.num_drafts else 0
+        for i in range(first, len(made)):
+            made[i] = self._head.forward(i, input_ids, before[i], context)
+        return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
     def _chosen(self, hidden: Tensor) -> Tensor:
         """At an address of its own: the first pass and the others may be graphs of their own."""
-        kept = self._hidden[: hidden.shape[0]]
-        kept.copy_(hidden)
+        kept = self._hidden[:, : hidden.shape[0]]
+        kept.copy_(hidden.view(-1, self._num_modules, self._size).transpose(0, 1))
         return kept
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head.compute_logits(hidden)
+    def _logits(self, idx: int, hidden: Tensor) -> Tensor:
+        return self._head.compute_logits(hidden[idx % self._num_modules])

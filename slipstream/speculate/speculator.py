@@ -51,6 +51,7 @@ class TargetPass(NamedTuple):
     positions: Tensor  # [padded_tokens] int64; of a request's first token exact, of dead ones 0
     all_query_start_loc: Tensor  # [max_reqs + 1] int32; behind the batch stands its last value
     decode_len: int | None  # tokens of every request, where all are one known token and drafts
+    graph: BatchExecutionDescriptor | None = None  # that it ran in: its inputs are written up to that size
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,10 @@ class DraftBatch:
     def of(self, step: TargetPass) -> DraftBatch:
         return replace(self, step=step)
 
+    def behind(self, graph: BatchExecutionDescriptor) -> DraftBatch:
+        """After the target has run in that graph."""
+        return self.of(self.step._replace(graph=graph))
+
     def static(self, num_reqs: int, num_tokens: int, query_len: int | None, max_len: int) -> DraftBatch:
         """For a recording, which serves every batch of its size: the host's numbers are the largest possible."""
         starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
@@ -112,8 +117,10 @@ class GraphSetting(NamedTuple):
     max_len: int
     pool: GraphPool  # shared: the two never run at the same time
     batch: DraftBatch  # any; recordings read its addresses
-    # The target's batch of a size, and the attention states of its recording; None until there is one.
+    # The target's batch of a size, its inputs filled for nobody, and the attention states of its recording; None until
+    # there is one.
     static: Callable[[BatchExecutionDescriptor], DraftBatch]
+    prepare: Callable[[BatchExecutionDescriptor], None]
     states: Callable[[BatchExecutionDescriptor], AttentionStatePair | None]
 
 

@@ -70,7 +70,7 @@ class Run:
             doubles.append(self.plain.forward(step, *whole)[starts[-1] :])
         context = self.context([row[0] for row in rows], starts, [len(row[1]) for row in rows])
         ids, states = torch.cat([row[1] for row in rows]).int(), torch.cat([row[2] for row in rows])
-        out = self.head.forward(step, ids, states, context)
+        out = self.head.forward(layer, ids, states, context)
         return list(out.split([len(row[1]) for row in rows])), doubles
 
     def context(self, requests: list[int], starts: list[int], lens: list[int]) -> AttentionContext:
@@ -190,6 +190,8 @@ def test_what_is_the_targets_is_not_the_heads(tmp_path: Path) -> None:
     assert head.lm_head is None
     assert not {id(p) for p in head.parameters()} & {id(p) for p in target.model.parameters()}
     assert all(p.shape[0] != VOCAB for p in head.parameters())
+    # Before they are compared with the target's nobody knows that they are copies.
+    assert size_without_memory(case) == sum(p.numel() for p in head.parameters()) + 2 * VOCAB * HIDDEN
 
 
 def test_an_embedding_of_its_own_is_kept(tmp_path: Path) -> None:
@@ -232,18 +234,30 @@ def test_packed_weights_compute_the_same(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
 
 
+def size_without_memory(case: Case) -> int:
+    """What must be known before anything is allocated: how many weights there will be."""
+    target = tiny_target(case.target)
+    plan = read_head(case.config, target.model.config, case.kind)
+    with torch.device("meta"):
+        head = build_head(plan, architecture_of(target.config)(target.model.config, 1), 1)
+    return head.num_parameters(case.tensors.keys())
+
+
 @pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 def test_a_head_without_memory_has_its_size(make: Callable[[], Case], tmp_path: Path) -> None:
-    """What must be known before anything is allocated: the shape, and how many weights there will be."""
+    """Every tensor of the file is held once, but for the vocabulary and what MTP layers repeat."""
     case = make()
-    plan = read_head(case.config, tiny_target(case.target).model.config, case.kind)
-    architecture = architecture_of(tiny_target(case.target).config)
-    with torch.device("meta"):
-        head = build_head(plan, architecture(tiny_target(case.target).model.config, 1), 1)
-    optional = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight", "fc.bias", "d2t", "t2d")
-    stored = sum(t.numel() for name, t in case.tensors.items() if not name.endswith(optional))
-    held = {name: slot.numel() for name, slot in head.slots() if not name.endswith(optional)}
-    assert sum(held.values()) == stored
+    tensors = {name: tensor for name, tensor in case.tensors.items() if name not in ("d2t", "t2d")}
+    shared = ("embed_tokens.weight", "shared_head.head.weight")
+    repeated = [
+        tensor
+        for idx in range(NUM_LAYERS + 1, NUM_LAYERS + 3)
+        for name in shared
+        if (tensor := tensors.get(f"model.layers.{idx}.{name}")) is not None
+    ]
+    stored = sum(tensor.numel() for tensor in tensors.values()) - sum(tensor.numel() for tensor in repeated)
+    assert size_without_memory(case) == stored
+    assert sum(parameter.numel() for parameter in load(case, tmp_path).parameters()) == stored
 
 
 @torch.inference_mode()

@@ -154,6 +154,61 @@ def test_snapshot_takes_what_is_needed_and_checks_it(tmp_path: Path, monkeypatch
     assert list(filter_repo_objects(needed + others, **patterns)) == needed
 
 
+_HEAD_FILES = ["README.md", "config.json", "pytorch_model.bin", "training_args.bin", "runs/pytorch_model.bin"]
+
+
+@pytest.mark.parametrize(
+    ("files", "is_head", "fetched"),
+    [
+        (_HEAD_FILES, True, {"config.json", "pytorch_model.bin"}),
+        ([*_HEAD_FILES, "model.safetensors"], True, {"config.json", "model.safetensors"}),
+        (
+            ["config.json", *(f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)), "pytorch_model.bin.index.json"],
+            True,
+            {
+                "config.json",
+                "pytorch_model-00001-of-00002.bin",
+                "pytorch_model-00002-of-00002.bin",
+                "pytorch_model.bin.index.json",
+            },
+        ),
+        (_HEAD_FILES, False, {"config.json"}),
+    ],
+    ids=["bin only", "both", "bin shards", "a model"],
+)
+def test_bin_files_of_a_head_are_fetched_where_there_is_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], is_head: bool, fetched: set[str]
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    def snapshot(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (tmp_path / name).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    # The cache of this test lies beside the files.
+    before = {path.name for path in tmp_path.iterdir()}
+    assert resolve_model("org/name", is_head=is_head) == tmp_path
+    assert {path.name for path in tmp_path.iterdir()} - before == fetched
+
+
+@pytest.mark.parametrize(("method", "is_head"), [("eagle", True), ("eagle3", True), ("draft_model", False)])
+def test_a_head_is_looked_for_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, is_head: bool
+) -> None:
+    asked = {}
+
+    def resolve(name: str, is_head: bool = False) -> Path:
+        asked[name] = is_head
+        return tmp_path / name
+
+    monkeypatch.setattr("slipstream.models.hub.resolve_model", resolve)
+    resolve_models(EngineOptions(model="target", speculative_config={"method": method, "model": "org/head"}))
+    assert asked == {"target": False, "org/head": is_head}
+
+
 def test_no_network_and_no_cache_is_one_line(tmp_path: Path) -> None:
     """The real client, offline: nothing is reached."""
     code = "from slipstream.models.hub import resolve_model\nresolve_model('org/name')"

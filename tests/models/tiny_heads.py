@@ -358,9 +358,9 @@ def nested(case: Case) -> Case:
 
 def load(case: Case, folder: Path, dtype: torch.dtype = torch.float64) -> DraftHead:
     target = tiny_target(case.target, dtype)
-    config, tensors = open_head_checkpoint(case.write(folder))
-    plan = read_head(config, target.model.config, case.kind)
+    checkpoint = open_head_checkpoint(case.write(folder))
+    plan = read_head(checkpoint.config, target.model.config, case.kind)
     with default_dtype(dtype):
         head = build_head(plan, target.model, 64)
-    load_head(head, tensors)
+    load_head(head, checkpoint.tensors())
     return head

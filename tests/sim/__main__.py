@@ -7,9 +7,11 @@ import os
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import NamedTuple
 
 os.environ["SLIPSTREAM_POISON"] = "1"
@@ -32,15 +34,20 @@ def judge(seed: int) -> Verdict:
     return Verdict(seed, world.num_steps, world.num_preemptions, "")
 
 
-def verdicts(pool: ProcessPoolExecutor, seeds: Iterable[int]) -> Iterator[Verdict]:
-    futures = [(seed, pool.submit(judge, seed)) for seed in seeds]
-    for seed, future in futures:
+def verdicts(pool: ProcessPoolExecutor, seeds: Iterable[int], num_ahead: int) -> Iterator[Verdict]:
+    """In the order of seeds. Few are begun ahead: who has seen enough need not wait for the rest."""
+    waiting = iter(seeds)
+    begun = deque((seed, pool.submit(judge, seed)) for seed in islice(waiting, num_ahead))
+    while begun:
+        seed, future = begun.popleft()
         try:
-            yield future.result()
+            verdict = future.result()
+            begun.extend((seed, pool.submit(judge, seed)) for seed in islice(waiting, 1))
         except BrokenProcessPool:
             # A fault can be bad enough to crash torch itself. Seeds near this one may have done it.
             yield Verdict(seed, 0, 0, "the process died")
             return
+        yield verdict
 
 
 def replay(seed: int) -> int:
@@ -70,14 +77,13 @@ def main() -> int:
     start, failed, steps, preemptions = time.perf_counter(), [], 0, 0
     with ProcessPoolExecutor(options.jobs) as pool:
         seeds = range(options.first, options.first + options.seeds)
-        for done, verdict in enumerate(verdicts(pool, seeds), 1):
+        for done, verdict in enumerate(verdicts(pool, seeds, 2 * options.jobs), 1):
             steps += verdict.num_steps
             preemptions += verdict.num_preemptions
             if verdict.error:
                 failed.append(verdict.seed)
                 print(f"seed {verdict.seed}: {verdict.error}", flush=True)
                 if options.stop:
-                    pool.shutdown(wait=False, cancel_futures=True)
                     break
             if sys.stderr.isatty():
                 print(f"\r{done} of {options.seeds}", end="", file=sys.stderr)

@@ -1,19 +1,24 @@
 """A draft head over the hash model: right if and only if its cache, hidden states, positions and pairs of tokens are.
 
 A hidden state of the target holds what its layers have seen, so with the next token the next state can be computed.
-The head looks at the state behind two layers, which must belong to each other, and at its own cache: the keys it finds
-there must add up to what the target has seen of the tokens. Where anything is wrong it guesses at random.
+The head looks at the state behind two layers, which must belong to each other, or behind the final norm, and at its own
+cache: the keys it finds there must add up to what the target has seen of the tokens. Where it is made of several
+modules, each has a cache of its own, takes only what the one before has left, and is wrong at states of its own. Where
+anything else is wrong it guesses at random.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionContext, AttentionLayer
+from slipstream.config import ModelConfig
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from tests.sim.hash_model import (
     HEAD_SCALE,
@@ -28,7 +33,8 @@ from tests.sim.hash_model import (
     scramble,
 )
 
-HEAD_CONFIG = replace(MODEL_CONFIG, architecture="hash head", num_layers=1)
+# The target's stream, and who made it: 0 for the target, the number of the module and 1 for the head.
+_WIDTH = MODEL_CONFIG.hidden_size + 1
 _FIRST_KEYS = scramble(np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * np.uint64(8191))
 
 
@@ -37,22 +43,66 @@ def _joined(x: np.ndarray) -> UInts:
     return low | (high << np.uint64(32))
 
 
-@operation(lambda features: TensorSpec((features.shape[0], features.shape[1] // 2), features.dtype))
+class HeadShape(NamedTuple):
+    """What differs between the heads of one world and another."""
+
+    taps: tuple[int, ...] = (1, 2)  # empty: behind the final norm
+    num_modules: int = 1
+    draft_ids: Sequence[int] | None = None  # the target's tokens that it can say, in its own order; None: all
+
+    @property
+    def config(self) -> ModelConfig:
+        size = VOCAB_SIZE if self.draft_ids is None else len(self.draft_ids)
+        return replace(
+            MODEL_CONFIG, architecture="hash head", num_layers=self.num_modules, hidden_size=_WIDTH, vocab_size=size
+        )
+
+
+def _states(features: Tensor) -> TensorSpec:
+    return TensorSpec((features.shape[0], _WIDTH), features.dtype)
+
+
+def _behind_target(stream: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([stream, np.zeros((len(stream), 1))], axis=1))
+
+
+@operation(_states)
 def join_taps(
     features: Tensor,  # [n, 12] float64: the stream after one layer and after both
-) -> Tensor:  # [n, 6]: the second; what does not belong to the first is no state
+) -> Tensor:  # [n, 7]: the second; what does not belong to the first is no state
     first, last = features.numpy()[:, :6], features.numpy()[:, 6:]
     agree = (first[:, 1] == last[:, 1]) & (first[:, 2:4] == last[:, 2:4]).all(1)
-    return torch.from_numpy(np.where(agree[:, None], last, [0.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
+    return _behind_target(np.where(agree[:, None], last, [0.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
 
 
-@operation(lambda hidden, own, own_seen, positions: spec_of(hidden))
+@operation(_states)
+def read_normed(
+    features: Tensor,  # [n, 6] float64: the stream behind the final norm, which doubles it
+) -> Tensor:  # [n, 7]
+    return _behind_target(features.numpy() / 2)
+
+
+@operation(lambda own, hidden, positions, module_idx: spec_of(own))
+def key_of(
+    own: Tensor,  # [n, 2] float64: the token at p + 1 as a hash, and p + 1
+    hidden: Tensor,  # [n, 7] float64: the state at p
+    positions: Tensor,  # [n] int64: p
+    module_idx: int,
+) -> Tensor:  # [n, 2]: of another token where the state is not what the module before has made of p - 1
+    before, place = hidden.numpy(), positions.numpy()
+    # The first tokens have no module before them that had one before it.
+    right = (place < module_idx) | ((before[:, 1] == place) & (before[:, 6] == module_idx))
+    return torch.from_numpy(own.numpy() + np.where(right[:, None], 0.0, [1000.0, 0.0]))
+
+
+@operation(lambda hidden, own, own_seen, positions, module_idx: spec_of(hidden))
 def next_state(
-    hidden: Tensor,  # [n, 6] float64: the state at p
+    hidden: Tensor,  # [n, 7] float64: the state at p
     own: Tensor,  # [n, 2] float64: the token at p + 1 as a hash, and p + 1
     own_seen: Tensor,  # [n, 2] float64: what the head's own cache adds up to
     positions: Tensor,  # [n] int64: p
-) -> Tensor:  # [n, 6]: the state at p + 1
+    module_idx: int,
+) -> Tensor:  # [n, 7]: the state at p + 1
     before, token, place = hidden.numpy(), own.numpy(), positions.numpy()
     position = (place + 1).astype(np.uint64)
     state, seen = token[:, 0].astype(np.uint64), []
@@ -64,29 +114,35 @@ def next_state(
     # All keys of the cache are the target's of the tokens behind, so its first token alone is missing.
     missing = seen[0] - _joined(own_seen.numpy())
     right = np.isin(missing, _FIRST_KEYS) & (before[:, 1] == place)
+    if module_idx:
+        right &= before[:, 6] == module_idx
     state = np.where(right, state, scramble(state + np.uint64(1)) >> np.uint64(16))
     columns = [state.astype(np.float64)[:, None], position.astype(np.float64)[:, None], *map(halves, seen)]
+    columns.append(np.full((len(state), 1), 1.0 + module_idx))
     return torch.from_numpy(np.concatenate(columns, axis=1))
 
 
 class HashHead:
-    taps = (1, 2)
-    config = HEAD_CONFIG
-    target_ids: Tensor | None = None
-
-    def __init__(self, max_position: int, device: torch.device, num_used: int) -> None:
-        self._layer = AttentionLayer(0, 1, 1, 4, HEAD_SCALE)
+    def __init__(self, max_position: int, device: torch.device, num_used: int, shape: HeadShape) -> None:
+        self.taps, self.config = shape.taps, shape.config
+        self.target_ids: Tensor | None = None
+        if shape.draft_ids is not None:
+            self.target_ids = torch.tensor(shape.draft_ids, dtype=torch.int32).to(device)
+        self._layers = [AttentionLayer(idx, 1, 1, 4, HEAD_SCALE) for idx in range(shape.num_modules)]
         self._num_used = num_used
         self._cos_sin = torch.zeros(max_position, 2, 1, device=device)
         self._cos_sin[:, 0].fill_(1.0)
 
     def combine(self, features: Tensor) -> Tensor:
-        return join_taps(features)
+        return join_taps(features) if self.taps else read_normed(features)
 
-    def forward(self, step: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
         own = hash_embedding(input_ids, context.positions + 1)
-        _, seen = attend(context, self._layer, own, self._cos_sin)
-        return next_state(hidden, own, seen, context.positions)
+        key = key_of(own, hidden, context.positions, module_idx) if module_idx else own
+        _, seen = attend(context, self._layers[module_idx], key, self._cos_sin)
+        return next_state(hidden, own, seen, context.positions, module_idx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return hash_logits(hidden, self._num_used, True)
+        """Of the tokens it can say: where the likeliest is none of them the next likely one comes first."""
+        logits = hash_logits(hidden, self._num_used, True)
+        return logits if self.target_ids is None else logits.index_select(1, self.target_ids)

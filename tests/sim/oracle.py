@@ -65,14 +65,26 @@ def expected_prompt_choices(prompt: Sequence[int], num_used: int = VOCAB_SIZE) -
     return found
 
 
-def expected_guesses(known: Sequence[int], following: Sequence[int], num_used: int) -> list[int]:
-    """What a drafter that reads and keeps everything right says while it is right: one guess for each that follows."""
+def expected_guesses(
+    known: Sequence[int],
+    following: Sequence[int],
+    num_used: int,
+    draft_ids: Sequence[int] | None = None,
+    num_modules: int = 1,
+) -> list[int]:
+    """What a drafter that reads and keeps everything right says while it is right: one guess for each that follows.
+
+    ``draft_ids`` are the tokens it can say. Where its guess is none of them, the next likely one that is comes instead.
+    Modules take turns.
+    """
     sequence = HashSequence()
     for token_id in known:
         sequence.append(token_id)
+    sayable = sorted(range(VOCAB_SIZE) if draft_ids is None else draft_ids)
     found = []
-    for token_id in following:
-        found.append(guess(sequence.state, num_used))
+    for idx, token_id in enumerate(following):
+        likely = (guess(sequence.state, num_used, idx % num_modules), *candidates(sequence.state, num_used)[1:])
+        found.append(next(t for t in (*likely, *sayable) if t in sayable))
         sequence.append(token_id)
     return found
 

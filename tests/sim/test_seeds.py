@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.config import GRAPH_MODES
+from tests.sim.test_drafter_failures import EVENTS, SETTINGS
 from tests.sim.world import World, run_seed
 
 
@@ -19,6 +20,16 @@ def test_any_number_of_steps_in_flight_in_every_graph_mode(steps_in_flight: int,
     world = run_seed(1000 + steps_in_flight, steps_in_flight=steps_in_flight, cudagraph_mode=mode)
     assert world.core.runner.graphs.mode.value == mode
     assert world.num_steps > 10
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_recorded"), [*(("full", n) for n in range(15, 24)), *(("piecewise", n) for n in (10, 12))]
+)
+def test_any_part_of_the_graphs_may_be_missing(mode: str, num_recorded: int) -> None:
+    """The target's are recorded first, then the drafter's, the largest first."""
+    world = World(1, {**SETTINGS, "cudagraph_mode": mode}, EVENTS)
+    world.num_recorded = num_recorded
+    world.run()
 
 
 def test_a_seed_is_a_course_of_events() -> None:

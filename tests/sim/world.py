@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from slipstream.attention.backend import AttentionBackend
-from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, resolve
+from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, resolve, speculation_of
 from slipstream.device.sim import SimDevice
 from slipstream.engine.core import EngineCore
 from slipstream.runner.runner import Runner
@@ -27,7 +27,7 @@ from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
 from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepResult, TokenUpdate
-from tests.sim.hash_head import HEAD_CONFIG, HashHead
+from tests.sim.hash_head import HashHead, HeadShape
 from tests.sim.hash_model import MODEL_CONFIG, VOCAB_SIZE, HashBackend, HashModel
 from tests.sim.oracle import (
     expected_continuation,
@@ -40,6 +40,7 @@ from tests.sim.oracle import (
 EVENTS = (
     "aborts",
     "draft_limits",
+    "draft_vocabulary",
     "drafts",
     "few_pages",
     "few_tokens",
@@ -90,7 +91,10 @@ class World:
         drawn = frozenset(event for event in EVENTS if self._random.random() < 0.6)
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
+        self.head = self._draw_head()
         self.jobs = self._draw_jobs()
+        # Most worlds have all their graphs from the start, some a few or none; they record more when idle.
+        self.num_recorded = {6: self._random.randint(0, 40), 7: 0}.get(self.seed % 8, 1000)
 
     # --- what the seed draws ----------------------------------------------------------------------
 
@@ -137,7 +141,18 @@ class World:
                 "prompt_lookup_min": least,
                 "prompt_lookup_max": least + rng.randint(0, 2),
             }
-        return drawn | {"method": rng.choice(["draft_model", "eagle3"]), "model": "the hash"}
+        method = rng.choice(["draft_model", "eagle", "eagle3", "mtp"])
+        return drawn | {"method": method} | ({} if method == "mtp" else {"model": "the hash"})
+
+    def _draw_head(self) -> HeadShape:
+        """What the head is like, in worlds where one drafts."""
+        rng, method = self._random, (self.options.speculative_config or {}).get("method")
+        draft_ids = None
+        if "draft_vocabulary" in self.events:
+            draft_ids = [token_id for token_id in range(VOCAB_SIZE) if rng.random() < 0.7] or [0]
+            if rng.random() < 0.5:
+                rng.shuffle(draft_ids)
+        return HeadShape((1, 2) if method == "eagle3" else (), rng.randint(1, 3) if method == "mtp" else 1, draft_ids)
 
     def _draw_jobs(self) -> list[Job]:
         rng, limit = self._random, self.options.max_model_len
@@ -149,6 +164,8 @@ class World:
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
             if "shared_prefixes" in self.events and rng.random() < 0.7:
                 shared = rng.randint(1, prompt_len)
+                if rng.random() < 0.5:  # where a page ends
+                    shared = max(1, shared - shared % self.options.block_size)
                 prompt = rng.choice(bases)[:shared] + prompt[shared:]
             jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(1, limit - prompt_len)))
             if "follow_ups" in self.events and rng.random() < 0.5:
@@ -208,11 +225,11 @@ class World:
         with _no_cycles():
             self.device = SimDevice(self.seed)
             config = self.resolve()
-            self._note(f"seed {self.seed}: {self.options}; events {sorted(self.events)}")
+            self._note(f"seed {self.seed}: {self.options}; {self.head}; events {sorted(self.events)}")
             self.core_config, self.core = config, self._build(config)
-            # Most worlds have all their graphs from the start; the others record more whenever they are idle.
-            while self.seed % 8 != 7 and self.core.use_idle_time():
-                pass
+            for _ in range(self.num_recorded):
+                if not self.core.use_idle_time():
+                    break
             num_launched = self.device.num_launched
             waiting, now = sorted(self.jobs, key=lambda job: job.arrives_at), 0
             while waiting or self.core.has_work:
@@ -236,8 +253,12 @@ class World:
                 assert job.finished, f"{job.request.request_id} never finished"
 
     def resolve(self) -> EngineConfig:
-        method = (self.options.speculative_config or {}).get("method")
-        draft = {"draft_model": DraftModel(MODEL_CONFIG), "eagle3": DraftModel(HEAD_CONFIG)}.get(method)
+        speculative = speculation_of(self.options)
+        draft = None
+        if speculative is not None and speculative.method != "ngram":
+            draft = DraftModel(MODEL_CONFIG)
+            if speculative.takes_hidden_states:
+                draft = DraftModel(self.head.config, num_modules=self.head.num_modules)
         return resolve(self.options, self.device.hardware("float64"), MODEL_CONFIG, draft=draft)
 
     def _build(self, config: EngineConfig) -> EngineCore:
@@ -253,7 +274,7 @@ class World:
                     return NgramSpeculator(config.speculative, rows)
                 own_backend = self.make_backend(config, device)
                 if config.speculative.takes_hidden_states:
-                    head = HashHead(max_len, device.torch_device, self.num_used)
+                    head = HashHead(max_len, device.torch_device, self.num_used, self.head)
                     return EagleSpeculator(config, device, head, own_backend, rows)
                 drafter = HashModel(max_len, device.torch_device, self.num_used, guesses=True)
                 return DraftModelSpeculator(config, device, drafter, own_backend, rows)
@@ -314,7 +335,10 @@ class World:
         if speculative.method == "ngram":
             drafts = expected_continuation(known, room, speculative.min_match, speculative.max_match)
         else:
-            drafts = expected_guesses(known, following, self.num_used)[:room]
+            draft_ids, num_modules = None, 1
+            if speculative.takes_hidden_states:
+                draft_ids, num_modules = self.head.draft_ids, min(self.head.num_modules, speculative.num_drafts)
+            drafts = expected_guesses(known, following, self.num_used, draft_ids, num_modules)[:room]
             drafts += [-1] * (room - len(drafts))  # behind the request's end; nobody knows what the drafter says there
         accepted = num_leading(drafts, following)
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))

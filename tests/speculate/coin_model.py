@@ -5,6 +5,8 @@ So a whole engine, with its real drafter, rows, checks and noise, can be held to
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,16 @@ from slipstream.device import open_device
 from slipstream.engine.core import EngineCore
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
+from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_model import DraftModelSpeculator
+from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.rejection import DRAFT_NOISE
+from slipstream.speculate.speculator import DraftRows
 from tests.engine.drive import make_request, run
 
 VOCAB_SIZE = 512
+TEMPERATURE = 0.8
+NUM_DRAFTS = 3
 _CONFIG = ModelConfig("coin", VOCAB_SIZE, 2, 2, 1, 1, 1, 16, 1e-5, 4096, RopeConfig(rotary_dim=2), dtype="float32")
 
 
@@ -29,10 +36,31 @@ class CoinModel:
         self._logits = logits
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        return input_ids.float().unsqueeze(1)
+        hidden = input_ids.float().unsqueeze(1).repeat(1, _CONFIG.hidden_size)
+        context.tap(_CONFIG.num_layers, hidden)
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._logits.expand(hidden.shape[0], -1).contiguous()
+
+
+class CoinHead(CoinModel):
+    """A head in the manner of EAGLE-3, which knows some of the tokens only."""
+
+    taps = (_CONFIG.num_layers,)
+
+    def __init__(self, logits: Tensor, target_ids: Tensor) -> None:
+        super().__init__(logits[target_ids])
+        self.config = replace(_CONFIG, vocab_size=len(target_ids))
+        self.target_ids: Tensor | None = target_ids.int()
+
+    def combine(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(  # type: ignore[override]
+        self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext
+    ) -> Tensor:
+        return hidden.clone()
 
 
 def make_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -42,7 +70,20 @@ def make_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return target, (target.float() + torch.randn(VOCAB_SIZE, generator=made)).to(dtype)
 
 
-def make_core(device_name: str, dtype: torch.dtype, num_rows: int, purpose: int = DRAFT_NOISE) -> EngineCore:
+def likely_ids(dtype: torch.dtype, size: int) -> Tensor:
+    """Tokens of a reduced draft vocabulary: most of the likely ones, and some that are not."""
+    target, _ = make_logits(dtype)
+    liked = target.float() + 2.0 * torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    return liked.topk(size).indices.sort().values
+
+
+def make_core(
+    device_name: str,
+    dtype: torch.dtype,
+    num_rows: int,
+    purpose: int = DRAFT_NOISE,
+    draft_ids: Tensor | None = None,  # given: a head over these tokens drafts, else a draft model over all
+) -> EngineCore:
     device = open_device(device_name)
     options = EngineOptions(
         device=device_name,
@@ -55,40 +96,56 @@ def make_core(device_name: str, dtype: torch.dtype, num_rows: int, purpose: int 
         enable_prefix_caching=False,
         steps_in_flight=2,
         speculative_config={
-            "method": "draft_model",
+            "method": "draft_model" if draft_ids is None else "eagle3",
             "model": "a coin",
-            "num_speculative_tokens": 3,
+            "num_speculative_tokens": NUM_DRAFTS,
             "verify": "rejection",
         },
     )
-    config = resolve(options, device.hardware("float32"), _CONFIG, draft=DraftModel(_CONFIG))
-    target, draft = (CoinModel(logits.to(device.torch_device)) for logits in make_logits(dtype))
+    target_logits, draft_logits = (logits.to(device.torch_device) for logits in make_logits(dtype))
+    head = None if draft_ids is None else CoinHead(draft_logits, draft_ids.to(device.torch_device))
+    draft = DraftModel(_CONFIG if head is None else head.config)
+    config = resolve(options, device.hardware("float32"), _CONFIG, draft=draft)
     backend: AttentionBackend = TritonBackend() if device_name == "cuda" else ReferenceBackend()
 
-    def make_speculator(rows: object) -> DraftModelSpeculator:
-        drafter = DraftModelSpeculator(config, device, draft, backend, rows)  # type: ignore[arg-type]
+    def make_speculator(rows: DraftRows) -> AutoRegressiveSpeculator:
+        drafter: AutoRegressiveSpeculator
+        if head is None:
+            drafter = DraftModelSpeculator(config, device, CoinModel(draft_logits), backend, rows)
+        else:
+            drafter = EagleSpeculator(config, device, head, backend, rows)
         drafter._purpose = purpose
         return drafter
 
     with device.sync_guard.allow("build"):
-        runner = Runner(config, device, target, backend, make_speculator)
+        runner = Runner(config, device, CoinModel(target_logits), backend, make_speculator)
     return EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
+
+
+def expected_acceptance(dtype: torch.dtype, draft_ids: Tensor) -> float:
+    """The share of drafts that speculative sampling accepts: each with what the two distributions have in common."""
+    target, draft = (logits.double() / TEMPERATURE for logits in make_logits(dtype))
+    draft_probs = torch.zeros(VOCAB_SIZE, dtype=torch.float64)
+    draft_probs[draft_ids] = draft[draft_ids].softmax(0)
+    common = float(torch.minimum(target.softmax(0), draft_probs).sum())
+    # A draft is accepted if it and all before it are.
+    return sum(common**i for i in range(1, NUM_DRAFTS + 1)) / NUM_DRAFTS
 
 
 def sigmas_off(core: EngineCore, dtype: torch.dtype, num_tokens: int, num_rows: int) -> float:
     """Run requests until so many tokens are drawn; how far the counts are from the target's distribution."""
-    output_len, temperature = 60, 0.8
+    output_len = 60
     counts = torch.zeros(VOCAB_SIZE, dtype=torch.int64)
     seed = 0
     while int(counts.sum()) < num_tokens:
         requests = [
-            make_request(f"r{seed + i}", [1] * 9, output_len, seed=seed + i, temperature=temperature)
+            make_request(f"r{seed + i}", [1] * 9, output_len, seed=seed + i, temperature=TEMPERATURE)
             for i in range(num_rows)
         ]
         seed += num_rows
         for outcome in run(core, requests).values():
             counts += torch.bincount(torch.tensor(outcome.token_ids), minlength=VOCAB_SIZE)
-    expected = (make_logits(dtype)[0].double() / temperature).softmax(0) * counts.sum()
+    expected = (make_logits(dtype)[0].double() / TEMPERATURE).softmax(0) * counts.sum()
     order = expected.argsort(descending=True)
     counts, expected = counts[order].double(), expected[order]
     # The rare ones are one bin, so that every bin expects enough.

@@ -6,7 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
+from slipstream.speculate.draft_inputs import (
+    find_slots_before,
+    prepare_first_pass,
+    prepare_next_pass,
+    prepare_shifted_pass,
+)
 from slipstream.types import RowStatus
 
 PAGE, MAX_PAGES, MAX_LEN, ROWS, VOCAB = 4, 6, 24, 5, 900
@@ -112,6 +117,26 @@ def test_the_pass_over_the_targets_tokens_moved_on_by_one(data: st.DataObject) -
         assert out["draft_positions"][i] == d.tokens[row]
     assert not out["input_ids"][sum(counts) :].any()
     assert torch.equal(out["block_table"], d.pages[d.batch.long()])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_where_the_tokens_before_lie(data: st.DataObject) -> None:
+    d = Drawn(data)
+    alive = [d.draw(0, 4) for _ in d.rows]
+    counts = [n + d.draw(0, 2) for n in alive]  # and dead ones
+    firsts = [d.draw(0, MAX_LEN - 6) for _ in d.rows]
+    begins = starts_of(counts, d.pad)
+    positions = torch.zeros(sum(counts) + d.draw(0, 3), dtype=torch.int64)
+    expected = torch.zeros_like(positions)
+    for i, row in enumerate(d.rows):
+        for t in range(alive[i]):
+            positions[begins[i] + t] = firsts[i] + t
+            if firsts[i] + t > 0:
+                expected[begins[i] + t] = d.slot(row, firsts[i] + t - 1)
+    found = torch.full_like(positions, -77)
+    find_slots_before(begins, positions, d.pages[d.batch.long()], PAGE, slots_before=found)
+    assert torch.equal(found, expected)
 
 
 @settings(max_examples=100, deadline=None)

@@ -75,7 +75,7 @@ def check(make_engine: MakeEngine, kind: str, count: int, speculative: dict[str,
         max_num_batched_tokens=80,
         long_prefill_token_threshold=24,
         block_size=8,
-        num_gpu_blocks_override=26,
+        num_gpu_blocks_override=22,
     )
     found = run(engine.core, random_requests(kind, count))
     for name, outcome in expected.items():
