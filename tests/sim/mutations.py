@@ -262,6 +262,18 @@ MUTATIONS = [
         "batch.pad(desc.num_reqs, desc.num_tokens)",
     ),
     Mutation(
+        "draft graphs: a head's first pass runs in a larger graph than the target's",
+        "speculate/draft_graphs.py",
+        "if not self._passes.shares_states:",
+        "if True:",
+    ),
+    Mutation(
+        "draft graphs: a head is warmed up over the last step",
+        "speculate/draft_graphs.py",
+        "self._setting.prepare(desc)",
+        "pass",
+    ),
+    Mutation(
         "heads: drafts are numbers of the head's own vocabulary",
         "speculate/autoregressive.py",
         "noise, False, self._purpose, self._target_ids)",
