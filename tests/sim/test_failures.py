@@ -52,7 +52,7 @@ def faults_found(
     found: list[Exception | None] = []
     for seed in SEEDS:
         try:
-            World(seed, overrides, frozenset(events), **backend).run()
+            World(seed, overrides, frozenset(events), max_turns=400, **backend).run()
         except (SimError, HostSyncError, AssertionError) as error:
             found.append(error)
         else:

@@ -78,6 +78,7 @@ class World:
     overrides: Mapping[str, Any] = field(default_factory=dict)  # engine options that are not drawn
     events: frozenset[str] = frozenset()  # drawn if empty
     make_backend: Callable[[EngineConfig, SimDevice], AttentionBackend] = lambda _config, _device: HashBackend()
+    max_turns: int = 1500  # of the loop, before it counts as endless
     trace: list[str] = field(default_factory=list)
     num_steps: int = 0
     num_launched: int = 0  # by those steps
@@ -246,7 +247,7 @@ class World:
                     self._check_idle()
                     self.core.use_idle_time()
                 now += 1
-                assert now < 1500, "the engine does not come to an end"
+                assert now < self.max_turns, "the engine does not come to an end"
             self.num_launched = self.device.num_launched - num_launched
             self.num_steps, self.num_preemptions = self.core.stats.num_steps, self.core.stats.num_preemptions
             for job in self.jobs:
