@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream.attention.backend import AttentionLayer, Caps, NewTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.kernels.decode_attention import MAX_ROWS, decode_attention
-from slipstream.kernels.triton_attention import triton_attention
+from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.triton_attention import MAX_ROWS, triton_attention
 
 
 @dataclass(frozen=True, slots=True)

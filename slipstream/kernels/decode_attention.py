@@ -17,6 +17,7 @@ from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.paged_attention import paged_attention
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rope_cache import rope_and_cache
+from slipstream.kernels.triton_attention import first_of
 from slipstream.kernels.triton_jit import (
     arrival_counts,
     early_start,
@@ -28,7 +29,6 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 
-MAX_ROWS = 128  # of a tile: query tokens times heads of a group
 _MAX_SPLITS = 64
 _WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
 _JOINED_A_THREAD = 64  # numbers of partial results at once
@@ -242,7 +242,7 @@ def _join(
     r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     s = tl.arange(0, SPLITS)
     # Programs whose first chunk is behind the last one have left nothing.
-    there = (_first_of(s, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
+    there = (first_of(s, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
     row = (pair * SPLITS + s)[:, None] * ROWS + r[None, :]
     peaks = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
     masses = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
@@ -254,7 +254,7 @@ def _join(
     end = SPLITS if first_chunk > 0 else tl.minimum(SPLITS, last_chunk + 1)
     for begin in range(0, end, AT_ONCE):
         few = begin + tl.arange(0, AT_ONCE)
-        left = (_first_of(few, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
+        left = (first_of(few, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
         at = (pair * SPLITS + few)[:, None] * ROWS + r[None, :]
         peak = tl.load(weight + at * 2, mask=left, other=float("-inf"), cache_modifier=".cg")
         kept = left[:, :, None] & (d < 2 * HALF)[None, None, :]
@@ -264,12 +264,6 @@ def _join(
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     exists = (r < ROWS)[:, None] & (d < 2 * HALF)[None, :]
     tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=exists)
-
-
-@jit
-def _first_of(split, first_chunk, SPLITS: tl.constexpr):
-    """A program's first chunk. By the chunk's own number: a window that moves on moves no chunk to another program."""
-    return first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
 
 
 @jit
@@ -455,7 +449,7 @@ def _decode_kernel(
     num_cached = tl.load(tables[1] + request, cache_modifier=".cg") - query_len
     first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
     last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N  # that of the new tokens
-    begin = _first_of(split, first_chunk, SPLITS)
+    begin = first_of(split, first_chunk, SPLITS)
     if begin > last_chunk:
         return
     keys, table = cache[0] + kv_head * PAGE_SIZE * 2 * HALF, cache[2] + request * cache[3]

@@ -123,8 +123,13 @@ def _choose(gpu: str, weight: Weight, num_tokens: int) -> Measured | None:
     return _found(_table(gpu), weight, num_tokens)
 
 
+@functools.cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
 def _gpu(x: Tensor) -> str:
-    return torch.cuda.get_device_name(x.device) if x.is_cuda else ""
+    return _name(x.device) if x.is_cuda else ""
 
 
 def tile_for(kind: Kind, x: Tensor, out_size: int) -> Tile:

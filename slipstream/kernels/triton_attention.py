@@ -18,7 +18,7 @@ from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, 
 
 _SPLITS = 16
 _CHUNK = 64
-_MAX_DECODE_ROWS = 128  # of a tile: query tokens times heads of a group
+MAX_ROWS = 128  # of a tile: query tokens times heads of a group
 
 
 def _shape(
@@ -56,7 +56,7 @@ def triton_attention(
     # Tiles of wide heads are smaller, for the shared memory of small GPUs.
     row_bytes = next_power_of_2(head_dim) * q.element_size()
     is_wide = row_bytes >= 512
-    splits = _SPLITS if 0 < query_len * group <= _MAX_DECODE_ROWS else 1
+    splits = _SPLITS if 0 < query_len * group <= MAX_ROWS else 1
     if splits > 1:
         assert num_reqs * query_len == num_tokens, "a batch of equal queries pads requests and tokens together"
         block_m = max(16, next_power_of_2(query_len * group))
@@ -109,7 +109,7 @@ def _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES: tl.constexpr):
 
 
 @jit
-def _first_of(split, first_chunk, SPLITS: tl.constexpr):
+def first_of(split, first_chunk, SPLITS: tl.constexpr):
     """A program's first chunk. By the chunk's own number: a window that moves on moves no chunk to another program."""
     return first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
 
@@ -204,7 +204,7 @@ def _join(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for split in range(SPLITS):
         # Programs whose first chunk is behind the last one have left nothing.
-        there = is_row & (_first_of(split, first_chunk, SPLITS) < end_chunk)
+        there = is_row & (first_of(split, first_chunk, SPLITS) < end_chunk)
         row = (pair * SPLITS + split) * ROWS + m
         peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
         mass = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
@@ -267,7 +267,7 @@ def _attention_kernel(
     end = tl.where(seq_len > 0, tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES), 0)
     first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
     end_chunk = tl.where(num_rows > 0, (end + BLOCK_N - 1) // BLOCK_N, 0)
-    begin = _first_of(split, first_chunk, SPLITS)
+    begin = first_of(split, first_chunk, SPLITS)
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
     largest, total, acc = _attend(

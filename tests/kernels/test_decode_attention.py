@@ -12,8 +12,14 @@ CASES = {case.name.removeprefix("decode_attention-"): case for case in decodes()
 
 
 @pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
-@pytest.mark.parametrize("programs", [1, 4])
-@pytest.mark.parametrize("name", ["first-and-later", "verify", "window", "many"])
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        *((name, n) for name in ("first-and-later", "verify", "window", "many") for n in (1, 4)),
+        ("window", 512),
+        ("one", 512),
+    ],
+)
 def test_any_number_of_programs_a_request(monkeypatch: pytest.MonkeyPatch, name: str, programs: int) -> None:
     """Large batches have one program for all keys of a head, small ones many. All must come to the same."""
     monkeypatch.setattr(module, "_WANTED_PROGRAMS", programs)

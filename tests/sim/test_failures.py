@@ -26,7 +26,7 @@ from slipstream.device.sync_guard import HostSyncError
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.runner.async_output import InFlightStep, _Channel
+from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput, _Channel
 from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.rings import Ring
@@ -44,13 +44,16 @@ MakeBackend = Callable[[EngineConfig, SimDevice], AttentionBackend]
 
 
 def faults_found(
-    make_backend: MakeBackend | None = None, events: Iterable[str] = (), **overrides: Any
+    make_backend: MakeBackend | None = None,
+    events: Iterable[str] = (),
+    seeds: Iterable[int] = SEEDS,
+    **overrides: Any,
 ) -> list[Exception | None]:
     """What each seed says of the engine as it is now."""
     overrides = {"steps_in_flight": 3, "cudagraph_mode": "none", **overrides}
     backend = {} if make_backend is None else {"make_backend": make_backend}
     found: list[Exception | None] = []
-    for seed in SEEDS:
+    for seed in seeds:
         try:
             World(seed, overrides, frozenset(events), max_turns=400, **backend).run()
         except (SimError, HostSyncError, AssertionError) as error:
@@ -363,9 +366,37 @@ def test_7_an_output_overwritten_by_the_next_step_before_it_was_copied(
 
     monkeypatch.setattr(_Channel, "stage", skip)
     monkeypatch.setattr(_Channel, "send", send)
-    # Log probabilities go that way; the last of these worlds has no request for any.
+    # Log probabilities go that way: worlds in which somebody wants some.
     wanted = ("logprobs", "prompt_logprobs", "late_arrivals")
-    assert_found(faults_found(events=wanted, cudagraph_mode=mode), RaceError, seeds=len(SEEDS) - 1)
+    assert_found(faults_found(events=wanted, seeds=(0, 1, 2, 3, 4, 7), cudagraph_mode=mode), RaceError)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_7_tokens_copied_by_another_stream_than_the_step_has(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    right = OutputRing.send
+
+    def faulty(self: OutputRing, plan: StepPlan, output: StepOutput) -> InFlightStep:
+        if output.logprobs is not None or output.prompt_logprobs is not None:
+            return right(self, plan, output)
+        device, slot = self._device, self._ring.acquire()
+        slot.computed.record(device.compute_stream)
+        with device.use_stream(device.copy_stream):
+            device.copy_stream.wait_event(slot.computed)
+            device.copy_async(slot.tokens.first(output.tokens.shape[0])[1], output.tokens)
+            slot.event.record(device.copy_stream)
+        return InFlightStep(plan, slot, False, (), device.sync_guard)
+
+    monkeypatch.setattr(OutputRing, "send", faulty)
+    assert_found(faults_found(cudagraph_mode=mode), RaceError)
+
+
+def test_7_an_output_slot_that_is_still_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot for all steps: what is collected is another step's."""
+    right = Ring.acquire
+    monkeypatch.setattr(
+        Ring, "acquire", lambda self: right(self) if isinstance(self.slots[0], _StagingSlot) else self.slots[0]
+    )
+    assert_found(faults_found(), AssertionError, RaceError)
 
 
 def test_8_an_output_read_before_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +430,9 @@ def test_9_a_padded_row_index_of_zero_commits_into_row_zero(monkeypatch: pytest.
     monkeypatch.setattr(RequestRows, "stage_batch", faulty)
     # In chunks, so that row 0 is often in the middle of its prompt.
     chunks = {**PADDED, "long_prefill_token_threshold": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestRows, "stage_batch", right)
+        assert_right(faults_found(**chunks))
     assert_found(faults_found(**chunks, speculative_config=None), AssertionError)
     # A drafter may stumble over the row before a token is wrong.
     assert_found(faults_found(**chunks), AssertionError, DeviceFaultError)

@@ -118,6 +118,8 @@ class World:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=rng.choice([1, 3, 8, 64]),
+            # Drawn apart, so that a world is otherwise what it was before there was this limit.
+            mixed_prefill_tokens=random.Random(~self.seed).choice([None, 1, 5, 16]),
             block_size=block_size,
             num_gpu_blocks_override=num_pages,
             steps_in_flight=rng.randint(1, 4),
