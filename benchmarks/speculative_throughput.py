@@ -24,9 +24,8 @@ from slipstream.commands.results import collect_results, prepare_folder, write_r
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_shape
 from slipstream.engine.client import EngineClient
-from slipstream.models.shapes import shape_config
+from slipstream.models.shapes import forced_eagle3, shape_config
 
-RATES = (0.730, 0.521, 0.355, 0.245, 0.170, 0.118, 0.082)
 VLLM = {
     ("llama-3.1-8b", 0): {1: 202, 8: 1574, 64: 10566},
     ("llama-3.1-8b", 3): {1: 388, 8: 2917, 64: 14579},
@@ -34,20 +33,13 @@ VLLM = {
 
 
 def measure(shape: str, k: int, batches: list[int], output_len: int, repeat: int) -> list[dict[str, Any]]:
-    speculative = {
-        "method": "eagle3",
-        "model": f"{shape}-eagle3",
-        "num_speculative_tokens": k,
-        "verify": "synthetic",
-        "acceptance_rates": RATES[:k],
-    }
     options = EngineOptions(
         device="cuda",
         dtype="bfloat16",
         enable_prefix_caching=False,
         max_num_seqs=max(batches),
         max_model_len=1024,
-        speculative_config=speculative if k else None,
+        speculative_config=forced_eagle3(shape, k) if k else None,
         seed=0,
     )
     client = EngineClient.in_thread(lambda: build_shape(options, shape))

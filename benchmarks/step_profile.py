@@ -2,7 +2,7 @@
 
 A kernel that starts early counts from its start, so the times of neighbours add up to more than the step.
 
-python benchmarks/step_profile.py [--shape smollm2-135m] [--batch 1,128] [--trace FOLDER]
+python benchmarks/step_profile.py [--shape smollm2-135m] [--batch 1,128] [--k 3] [--trace FOLDER]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_shape
+from slipstream.models.shapes import forced_eagle3
 from slipstream.types import Request, SamplingParams
 
 NUM_STEPS = 30
@@ -45,7 +46,7 @@ def covered(ranges: list[tuple[str, float, float]]) -> float:
 def profile_batch(core: Any, shape: str, batch: int, num_layers: int, trace: Path | None) -> None:
     params = SamplingParams(temperature=0.0, seed=0).with_defaults(SamplingParams())
     for i in range(batch):
-        core.add(Request(f"{batch}-{i}", tuple(range(100, 228)), params, (), 128 + 200))
+        core.add(Request(f"{batch}-{i}", tuple(range(100, 228)), params, (), 128 + 800))
     for _ in range(30):
         core.step()
     before, start = core.stats.host_s.total, time.perf_counter()
@@ -72,6 +73,8 @@ def profile_batch(core: Any, shape: str, batch: int, num_layers: int, trace: Pat
     for name, times in sorted(busy.items(), key=lambda item: -sum(item[1]))[:14]:
         a_step, each = sum(times) / NUM_STEPS, sum(times) / len(times)
         print(f"  {a_step:8.1f} us  {len(times) / NUM_STEPS:6.1f} x {each:7.2f} us  {name[:90]}")
+    for i in range(batch):
+        core.finish(f"{batch}-{i}")
     while core.has_work:
         core.step()
 
@@ -80,10 +83,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="smollm2-135m")
     parser.add_argument("--batch", default="1,8,128")
+    parser.add_argument("--k", type=int, default=0, help="tokens drafted by an EAGLE-3 head, accepted at fixed rates")
     parser.add_argument("--trace", type=Path, help="where to leave a Chrome trace of every batch")
     options = parser.parse_args()
     batches = [int(size) for size in options.batch.split(",")]
-    engine = build_shape(EngineOptions(device="cuda", dtype="bfloat16", max_num_seqs=max(batches)), options.shape)
+    engine_options = EngineOptions(
+        device="cuda",
+        dtype="bfloat16",
+        max_num_seqs=max(batches),
+        max_model_len=1024,
+        speculative_config=forced_eagle3(options.shape, options.k) if options.k else None,
+    )
+    engine = build_shape(engine_options, options.shape)
     for batch in batches:
         profile_batch(engine.core, options.shape, batch, engine.config.model.num_layers, options.trace)
     return 0
