@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.commands.measure import BatchRun, decode_rate, run_batch
+from slipstream.commands.measure import BatchRun, decode_rate, run_batch, wait_for_graphs
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
@@ -102,6 +102,7 @@ def measure(
     client = EngineClient.in_thread(lambda: build_engine(options))
     best: dict[tuple[str, int], BatchRun] = {}
     try:
+        wait_for_graphs(client)
         for kind, asked in prompts.items():
             for batch in batches:
                 to_the_end = kind == "chat-to-the-end"
@@ -125,8 +126,8 @@ def row(kind: str, batch: int, plain: BatchRun, drafted: BatchRun, arguments: ar
         "tok_s": round(after, 1),
         "plain_tok_s": round(before, 1),
         "ratio": round(after / before, 3),
-        "k": arguments.k,
-        "mean_length": round(drafts.mean_length, 3),
+        "k": arguments.k or "adaptive",
+        "mean_length": round(drafted.tokens_a_step, 3),
         "acceptance_by_position": [round(rate, 3) for rate in drafts.acceptance_at],
         "same_texts": same,
     }
@@ -137,7 +138,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model"))
     parser.add_argument("--draft-model")
-    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--k", type=int, help="as many drafts in every step; otherwise the number adapts")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch", default="1,8,32")
@@ -163,7 +164,7 @@ def main() -> int:
     drafted = measure(draft_options, prompts, batches, arguments.output_len, arguments.repeat)
     rows = [row(*key, plain[key], drafted[key], arguments) for key in plain]
     results = collect_results(rows, device="cuda" if torch.cuda.is_available() else "cpu")
-    table = Table("case", title=f"output tokens per second, {results.hardware}, k = {arguments.k}")
+    table = Table("case", title=f"output tokens per second, {results.hardware}, k = {arguments.k or 'adaptive'}")
     for name in ("batch", "plain", "with drafts", "ratio", "tokens a step", "same texts"):
         table.add_column(name, justify="right")
     for r in rows:

@@ -1,11 +1,14 @@
-"""EAGLE-3 with forced acceptance against vLLM on the same GPU: what a speculative step costs, whatever is drafted.
+"""EAGLE-3 with forced acceptance beside plain decoding, and vLLM on the same GPU: what a speculative step costs.
 
-Random weights of Llama-3.1-8B's shape and of an EAGLE-3 head's (draft vocabulary 32,000), greedy, prompts of 128
-tokens, 256 output tokens, end of sequence ignored, prefix caching off, the rate of the decode part. Drafts are accepted
-at fixed rates (.730 .521 .355, continued .245 .170 .118 .082), as vLLM's were: THE TEXT MEANS NOTHING. vLLM's column
-was measured on an NVIDIA H200 (vLLM 0.26.0, torch 2.11, CUDA 13.0).
+Random weights of a shape and of an EAGLE-3 head's (draft vocabulary 32,000), greedy, prompts of 128 tokens, end of
+sequence ignored, prefix caching off, the rate of the decode part. Drafts are accepted at fixed rates (high: vLLM's .730
+.521 .355, continued .245 .170 .118 .082), whatever they say: THE TEXT MEANS NOTHING. vLLM's column was measured on an
+NVIDIA H200 (vLLM 0.26.0, torch 2.11, CUDA 13.0).
 
-    python benchmarks/speculative_throughput.py [--shape llama-3.1-8b] [--batch 1,8,64] [--k 3] [--sweep]
+    python benchmarks/speculative_throughput.py [--shape llama-3.1-8b] [--batch 1,8,64] [--k 0,3]
+    python benchmarks/speculative_throughput.py --k 0,1,2,3,4,5,6,7 --batch 1,2,4,8,16,32,64,128    # the sweep
+    python benchmarks/speculative_throughput.py --k 0,adaptive --rates high,low,zero --batch 1,2,4,8,16,32,64,128
+    python benchmarks/speculative_throughput.py --change --batch 1,8,64     # acceptance that changes in mid-run
 """
 
 from __future__ import annotations
@@ -16,89 +19,170 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.commands.measure import BatchRun, decode_rate, run_batch
+from slipstream.commands.measure import BatchRun, decode_rate, run_batch, wait_for_graphs
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
-from slipstream.engine.build import build_shape
+from slipstream.engine.build import Engine, build_shape
 from slipstream.engine.client import EngineClient
-from slipstream.models.shapes import forced_eagle3, shape_config
+from slipstream.models.shapes import FORCED_RATES, forced_eagle3, shape_config
+from slipstream.types import Request, SamplingParams
 
+RATES = {"high": FORCED_RATES, "low": (0.30, 0.08, 0.02, 0.005, 0.0, 0.0, 0.0), "zero": (0.0,) * 7}
+MOST = len(FORCED_RATES)
 VLLM = {
-    ("llama-3.1-8b", 0): {1: 202, 8: 1574, 64: 10566},
-    ("llama-3.1-8b", 3): {1: 388, 8: 2917, 64: 14579},
+    ("llama-3.1-8b", "0"): {1: 202, 8: 1574, 64: 10566},
+    ("llama-3.1-8b", "3"): {1: 388, 8: 2917, 64: 14579},
 }
+SETTLE_LIMIT = 50  # steps within which a change is to be followed
 
 
-def measure(shape: str, k: int, batches: list[int], output_len: int, repeat: int) -> list[dict[str, Any]]:
-    options = EngineOptions(
+def options_for(shape: str, k: str, max_batch: int) -> EngineOptions:
+    speculative = None
+    if k == "adaptive":
+        speculative = {**forced_eagle3(shape, MOST), "adaptive": True}
+    elif int(k):
+        speculative = forced_eagle3(shape, int(k))
+    return EngineOptions(
         device="cuda",
         dtype="bfloat16",
         enable_prefix_caching=False,
-        max_num_seqs=max(batches),
+        max_num_seqs=max_batch,
         max_model_len=1024,
-        speculative_config=forced_eagle3(shape, k) if k else None,
+        speculative_config=speculative,
         seed=0,
     )
-    client = EngineClient.in_thread(lambda: build_shape(options, shape))
-    vocab_size = shape_config(shape)["vocab_size"]
+
+
+def prompts_for(shape: str, batch: int) -> list[list[int]]:
+    rng, vocab_size = random.Random(0), shape_config(shape)["vocab_size"]
+    return [[rng.randrange(vocab_size) for _ in range(128)] for _ in range(batch)]
+
+
+def measure(arguments: argparse.Namespace, k: str, batches: list[int]) -> list[dict[str, Any]]:
+    shape, built = arguments.shape, []
+
+    def build() -> Engine:
+        built.append(build_shape(options_for(shape, k, max(batches)), shape))
+        return built[0]
+
+    client = EngineClient.in_thread(build)
     rows = []
     try:
-        for batch in batches:
-            rng = random.Random(0)
-            prompts = [[rng.randrange(vocab_size) for _ in range(128)] for _ in range(batch)]
-            runs: list[BatchRun] = [run_batch(client, prompts, output_len) for _ in range(repeat + 1)][1:]
-            best = max(runs, key=lambda run: decode_rate(run.arrivals))
-            rate, drafts = decode_rate(best.arrivals), best.drafts
-            peer = VLLM.get((shape, k), {}).get(batch)
-            rows.append(
-                {
-                    "case": f"{shape}+eagle3" if k else shape,
-                    "batch": batch,
-                    "tok_s": round(rate, 1),
-                    "k": k,
-                    "synthetic": k > 0,
-                    "mean_length": round(drafts.mean_length, 3),
-                    "step_ms": round(1000 * batch * drafts.mean_length / rate, 3),
-                    "vllm_tok_s": peer,
-                    "ratio": round(rate / peer, 3) if peer else None,
-                }
-            )
-            print(f"{shape}, k = {k}, batch {batch}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+        if k == "adaptive":  # what it chooses from; others have had all they need since the start
+            wait_for_graphs(client)
+        stats = client.stats
+        print(f"k = {k}: {stats.num_graphs} graphs, {stats.graph_bytes / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+        for name in arguments.rates.split(",") if k != "0" else ["high"]:
+            if k != "0":
+                verifier = built[0].core.runner.program.verifier
+                verifier.set_rates(RATES[name][: MOST if k == "adaptive" else int(k)])
+                torch.cuda.synchronize()
+            for batch in batches:
+                rows.append(row_of(arguments, client, k, name, batch))
     finally:
+        built.clear()
         client.close()
     return rows
+
+
+def row_of(arguments: argparse.Namespace, client: EngineClient, k: str, rates: str, batch: int) -> dict[str, Any]:
+    shape, prompts = arguments.shape, prompts_for(arguments.shape, batch)
+    num_runs = arguments.repeat + 1
+    runs: list[BatchRun] = [run_batch(client, prompts, arguments.output_len) for _ in range(num_runs)][1:]
+    best = max(runs, key=lambda run: decode_rate(run.arrivals))
+    rate = decode_rate(best.arrivals)
+    length = best.tokens_a_step
+    peer = VLLM.get((shape, k), {}).get(batch) if rates == "high" else None
+    print(f"{shape}, k = {k}, {rates}, batch {batch}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+    return {
+        "case": shape if k == "0" else f"{shape}+eagle3",
+        "batch": batch,
+        "tok_s": round(rate, 1),
+        "k": k,
+        "rates": rates,
+        "synthetic": k != "0",
+        "mean_length": round(length, 3),
+        "step_ms": round(1000 * batch * length / rate, 3),
+        "vllm_tok_s": peer,
+        "ratio": round(rate / peer, 3) if peer else None,
+    }
+
+
+def follow_change(arguments: argparse.Namespace, batches: list[int]) -> list[dict[str, Any]]:
+    """Steps until the draft length is where it settles, after acceptance went from nothing to high and back."""
+    engine = build_shape(options_for(arguments.shape, "adaptive", max(batches)), arguments.shape)
+    core = engine.core
+    while core.use_idle_time():
+        pass
+    verifier, params = core.runner.program.verifier, SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+    rows = []
+    for batch in batches:
+        for i, prompt in enumerate(prompts_for(arguments.shape, batch)):
+            core.add(Request(f"{batch}-{i}", tuple(prompt), params.with_defaults(SamplingParams()), (), 1023))
+        for name, count in (("zero", 120), ("high", 150), ("zero", 150)):
+            with core.runner.device.use_stream(core.runner.device.compute_stream):
+                verifier.set_rates(RATES[name])
+            torch.cuda.synchronize()
+            lengths = []
+            for _ in range(count):
+                core.step()
+                lengths.append(core.stats.draft_length)
+            settled = sorted(lengths[-60:])[30]
+            near = [i for i, k in enumerate(lengths) if k == settled]
+            rows.append({"case": f"to {name}", "batch": batch, "settles_at": settled, "after_steps": near[0]})
+        for i in range(batch):
+            core.finish(f"{batch}-{i}")
+        while core.has_work:
+            core.step()
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]], title: str) -> None:
+    table = Table("case", title=title)
+    if "after_steps" in rows[0]:
+        for name in ("batch", "draft length", "reached after steps", f"within {SETTLE_LIMIT}"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            within = "yes" if row["after_steps"] <= SETTLE_LIMIT else "no"
+            table.add_row(row["case"], str(row["batch"]), str(row["settles_at"]), str(row["after_steps"]), within)
+    else:
+        plain = {row["batch"]: row["tok_s"] for row in rows if row["k"] == "0"}
+        for name in ("k", "accepted", "batch", "tokens/s", "of plain", "vLLM", "ratio", "tokens a step", "ms a step"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            peer = [f"{row['vllm_tok_s']:,}", f"{row['ratio']:.2f}"] if row["vllm_tok_s"] else ["", ""]
+            share = f"{row['tok_s'] / plain[row['batch']]:.2f}" if row["batch"] in plain else ""
+            figures = (f"{row['tok_s']:,.0f}", share, *peer, f"{row['mean_length']:.2f}", f"{row['step_ms']:.2f}")
+            rates = row["rates"] if row["synthetic"] else ""
+            table.add_row(row["case"], row["k"], rates, str(row["batch"]), *figures)
+    Console(width=140).print(table)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--batch", default="1,8,64")
-    parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--sweep", action="store_true", help="every k from 1 to 7 at the first batch size")
+    parser.add_argument("--k", default="0,3", help="numbers, 0 for plain decoding, or adaptive")
+    parser.add_argument("--rates", default="high", help=f"of {', '.join(RATES)}")
+    parser.add_argument("--change", action="store_true", help="how soon a change of acceptance is followed")
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     prepare_folder(arguments.output_dir)
     batches = [int(size) for size in arguments.batch.split(",")]
-    rest = (arguments.output_len, arguments.repeat)
-    if arguments.sweep:
-        rows = [row for k in range(1, 8) for row in measure(arguments.shape, k, batches[:1], *rest)]
+    if arguments.change:
+        rows, kind = follow_change(arguments, batches), "draft-length-changes"
     else:
-        rows = [row for k in (0, arguments.k) for row in measure(arguments.shape, k, batches, *rest)]
+        rows = [row for k in arguments.k.split(",") for row in measure(arguments, k, batches)]
+        kind = "speculative-throughput"
     results = collect_results(rows, device="cuda")
-    table = Table("case", title=f"output tokens per second, forced acceptance, {results.hardware}")
-    for name in ("k", "batch", "Slipstream", "vLLM", "ratio", "tokens a step", "ms a step"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        peer = [f"{row['vllm_tok_s']:,}", f"{row['ratio']:.2f}"] if row["vllm_tok_s"] else ["", ""]
-        figures = (f"{row['tok_s']:,.0f}", *peer, f"{row['mean_length']:.2f}", f"{row['step_ms']:.2f}")
-        table.add_row(row["case"], str(row["k"]), str(row["batch"]), *figures)
-    path = write_results(results, arguments.output_dir, f"speculative-throughput-{arguments.shape}")
-    Console(width=120).print(table)
+    path = write_results(results, arguments.output_dir, f"{kind}-{arguments.shape}")
+    print_table(rows, f"output tokens per second, forced acceptance, {results.hardware}")
     print(f"written to {path}")
     return 0
 

@@ -19,10 +19,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_shape
-from slipstream.models.shapes import forced_eagle3
+from slipstream.models.shapes import FORCED_RATES, HEAD_SHAPES, SHAPES, forced_eagle3, step_bytes
 from slipstream.types import Request, SamplingParams
 
 NUM_STEPS = 30
+GROUPS = {
+    "products": ("_tile_kernel", "_vector_kernel", "nvjet", "gemm", "splitKreduce", "cutlass"),
+    "attention": ("_decode_kernel", "attention"),
+    "sampling": ("_draw_kernel", "_accept_kernel", "_force_kernel", "argmax"),
+    "norms": ("_rms_norm", "_scale_kernel", "_gated_kernel", "_join_kernel", "_keep_kernel"),
+    "inputs": ("_prepare", "_pass_kernel", "_slots_kernel", "_rotation", "_gaps", "_commit", "_place", "ndexSelect"),
+}
 
 
 def device_ranges(prof: Any) -> list[tuple[str, float, float]]:
@@ -43,7 +50,41 @@ def covered(ranges: list[tuple[str, float, float]]) -> float:
     return total
 
 
-def profile_batch(core: Any, shape: str, batch: int, num_layers: int, trace: Path | None) -> None:
+def own_times(ranges: list[tuple[str, float, float]]) -> list[tuple[str, float]]:
+    """Of every kernel, how much later the GPU was done because of it: from the end of those before to its own."""
+    found, end = [], 0.0
+    for name, begin, own_end in ranges:
+        found.append((name, max(0.0, own_end - max(begin, end))))
+        end = max(end, own_end)
+    return found
+
+
+def group_of(name: str) -> str:
+    return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), "other")
+
+
+def print_groups(ranges: list[tuple[str, float, float]], shape: str, batch: int, k: int, context: int) -> None:
+    """Time, bytes that have to be moved, and the share of the memory's bandwidth that this is."""
+    config, draft_vocab = SHAPES[shape], HEAD_SHAPES[f"{shape}-eagle3"]["draft_vocab_size"]
+    kv = 4 * config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    num_logits = (1 + k) * config["vocab_size"] + k * draft_vocab
+    num_bytes = {
+        "products": step_bytes(shape, k),
+        "attention": batch * context * kv * (config["num_hidden_layers"] + k),
+        "sampling": 4 * batch * num_logits,  # read once, in float32
+    }
+    times: dict[str, float] = defaultdict(float)
+    for name, us in own_times(ranges):
+        times[group_of(name)] += us / NUM_STEPS
+    for group, us in sorted(times.items(), key=lambda item: -item[1]):
+        line = f"  {group:10} {us:8.1f} us  {us / sum(times.values()):4.0%}"
+        if moved := num_bytes.get(group, 0):
+            rate = moved / us / 1e6
+            line += f"  {moved / 1e6:9.1f} MB  {rate:5.2f} TB/s  {rate / 4.8:4.0%} of 4.8"
+        print(line)
+
+
+def profile_batch(core: Any, shape: str, batch: int, k: int, num_layers: int, trace: Path | None) -> None:
     params = SamplingParams(temperature=0.0, seed=0).with_defaults(SamplingParams())
     for i in range(batch):
         core.add(Request(f"{batch}-{i}", tuple(range(100, 228)), params, (), 128 + 800))
@@ -70,6 +111,9 @@ def profile_batch(core: Any, shape: str, batch: int, num_layers: int, trace: Pat
     print(f"{shape}, batch {batch}: {step_us:.0f} us a step, host {host_us:.0f} us of it;", end=" ")
     print(f"{num_kernels:.0f} kernels, {num_kernels / num_layers:.1f} a layer;", end=" ")
     print(f"GPU busy {total / NUM_STEPS:.0f} us, gaps {(span - total) / NUM_STEPS:.0f} us a step")
+    # Prompts of 128 tokens, and what the steps before the middle of the profile have brought.
+    a_step = 1 + sum(FORCED_RATES[:k])
+    print_groups(ranges, shape, batch, k, int(128 + 105 * a_step))
     for name, times in sorted(busy.items(), key=lambda item: -sum(item[1]))[:14]:
         a_step, each = sum(times) / NUM_STEPS, sum(times) / len(times)
         print(f"  {a_step:8.1f} us  {len(times) / NUM_STEPS:6.1f} x {each:7.2f} us  {name[:90]}")
@@ -96,7 +140,7 @@ def main() -> int:
     )
     engine = build_shape(engine_options, options.shape)
     for batch in batches:
-        profile_batch(engine.core, options.shape, batch, engine.config.model.num_layers, options.trace)
+        profile_batch(engine.core, options.shape, batch, options.k, engine.config.model.num_layers, options.trace)
     return 0
 
 

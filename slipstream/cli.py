@@ -149,6 +149,13 @@ def doctor(as_json: AsJson = False) -> int:
 @app.command()
 def tune(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or a known shape such as llama-3.1-8b.")],
+    head: Annotated[
+        str | None,
+        typer.Option(
+            "--head",
+            help="A draft head of that model: measure what it has of its own. Or a shape: llama-3.1-8b-eagle3.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", help="File to write; one in the cache, which every engine reads, if unset."),
@@ -163,7 +170,7 @@ def tune(
     """
     from slipstream.commands.tune import run
 
-    return run(model, output=output, jobs=jobs)
+    return run(model, head=head, output=output, jobs=jobs)
 
 
 @app.command()

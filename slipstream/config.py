@@ -97,14 +97,17 @@ class EngineOptions:
     speculate: str | None = _option(
         None, "Draft tokens ahead by this method: ngram, draft_model, eagle, eagle3 or mtp."
     )
-    k: int | None = _option(None, "Most tokens to draft ahead.")
+    k: int | None = _option(
+        None, "Tokens to draft ahead in every step; if unset, as many as pay, which may be none, measured as it runs."
+    )
     draft_model: str | None = _option(
         None, "Checkpoint that drafts: a smaller model with the same vocabulary, or an EAGLE head of this model."
     )
     speculative_config: Mapping[str, Any] | None = _option(
         None,
         'Speculation in vLLM\'s spelling, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Also '
-        "prompt_lookup_min, prompt_lookup_max, model, verify (match, rejection, synthetic) and acceptance_rates.",
+        "adaptive, prompt_lookup_min, prompt_lookup_max, model, verify (match, rejection, synthetic) and "
+        "acceptance_rates.",
     )
     seed: int | None = _option(
         None, "Makes the seeds of requests that name none repeatable; different in every run if unset."
@@ -300,14 +303,14 @@ def resolve(
         raise ConfigError(
             f"max_model_len {max_model_len} is beyond the model's context of {model.max_position}; lower it"
         )
-    speculative = speculation_of(options)
-    num_drafts = 0 if speculative is None else speculative.num_drafts
     if draft is not None and draft.config.max_position < max_model_len:
         raise ConfigError(
             f"the draft model's context of {draft.config.max_position} is shorter than the target's {max_model_len}; "
             f"set max_model_len to at most {draft.config.max_position} or use another draft model"
         )
     max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 256 if has_gpu else 32)
+    speculative = _fitting_speculation(options, max_num_seqs)
+    num_drafts = 0 if speculative is None else speculative.num_drafts
     usual = max(8192 if has_gpu else 512, max_num_seqs * (1 + num_drafts))
     budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, usual)
     if budget < max_num_seqs * (1 + num_drafts):
@@ -351,6 +354,14 @@ def resolve(
         draft_model=None if draft is None else draft.config,
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
     )
+
+
+def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> SpeculativeConfig | None:
+    """A draft length that adapts stays within the tokens that a step may have."""
+    speculative = speculation_of(options)
+    if speculative is None or options.max_num_batched_tokens is None:
+        return speculative
+    return speculative.lowered(options.max_num_batched_tokens // max_num_seqs - 1)
 
 
 def speculation_of(options: EngineOptions) -> SpeculativeConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slipstream.errors import ConfigError, nearest
@@ -16,9 +16,12 @@ VerifyMode = Literal["match", "rejection", "synthetic"]
 MAX_DRAFTS = 16
 MAX_MATCH = 32
 _USUAL_MATCH = 5
-_DEFAULT_DRAFTS: dict[Method, int] = {"ngram": 4, "draft_model": 3, "eagle": 3, "eagle3": 3, "mtp": 1}
+# What a draft length that adapts is chosen from. Each has graphs of its own, so they lie further apart as they grow.
+_LENGTHS = (0, 1, 2, 3, 5, 7, 11, 16)
+_INITIAL_LENGTH = 3
+_MOST_DRAFTS: dict[Method, int] = {"ngram": 7, "draft_model": 5, "eagle": 7, "eagle3": 7, "mtp": 3}
 _NGRAM_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
-_KEYS = ("method", "model", "num_speculative_tokens", *_NGRAM_KEYS, "verify", "acceptance_rates")
+_KEYS = ("method", "model", "num_speculative_tokens", "adaptive", *_NGRAM_KEYS, "verify", "acceptance_rates")
 _NGRAM_MODELS = ("ngram", "[ngram]")  # how vLLM's users spell it where a model is asked for
 _SHORT_NAMES = {"method": "speculate", "num_speculative_tokens": "k", "model": "draft_model"}
 
@@ -36,6 +39,26 @@ class SpeculativeConfig:
     max_match: int = _USUAL_MATCH
     # synthetic: entry i is the probability that the first i + 1 drafts are all accepted.
     acceptance_rates: tuple[float, ...] = ()
+    # Whether the engine chooses how many to draft, from none to ``num_drafts``, by what they cost and how they fare.
+    adaptive: bool = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many drafts a step may have, fewest first."""
+        if not self.adaptive:
+            return (self.num_drafts,)
+        return (*(k for k in _LENGTHS if k < self.num_drafts), self.num_drafts)
+
+    @property
+    def initial_length(self) -> int:
+        return min(_INITIAL_LENGTH, self.num_drafts) if self.adaptive else self.num_drafts
+
+    def lowered(self, num_drafts: int) -> SpeculativeConfig:
+        """With at most so many drafts, where the number is the engine's to choose."""
+        most = max(1, min(self.num_drafts, num_drafts))
+        if not self.adaptive or most == self.num_drafts:
+            return self
+        return replace(self, num_drafts=most, acceptance_rates=self.acceptance_rates[:most])
 
     @property
     def takes_hidden_states(self) -> bool:
@@ -72,7 +95,12 @@ def _parse(given: Mapping[str, Any], names: Mapping[str, str]) -> SpeculativeCon
             raise ConfigError(f"unknown key {key!r} in speculative_config{nearest(str(key), _KEYS)}")
     method = _method(given, names)
     model = _model(given, method)
-    num_drafts = _integer(given, "num_speculative_tokens", _DEFAULT_DRAFTS[method], MAX_DRAFTS, names)
+    num_drafts = _integer(given, "num_speculative_tokens", _MOST_DRAFTS[method], MAX_DRAFTS, names)
+    adaptive = given.get("adaptive")
+    if adaptive is None:  # a number that somebody has chosen stays
+        adaptive = given.get("num_speculative_tokens") is None
+    elif not isinstance(adaptive, bool):
+        raise ConfigError(f"adaptive must be true or false, not {adaptive!r}")
     if method != "ngram" and (found := [key for key in _NGRAM_KEYS if given.get(key) is not None]):
         raise ConfigError(f"{found[0]} belongs to ngram; leave it out with {method}")
     min_match = _integer(given, "prompt_lookup_min", 1, MAX_MATCH, names)
@@ -83,7 +111,7 @@ def _parse(given: Mapping[str, Any], names: Mapping[str, str]) -> SpeculativeCon
     if verify not in VERIFY_MODES:
         raise ConfigError(f"verify must be one of {', '.join(VERIFY_MODES)}, not {verify!r}")
     rates = _rates(given.get("acceptance_rates"), verify, num_drafts)
-    return SpeculativeConfig(method, num_drafts, verify, model, min_match, max_match, rates)
+    return SpeculativeConfig(method, num_drafts, verify, model, min_match, max_match, rates, adaptive)
 
 
 def _method(given: Mapping[str, Any], names: Mapping[str, str]) -> Method:

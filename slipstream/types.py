@@ -219,6 +219,8 @@ class Composition:
     samples: tuple[bool, ...]
     num_drafts: tuple[int, ...]
     total_tokens: int
+    num_next_drafts: int = 0  # most drafts that are made behind the step, for the next one to check
+    num_caught_up: int = 0  # most tokens of each before the step's own that the drafter, who missed them, goes over too
 
     @property
     def num_reqs(self) -> int:
@@ -233,6 +235,7 @@ class RowInit:
     request: Request
     token_ids: Sequence[int]
     num_computed: int
+    draft_start: int = 0  # the first slot from which on the drafter's keys are among those computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.speculative_config import SpeculativeConfig
 from tests.test_config import CPU, MODEL
 
-NGRAM = SpeculativeConfig("ngram", 4)
+NGRAM = SpeculativeConfig("ngram", 7, adaptive=True)
 
 KNOWN = "; known are ngram, draft_model, eagle, eagle3, mtp"
 
@@ -33,7 +33,10 @@ def read(**options: Any) -> SpeculativeConfig | None:
         ({"speculate": "ngram"}, NGRAM),
         ({"speculate": "ngram", "k": 1}, SpeculativeConfig("ngram", 1)),
         ({"speculate": "ngram", "k": 16}, SpeculativeConfig("ngram", 16)),
-        ({"speculate": "draft_model", "draft_model": "m"}, SpeculativeConfig("draft_model", 3, model="m")),
+        (
+            {"speculate": "draft_model", "draft_model": "m"},
+            SpeculativeConfig("draft_model", 5, model="m", adaptive=True),
+        ),
         ({"speculate": "draft_model", "draft_model": "m", "k": 5}, SpeculativeConfig("draft_model", 5, model="m")),
     ],
 )
@@ -45,7 +48,9 @@ def test_short_forms(options: dict[str, Any], expected: SpeculativeConfig | None
     ("given", "expected"),
     [
         ({"method": "ngram"}, NGRAM),
-        ({"method": "ngram", "num_speculative_tokens": 4}, NGRAM),
+        ({"method": "ngram", "num_speculative_tokens": 4}, SpeculativeConfig("ngram", 4)),
+        ({"method": "ngram", "num_speculative_tokens": 4, "adaptive": True}, replace(NGRAM, num_drafts=4)),
+        ({"method": "ngram", "adaptive": False}, replace(NGRAM, adaptive=False)),
         ({"method": "ngram", "model": None, "verify": None, "acceptance_rates": None}, NGRAM),
         ({"model": "ngram"}, NGRAM),
         ({"model": "[ngram]"}, NGRAM),
@@ -57,7 +62,7 @@ def test_short_forms(options: dict[str, Any], expected: SpeculativeConfig | None
             {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 8},
             replace(NGRAM, min_match=2, max_match=8),
         ),
-        ({"method": "draft_model", "model": "m"}, SpeculativeConfig("draft_model", 3, model="m")),
+        ({"method": "draft_model", "model": "m"}, SpeculativeConfig("draft_model", 5, model="m", adaptive=True)),
         ({"model": "org/m", "num_speculative_tokens": 5}, SpeculativeConfig("draft_model", 5, model="org/m")),
         ({"method": "ngram", "verify": "match"}, NGRAM),
         ({"method": "ngram", "verify": "rejection"}, replace(NGRAM, verify="rejection")),
@@ -128,6 +133,10 @@ RATES = "acceptance_rates: 2 numbers from 1 down to 0, entry i for the probabili
         ({"method": "ngram", "zzz": 4}, "unknown key 'zzz' in speculative_config"),
         ({"method": "ngram", 5: 4}, "unknown key 5 in speculative_config"),
         (
+            {"method": "ngram", "adaptive": "yes"},
+            "adaptive must be true or false, not 'yes'",
+        ),
+        (
             {"method": "ngram", "num_speculative_tokens": 99},
             "num_speculative_tokens must be an integer from 1 to 16, not 99",
         ),
@@ -187,6 +196,28 @@ def test_one_way_to_say_it_at_a_time(short: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(speculative_config={"method": "ngram"}, **short)
     assert str(caught.value) == f"{name} and speculative_config say the same; use one of them"
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths", "initial"),
+    [
+        (NGRAM, (0, 1, 2, 3, 5, 7), 3),
+        (replace(NGRAM, num_drafts=2), (0, 1, 2), 2),
+        (replace(NGRAM, num_drafts=4), (0, 1, 2, 3, 4), 3),
+        (replace(NGRAM, num_drafts=16), (0, 1, 2, 3, 5, 7, 11, 16), 3),
+        (SpeculativeConfig("ngram", 6), (6,), 6),
+    ],
+)
+def test_what_a_length_is_chosen_from(config: SpeculativeConfig, lengths: tuple[int, ...], initial: int) -> None:
+    assert (config.lengths, config.initial_length) == (lengths, initial)
+
+
+def test_a_length_that_adapts_stays_within_the_tokens_of_a_step() -> None:
+    few = resolve(EngineOptions(speculate="ngram", max_num_seqs=8, max_num_batched_tokens=32), CPU, MODEL)
+    assert few.speculative is not None
+    assert few.speculative.lengths == (0, 1, 2, 3)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 32 is below max_num_seqs 8 x 6"):
+        resolve(EngineOptions(speculate="ngram", k=5, max_num_seqs=8, max_num_batched_tokens=32), CPU, MODEL)
 
 
 def test_only_synthetic_acceptance_is_synthetic() -> None:

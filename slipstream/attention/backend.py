@@ -76,6 +76,10 @@ class AttentionBackend(Protocol):
         """Once a step: what `run` needs. Must not wait for the device."""
         ...
 
+    def starting_at(self, metadata: Any, seq_starts: Tensor) -> Any:
+        """The same for a drafter that shares it: of each request it has keys from these slots on only."""
+        ...
+
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
         """Once a layer: attend from rotated queries to the layer's cache, which holds this step's keys already."""
         ...

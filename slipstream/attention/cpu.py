@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class Slice:
     seq_lens: Tensor
     query_lens: Tensor
     block_table: Tensor
+    seq_starts: Tensor | None
     # Where the tokens stand in the padded [num_reqs, max_query] grid; None when the grid is full.
     grid: Tensor | None
     # Shared by all layers with the same heads or the same window, made when the first of them asks.
@@ -44,7 +45,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """A step for the C kernel, which reads pages where they are."""
+    """A step for the C kernels, attention's or that of all layers at once, which read pages where they are."""
 
     common: CommonAttentionMetadata
 
@@ -77,6 +78,9 @@ class CpuBackend:
         query_lens = np.diff(starts)
         return [self._slice(common, query_lens, a, b) for a, b in _cut(query_lens.tolist(), bounds.tolist())]
 
+    def starting_at(self, metadata: object, seq_starts: Tensor) -> NoReturn:
+        raise RuntimeError("a step's metadata is shared between recordings, and a CPU has none")
+
     def _slice(self, common: CommonAttentionMetadata, query_lens: np.ndarray, first: int, end: int) -> Slice:
         own = query_lens[first:end]
         max_query = int(own.max())
@@ -93,6 +97,7 @@ class CpuBackend:
             seq_lens=common.seq_lens[first:end],
             query_lens=common.query_lens[first:end],
             block_table=common.block_table[first:end],
+            seq_starts=None if common.seq_starts is None else common.seq_starts[first:end],
             grid=grid,
         )
 
@@ -100,17 +105,19 @@ class CpuBackend:
         if isinstance(metadata, InPlace):
             common = metadata.common
             tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
-            return in_place_attention(q, kv_cache, *tables, layer.scale, layer.window)
+            return in_place_attention(q, kv_cache, *tables, layer.scale, layer.window, common.seq_starts)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run_slice(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, part: Slice) -> Tensor:
         page_size, kv_heads = self._page_size, layer.num_kv_heads
         if kv_heads not in part.rows:
-            part.rows[kv_heads] = key_rows(part.block_table, part.seq_lens, part.max_keys, kv_heads, page_size)
+            part.rows[kv_heads] = key_rows(
+                part.block_table, part.seq_lens, part.max_keys, kv_heads, page_size, part.seq_starts
+            )
         if layer.window not in part.hidden:
             part.hidden[layer.window] = hidden_keys(
-                part.seq_lens, part.query_lens, part.max_query, part.max_keys, layer.window
+                part.seq_lens, part.query_lens, part.max_query, part.max_keys, layer.window, part.seq_starts
             )
         shape = (part.num_reqs, part.max_query, layer.num_heads, layer.head_dim)
         if part.grid is None:
@@ -118,9 +125,9 @@ class CpuBackend:
         else:
             padded = q.new_zeros(shape)
             padded.view(-1, *shape[2:]).index_copy_(0, part.grid, q)
-        out = batched_attention(padded, kv_cache, part.rows[kv_heads], part.hidden[layer.window], layer.scale).reshape(
-            -1, *shape[2:]
-        )
+        keys = (part.rows[kv_heads], part.hidden[layer.window])
+        out = batched_attention(padded, kv_cache, *keys, layer.scale, part.seq_starts is not None)
+        out = out.reshape(-1, *shape[2:])
         return out if part.grid is None else out.index_select(0, part.grid)
 
 

@@ -25,6 +25,9 @@ class CommonAttentionMetadata:
     seq_lens_cpu_upper_bound: npt.NDArray[np.int32]  # [num_reqs]
     block_table: Tensor  # [padded_reqs, max_pages] int32, device
     slot_mapping: Tensor  # [padded_tokens] int64, device; -1 writes nothing
+    # [padded_reqs] int32, device: the first slot of each whose keys are there; None: 0 for all. What lies before may be
+    # anything and is seen by nobody; a token before the first slot sees nothing.
+    seq_starts: Tensor | None = None
 
     @property
     def max_seq_len(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,6 +23,9 @@ class ReferenceBackend:
     def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         return common
 
+    def starting_at(self, metadata: CommonAttentionMetadata, seq_starts: Tensor) -> CommonAttentionMetadata:
+        return replace(metadata, seq_starts=seq_starts)
+
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
         tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
-        return paged_attention(q, kv_cache, *tables, layer.scale, layer.window)
+        return paged_attention(q, kv_cache, *tables, layer.scale, layer.window, metadata.seq_starts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -34,6 +34,9 @@ class TritonBackend:
         is_uniform = is_uniform and num_reqs * common.max_query_len == num_tokens
         return TritonMetadata(common, common.max_query_len if is_uniform else 0)
 
+    def starting_at(self, metadata: TritonMetadata, seq_starts: Tensor) -> TritonMetadata:
+        return replace(metadata, common=replace(metadata.common, seq_starts=seq_starts))
+
     def run_new(
         self, layer: AttentionLayer, new: NewTokens, kv_cache: Tensor, metadata: TritonMetadata
     ) -> Tensor | None:
@@ -44,9 +47,11 @@ class TritonBackend:
         common, norms = metadata.common, new.norms
         tables = (common.query_lens, common.seq_lens, common.block_table)
         shape = (metadata.query_len, layer.scale, layer.window)
-        return decode_attention(*new[:5], kv_cache, new.page_ids, new.offsets, *tables, *shape, *(norms or ()))
+        cache = (kv_cache, new.page_ids, new.offsets)
+        return decode_attention(*new[:5], *cache, *tables, *shape, *(norms or ()), seq_starts=common.seq_starts)
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         common = metadata.common
         tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
-        return triton_attention(q, kv_cache, *tables, layer.scale, layer.window, metadata.query_len)
+        shape = (layer.scale, layer.window, metadata.query_len)
+        return triton_attention(q, kv_cache, *tables, *shape, common.seq_starts)

@@ -45,6 +45,11 @@ class BatchRun(NamedTuple):
         return sum(firsts.values()) / len(firsts) - self.start
 
     @property
+    def tokens_a_step(self) -> float:
+        """That a request gets on average, with drafts or without."""
+        return sum(arrival.num_tokens for arrival in self.arrivals) / max(1, len(self.arrivals))
+
+    @property
     def drafts(self) -> DraftStats:
         """How drafts fared, all requests together."""
         stats = DraftStats()
@@ -52,6 +57,12 @@ class BatchRun(NamedTuple):
             if arrival.num_drafts:
                 stats.add(arrival.num_drafts, arrival.num_accepted)
         return stats
+
+
+def wait_for_graphs(client: EngineClient) -> None:
+    """Until an engine without work has recorded all it means to: figures are of one that has run a while."""
+    while client.stats.num_missing_graphs:
+        time.sleep(_LOOK_EVERY_S)
 
 
 class _Step(NamedTuple):

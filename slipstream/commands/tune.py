@@ -5,69 +5,116 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Table as Grid
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.tiles import (
     MEASURED_TOKENS,
     Measured,
+    Table,
     Weight,
     forget_tables,
     read_table,
+    table_of,
     user_file,
     versions,
     write_table,
 )
 from slipstream.kernels.tuning import Heads, compile_all, measure, measure_layer
+from slipstream.models.draft_head import open_head_checkpoint, read_head
+from slipstream.models.fused_head import head_weights
 from slipstream.models.fused_layer import layer_weights
 from slipstream.models.hub import resolve_model
 from slipstream.models.registry import architecture_of
-from slipstream.models.shapes import SHAPES, shape_config
+from slipstream.models.shapes import HEAD_SHAPES, SHAPES, shape_config
 from slipstream.models.weights import open_checkpoint
 
-_DTYPE = torch.bfloat16  # float16 has the same width, and the same tiles
+_DTYPE, _WIDTH = torch.bfloat16, 2  # float16 has the same width, and the same tiles
 
 
-def run(model: str, *, output: Path | None, jobs: int | None) -> int:
+class _Work(NamedTuple):
+    """What is to be measured."""
+
+    layer: tuple[Weight, ...]
+    heads: Heads
+    alone: tuple[Weight, ...]  # not between the products of a layer
+    shared: frozenset[str]  # names of weights that keep the tiles they have, where they have any
+
+
+def run(model: str, *, head: str | None, output: Path | None, jobs: int | None) -> int:
     if not torch.cuda.is_available():
         raise ConfigError("tune measures kernels of a GPU, and there is none here")
     config = _config_of(model)
-    head = Weight("head", config.vocab_size, config.hidden_size, 2)
-    layer, heads = layer_weights(config, 2), Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-    weights = [*layer, head]
+    work = _work_of(config) if head is None else _head_work(head, config)
     gpu = torch.cuda.get_device_name()
     path = output or user_file(gpu)
     console = Console(stderr=True)
     table = {name: dict(sizes) for name, sizes in read_table(path, versions()).items()}
-    work = [(weight, tokens) for weight in dict.fromkeys(weights) for tokens in MEASURED_TOKENS]
+    known = {name: sizes for name, sizes in {**table_of(gpu), **table}.items() if name in work.shared}
+    wanted = [weight for weight in dict.fromkeys([*work.layer, *work.alone]) if weight.name not in known]
+    _compile_and_measure(work, wanted, known, table, jobs, console)
+    write_table(path, gpu, table, versions())
+    forget_tables()
+    _show(wanted, table)
+    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _compile_and_measure(
+    work: _Work,
+    wanted: Sequence[Weight],
+    known: Table,
+    table: dict[str, dict[int, Measured]],  # filled for every number of tokens
+    jobs: int | None,
+    console: Console,
+) -> None:
+    pairs = [(weight, tokens) for weight in wanted for tokens in MEASURED_TOKENS]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        compiled = progress.add_task("compiling", total=len(work))
-        num_jobs = min(len(work), jobs or os.cpu_count() or 1)
+        compiled = progress.add_task("compiling", total=len(pairs))
+        num_jobs = max(1, min(len(pairs), jobs or os.cpu_count() or 1))
         # A process that has a CUDA context cannot be forked.
         with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = [pool.submit(compile_all, weight, tokens, _DTYPE) for weight, tokens in work]
+            futures = [pool.submit(compile_all, weight, tokens, _DTYPE) for weight, tokens in pairs]
             for future in futures:
                 future.result()
                 progress.advance(compiled)
         measured = progress.add_task("measuring", total=len(MEASURED_TOKENS))
         for tokens in MEASURED_TOKENS:
-            found = measure_layer(layer, heads, tokens, _DTYPE) | {head.name: measure(head, tokens, _DTYPE)}
+            tiles = {name: sizes[tokens].tile for name, sizes in known.items() if tokens in sizes}
+            found = {weight.name: measure(weight, tokens, _DTYPE) for weight in work.alone if weight in wanted}
+            if any(weight in wanted for weight in work.layer):
+                found |= measure_layer(work.layer, work.heads, tokens, _DTYPE, tiles)
             for name, one in found.items():
                 table.setdefault(name, {})[tokens] = one
             progress.advance(measured)
-    write_table(path, gpu, table, versions())
-    forget_tables()
-    _show(weights, table)
-    console.print(f"written to {path}", highlight=False, soft_wrap=True)
-    return 0
+
+
+def _work_of(config: ModelConfig) -> _Work:
+    logits = Weight("head", config.vocab_size, config.hidden_size, _WIDTH)
+    return _Work(layer_weights(config, _WIDTH), _heads_of(config), (logits,), frozenset())
+
+
+def _head_work(head: str, target: ModelConfig) -> _Work:
+    """What a draft head multiplies with and its target does not."""
+    hf_config = HEAD_SHAPES.get(head) or open_head_checkpoint(resolve_model(head, is_head=True)).config
+    plan, own = read_head(hf_config, target), _work_of(target)
+    weights = head_weights(plan, _WIDTH)
+    shared = frozenset(weight.name for weight in (*own.layer, *own.alone))
+    return _Work(weights.layer, _heads_of(plan.config), (*weights.mix, weights.logits), shared)
+
+
+def _heads_of(config: ModelConfig) -> Heads:
+    return Heads(config.num_heads, config.num_kv_heads, config.head_dim)
 
 
 def _config_of(model: str) -> ModelConfig:
@@ -78,9 +125,9 @@ def _config_of(model: str) -> ModelConfig:
     return config
 
 
-def _show(weights: list[Weight], table: dict[str, dict[int, Measured]]) -> None:
+def _show(weights: Sequence[Weight], table: Table) -> None:
     title = "microseconds of the fastest tile, and of cuBLAS with kernels of their own around it"
-    shown = Table("weight", "tokens", "fastest", "plain", "tile", title=title)
+    shown = Grid("weight", "tokens", "fastest", "plain", "tile", title=title)
     for weight in dict.fromkeys(weights):
         for tokens, (tile, us, plain_us) in sorted(table.get(weight.name, {}).items()):
             cut = "registers" if tile.tokens == 0 else f"{tile.tokens}x{tile.rows}x{tile.columns}"

@@ -6,7 +6,8 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -53,6 +54,14 @@ class CpuDevice:
 
     def timestamp(self) -> Timestamp | None:
         return None
+
+    def seconds_of(self, run: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    def memory_in_use(self) -> int:
+        return 0
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
         return _NOTHING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -88,6 +88,19 @@ class CudaDevice:
             return zero_s + float(zero.elapsed_time(here)) / 1000
 
         return seconds
+
+    def seconds_of(self, run: Callable[[], None]) -> float:
+        begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    def memory_in_use(self) -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
         return _StreamScope(stream)

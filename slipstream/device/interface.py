@@ -78,6 +78,14 @@ class Device(Protocol):
         """When the current stream gets here, to be asked for later; None where host and device are in step."""
         ...
 
+    def seconds_of(self, run: Callable[[], None]) -> float:
+        """How long it takes, by the device's own clock. Waits; for when nothing else runs."""
+        ...
+
+    def memory_in_use(self) -> int:
+        """Bytes of the device's memory that somebody has; 0 where nobody counts them."""
+        ...
+
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
         """Queue what is launched inside the context on this stream."""
         ...

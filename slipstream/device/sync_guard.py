@@ -19,6 +19,7 @@ ALLOWED_PLACES: Mapping[str, str] = MappingProxyType(
     {
         "build": "weights, tables and rows are made before the first step, while nobody waits for a token",
         "capture": "graphs are recorded while nobody waits for a token, and their warm-up must have ended first",
+        "measure": "a step's cost is timed where graphs are recorded: when nobody waits for a token",
         "collect": "the one wait of the running engine: for the event behind a step's output, oldest step first",
     }
 )

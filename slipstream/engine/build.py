@@ -27,6 +27,7 @@ from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import open_drafter, without_network
 from slipstream.errors import ConfigError
+from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.kernels import native
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import build_model, count_parameters, load_weights, randomize_weights
@@ -35,7 +36,10 @@ from slipstream.models.shapes import shape_config
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.runner.runner import Runner
+from slipstream.runner.step_graphs import OnCost
+from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.scheduler import Scheduler
+from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import SamplingParams
 
 
@@ -110,7 +114,9 @@ def _assemble(
             if drafter is not None and config.draft_model is not None:
                 make_speculator = drafter.build(config, device, model, _backend(config, config.draft_model))
             model.pack()
-            runner = Runner(config, device, model, _backend(config, config.model), make_speculator)
+            backend = _backend(config, config.model)
+            draft_length, on_cost = decide_draft_length(config, backend)
+            runner = Runner(config, device, model, backend, make_speculator, on_cost)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the GPU's memory ran out while the engine was built: lower gpu_memory_utilization (now "
@@ -118,10 +124,21 @@ def _assemble(
             f"max_num_seqs ({config.scheduler.max_num_seqs}), or free memory that other processes hold"
         ) from error
     _keep_memory(device)
-    core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
+    core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
     generation = checkpoint.generation_config if checkpoint is not None else {}
     defaults, eos_token_ids = sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer)
     return Engine(config, tokenizer, defaults, eos_token_ids, core)
+
+
+def decide_draft_length(config: EngineConfig, backend: AttentionBackend) -> tuple[DraftLength | None, OnCost | None]:
+    """Who decides how many drafts are made, if that is not settled, and who is to be told what steps cost."""
+    speculative = config.speculative
+    if speculative is None or not speculative.adaptive:
+        return None, None
+    mode = usable_mode(CUDAGraphMode(config.cudagraph_mode), backend.caps)
+    costs = StepCosts(in_graphs=mode.decode_mode() is CUDAGraphMode.FULL)
+    lengths = (speculative.lengths, speculative.initial_length)
+    return AdaptiveLength(*lengths, config.scheduler.max_num_seqs, costs), costs.record
 
 
 def _keep_memory(device: Device) -> None:

@@ -43,6 +43,9 @@ class EngineCore:
         self._stats.num_preemptions, self._stats.num_drains = now.num_preemptions, now.num_drains
         self._stats.num_pages = self.scheduler.pool.num_usable
         self._stats.num_sync_violations = self.runner.device.sync_guard.num_violations
+        graphs = self.runner.graphs
+        self._stats.num_graphs, self._stats.num_missing_graphs = graphs.num_recorded, graphs.num_missing
+        self._stats.graph_bytes, self._stats.draft_length = graphs.memory.used, now.draft_length
         self._stats.num_running, self._stats.num_waiting = now.num_running, now.num_waiting
         self._stats.num_free_pages = now.num_free_pages
         self._stats.num_prompt_tokens, self._stats.num_cached_tokens = now.num_prompt_tokens, now.num_cached_tokens

@@ -36,6 +36,10 @@ class EngineStats:
     num_pages: int = 0
     num_prompt_tokens: int = 0  # of all requests admitted so far
     num_cached_tokens: int = 0  # of those, found in the prefix cache
+    num_graphs: int = 0  # that are recorded
+    num_missing_graphs: int = 0  # that will be, when the engine is idle
+    graph_bytes: int = 0  # of the device's memory, for all of them
+    draft_length: int = 0  # how many tokens are drafted ahead just now
     num_sync_violations: int = 0  # waits for the device that the guard refused
     num_draft_steps: int = 0  # times drafts of a request were checked
     num_draft_tokens: int = 0

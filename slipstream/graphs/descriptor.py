@@ -12,6 +12,14 @@ from slipstream.graphs.mode import CUDAGraphMode
 Tier = Literal["fast", "full"]
 
 
+class GraphKind(NamedTuple):
+    """What must match exactly for a batch to run in a graph; sizes may be padded."""
+
+    query_len: int | None = None  # of every request; None: any mix
+    tier: Tier = "full"
+    num_drafts: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class BatchExecutionDescriptor:
     """A batch's shape as a graph sees it: padded sizes. ``mode`` is NONE, PIECEWISE or FULL."""
@@ -21,11 +29,16 @@ class BatchExecutionDescriptor:
     num_reqs: int
     query_len: int | None = None  # of every request, where all have the same; None for mixed batches
     tier: Tier = "full"
+    num_drafts: int = 0  # made inside, behind the step; 0 where none are or where they have graphs of their own
 
     def __post_init__(self) -> None:
         if self.query_len is not None and self.num_reqs * self.query_len != self.num_tokens:
             # Tokens padded and requests not: attention would look for the missing requests' lengths.
             raise ValueError(f"{self.num_tokens} tokens are not {self.num_reqs} requests of {self.query_len}")
+
+    @property
+    def kind(self) -> GraphKind:
+        return GraphKind(self.query_len, self.tier, self.num_drafts)
 
 
 @dataclass(slots=True)

@@ -5,19 +5,44 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from slipstream.device.interface import Device, Graph, GraphPool
-from slipstream.graphs.descriptor import AttentionState, AttentionStatePair, BatchExecutionDescriptor, Tier
+from slipstream.graphs.descriptor import (
+    AttentionState,
+    AttentionStatePair,
+    BatchExecutionDescriptor,
+    GraphKind,
+    Tier,
+)
 from slipstream.graphs.mode import CUDAGraphMode
 
 logger = logging.getLogger("slipstream.graphs")
 
 _MAX_MIXED_TOKENS = 512
+DECODES_AND_MIXED = (GraphKind(1), GraphKind(None))
+
+
+class GraphMemory:
+    """What recordings have taken of the device's memory, as measured, and how much they may take."""
+
+    def __init__(self, device: Device, limit: int | None = None) -> None:
+        self._device, self.limit = device, limit
+        self.used = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.limit is not None and self.used >= self.limit
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        before = self._device.memory_in_use()
+        yield
+        self.used += max(0, self._device.memory_in_use() - before)
 
 
 class Forward(NamedTuple):
@@ -42,23 +67,26 @@ class CudaGraphManager:
         mode: CUDAGraphMode,
         sizes: Sequence[int],  # to record: requests of batches of decodes, tokens of mixed ones
         max_num_reqs: int,
-        tiers: Sequence[Tier] = ("full",),
-        query_lens: Sequence[int] = (1,),  # tokens of a request in batches of decodes
+        kinds: Sequence[GraphKind] = DECODES_AND_MIXED,
         pool: GraphPool | None = None,
-        order: Callable[[BatchExecutionDescriptor], int] = lambda _desc: 0,  # 0: before the first step; else when idle
+        # 0: before the first step; larger ones later, when idle; None: never
+        order: Callable[[BatchExecutionDescriptor], int | None] = lambda _desc: 0,
+        memory: GraphMemory | None = None,
     ) -> None:
         self.mode = mode
         self._device = device
         self._pool = pool
+        self._memory = memory or GraphMemory(device)
         self._graphs: dict[BatchExecutionDescriptor, Graph] = {}
         self.states: dict[BatchExecutionDescriptor, AttentionStatePair] = {}  # for passes that share them
-        self.descriptors = list(_descriptors(mode, sorted(set(sizes)), max_num_reqs, tiers, query_lens))
+        places = {desc: order(desc) for desc in _descriptors(mode, sorted(set(sizes)), max_num_reqs, kinds)}
+        ranked = [(place, desc) for desc, place in places.items() if place is not None]
+        self.descriptors = [desc for _, desc in ranked]
         # Largest first: later graphs then fit into the memory of earlier ones.
-        ordered = sorted(self.descriptors, key=lambda desc: (order(desc), -desc.num_tokens))
-        self._urgent = [desc for desc in ordered if not order(desc)]
-        self._missing = [desc for desc in ordered if order(desc)]
-        # By what must match exactly; values are sorted by size.
-        self._by_kind: dict[tuple[int | None, Tier], list[BatchExecutionDescriptor]] = {}
+        ranked.sort(key=lambda item: (item[0], -item[1].num_tokens))
+        self._urgent = [desc for place, desc in ranked if place == 0]
+        self._missing = [desc for place, desc in ranked if place != 0]
+        self._by_kind: dict[GraphKind, list[BatchExecutionDescriptor]] = {}  # sorted by size
         for desc in self._urgent:
             self._offer(desc)
 
@@ -69,12 +97,11 @@ class CudaGraphManager:
         return self._pool
 
     def dispatch(
-        self, num_reqs: int, num_tokens: int, query_len: int | None, tier: Tier = "full"
+        self, num_reqs: int, num_tokens: int, query_len: int | None, tier: Tier = "full", num_drafts: int = 0
     ) -> BatchExecutionDescriptor:
         """The smallest graph the batch fits into; mode NONE, at the batch's own size, if there is none."""
-        kinds = [(query_len, tier)] if query_len is not None else []
-        for kind in (*kinds, (None, tier)):
-            found = self._by_kind.get(kind, [])
+        for length in (query_len, None) if query_len is not None else (None,):
+            found = self._by_kind.get(GraphKind(length, tier, num_drafts), [])
             start = bisect.bisect_left(found, num_tokens, key=_num_tokens)
             for desc in found[start:]:
                 if desc.num_reqs >= num_reqs:
@@ -91,33 +118,40 @@ class CudaGraphManager:
         return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
 
     @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to record."""
-        return not self._missing
+    def num_recorded(self) -> int:
+        return len(self.states)
 
-    def capture_one_more(self, create_forward_fn: CreateForwardFn) -> bool:
-        """Record the next graph that is still missing; False if none is. For when there is nothing else to do."""
-        if self.is_complete:
-            return False
+    @property
+    def num_missing(self) -> int:
+        return len(self._missing)
+
+    def capture_one_more(self, create_forward_fn: CreateForwardFn) -> BatchExecutionDescriptor | None:
+        """Record the next graph that is still missing; None if none is. For when there is nothing else to do."""
+        if not self._missing:
+            return None
+        if self._memory.is_spent:
+            logger.info("graphs have taken %d MiB; %d more are left out", self._memory.used >> 20, len(self._missing))
+            self._missing.clear()
+            return None
         desc = self._missing.pop(0)
         try:
             self._capture_one(desc, create_forward_fn)
         except torch.OutOfMemoryError:
             logger.warning("no memory for more graphs; %d sizes run in larger ones", 1 + len(self._missing))
             self._missing.clear()
-            return False
+            return None
         self._offer(desc)
-        return True
+        return desc
 
     def _offer(self, desc: BatchExecutionDescriptor) -> None:
-        bisect.insort(self._by_kind.setdefault((desc.query_len, desc.tier), []), desc, key=_num_tokens)
+        bisect.insort(self._by_kind.setdefault(desc.kind, []), desc, key=_num_tokens)
 
     def replay(self, desc: BatchExecutionDescriptor) -> None:
         self._graphs[desc].replay()
 
     def _capture_one(self, desc: BatchExecutionDescriptor, create_forward_fn: CreateForwardFn) -> AttentionStatePair:
         device = self._device
-        with device.use_stream(device.compute_stream), device.sync_guard.allow("capture"):
+        with device.use_stream(device.compute_stream), device.sync_guard.allow("capture"), self._memory.measured():
             with device.warm_up():
                 warmup = create_forward_fn(desc, warmup=True)
                 warmup.run()
@@ -146,7 +180,7 @@ def _num_tokens(desc: BatchExecutionDescriptor) -> int:
 
 
 def _descriptors(
-    mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int, tiers: Sequence[Tier], query_lens: Sequence[int]
+    mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int, kinds: Sequence[GraphKind]
 ) -> Iterator[BatchExecutionDescriptor]:
     """Smallest first. Batches of decodes pad requests and tokens together; mixed ones may have a token a request.
 
@@ -154,10 +188,9 @@ def _descriptors(
     """
     decode, mixed = mode.decode_mode(), mode.mixed_mode()
     for size in sizes:
-        if decode is CUDAGraphMode.FULL and size <= max_num_reqs:
-            for query_len in query_lens:
-                for tier in tiers:
-                    yield BatchExecutionDescriptor(decode, size * query_len, size, query_len, tier)
-        if mixed is not CUDAGraphMode.NONE and size <= _MAX_MIXED_TOKENS:
-            for tier in tiers:
-                yield BatchExecutionDescriptor(mixed, size, min(size, max_num_reqs), tier=tier)
+        for query_len, tier, num_drafts in kinds:
+            if query_len is not None:
+                if decode is CUDAGraphMode.FULL and size <= max_num_reqs:
+                    yield BatchExecutionDescriptor(decode, size * query_len, size, query_len, tier, num_drafts)
+            elif mixed is not CUDAGraphMode.NONE and size <= _MAX_MIXED_TOKENS:
+                yield BatchExecutionDescriptor(mixed, size, min(size, max_num_reqs), None, tier, num_drafts)

@@ -1,8 +1,8 @@
 """Paged attention of several requests at once in plain torch: gather keys, one batched product for all of them.
 
 The same result as ``paged_attention``, without a loop over requests. Requests are padded to the longest of their slice
-with the first slot of the null page, which is always zero: what lies behind a request's last token is never read, for
-weight 0 times a stale NaN would be NaN.
+with the first slot of the null page, which is always zero: what lies behind a request's last token, or before its first
+slot, is never read, for weight 0 times a stale NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from slipstream.kernels import native
 from slipstream.kernels.paged_attention import paged_attention
 
 
-def _rows_shape(block_table: Tensor, seq_lens: Tensor, max_keys: int, num_kv_heads: int, page_size: int) -> TensorSpec:
+def _rows_shape(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_keys: int,
+    num_kv_heads: int,
+    page_size: int,
+    seq_starts: Tensor | None = None,
+) -> TensorSpec:
     return TensorSpec((2 * block_table.shape[0] * num_kv_heads * max_keys,), torch.int64)
 
 
@@ -26,19 +33,30 @@ def key_rows(
     max_keys: int,  # at least the longest request
     num_kv_heads: int,
     page_size: int,
+    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
 ) -> Tensor:
     """Where each key and value lies in a cache seen as rows of head_dim; ordered (K/V, request, head, position)."""
     position = torch.arange(max_keys)
     page_ids = block_table.long().index_select(1, position // page_size)
     head = torch.arange(num_kv_heads).view(num_kv_heads, 1)
     rows = ((page_ids.unsqueeze(1) * 2 * num_kv_heads) + head) * page_size + position % page_size
-    exists = (position < seq_lens.unsqueeze(1)).unsqueeze(1)
+    exists = position < seq_lens.unsqueeze(1)
+    if seq_starts is not None:
+        exists &= position >= seq_starts.unsqueeze(1)
+    exists = exists.unsqueeze(1)
     keys = torch.where(exists, rows, 0)
     values = torch.where(exists, rows + num_kv_heads * page_size, 0)
     return torch.stack([keys, values]).flatten()
 
 
-def _hidden_shape(seq_lens: Tensor, query_lens: Tensor, max_query: int, max_keys: int, window: int) -> TensorSpec:
+def _hidden_shape(
+    seq_lens: Tensor,
+    query_lens: Tensor,
+    max_query: int,
+    max_keys: int,
+    window: int,
+    seq_starts: Tensor | None = None,
+) -> TensorSpec:
     return TensorSpec((seq_lens.shape[0], 1, 1, max_query, max_keys), torch.bool)
 
 
@@ -49,6 +67,7 @@ def hidden_keys(
     max_query: int,
     max_keys: int,
     window: int,
+    seq_starts: Tensor | None = None,  # [num_reqs] int32
 ) -> Tensor:
     """Which keys each query token must not see. Query j of n stands at seq_len - n + j."""
     position = (seq_lens - query_lens).view(-1, 1, 1) + torch.arange(max_query).view(1, -1, 1)
@@ -58,10 +77,14 @@ def hidden_keys(
         hidden |= key <= position - window
     # A padding query beyond the last token sees what the last one sees, so that nothing is divided by zero.
     hidden &= (position < seq_lens.view(-1, 1, 1)) | (key > 0)
+    if seq_starts is not None:
+        hidden |= key < seq_starts.view(-1, 1, 1)
     return hidden.view(-1, 1, 1, max_query, max_keys)
 
 
-def _shape(q: Tensor, kv_cache: Tensor, rows: Tensor, hidden: Tensor, scale: float) -> TensorSpec:
+def _shape(
+    q: Tensor, kv_cache: Tensor, rows: Tensor, hidden: Tensor, scale: float, some_see_nothing: bool = False
+) -> TensorSpec:
     return TensorSpec(tuple(q.shape), q.dtype)
 
 
@@ -72,7 +95,8 @@ def batched_attention(
     rows: Tensor,  # from key_rows
     hidden: Tensor,  # [num_reqs, 1, 1, max_query, max_keys] bool, from hidden_keys
     scale: float,
-) -> Tensor:  # [num_reqs, max_query, num_heads, head_dim]
+    some_see_nothing: bool = False,  # all keys may be hidden from a query
+) -> Tensor:  # [num_reqs, max_query, num_heads, head_dim]; zero for queries that see nothing
     num_reqs, max_query, num_heads, head_dim = q.shape
     num_kv_heads, max_keys = kv_cache.shape[2], hidden.shape[-1]
     gathered = kv_cache.view(-1, head_dim).index_select(0, rows)
@@ -83,6 +107,8 @@ def batched_attention(
     scores = torch.bmm(folded * scale, k.transpose(1, 2))
     scores.view(num_reqs, num_kv_heads, -1, max_query, max_keys).masked_fill_(hidden, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    if some_see_nothing:
+        weights.view(num_reqs, num_kv_heads, -1, max_query, max_keys).masked_fill_(hidden, 0.0)
     out = torch.bmm(weights, v).view(num_reqs, num_kv_heads, -1, max_query, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
 
@@ -97,13 +123,15 @@ def in_place_attention(
     block_table: Tensor,  # [num_reqs, max_pages] int32
     scale: float,
     window: int,
+    seq_starts: Tensor | None = None,  # [num_reqs] int32
 ) -> Tensor:
     """``paged_attention`` by the C kernel, which reads pages in place."""
     lib = native.library()
     assert lib is not None
     q = q.contiguous()
     out = torch.empty_like(q)
-    arrays = [x.data_ptr() for x in (q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, out)]
+    tables = (query_start_loc, query_lens, seq_lens, block_table, seq_starts)
+    arrays = [None if x is None else x.data_ptr() for x in (q, kv_cache, *tables, out)]
     sizes = (seq_lens.shape[0], q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], block_table.stride(0))
     if lib.slip_paged_attention(*arrays, *sizes, scale, window, torch.get_num_threads()):
         raise MemoryError("no memory for attention scores")

@@ -30,7 +30,7 @@ def commit(
     num_tokens: Tensor,  # [num_rows] int32
     num_drafts: Tensor,  # [num_rows] int32: the old drafts are gone
     status: Tensor,  # [num_rows] int32
-    ran: Tensor,  # [num_rows] int32: whether the step computed anything for the row, whatever became of it
+    ran: Tensor,  # [num_rows] int32: 1 + the first position that the step computed, whatever became of it; 0: none
     out: Tensor,  # [padded_reqs, NUM_HEADER_COLUMNS + k + 1] int32; tokens that are none are -1
 ) -> None:
     if runs_triton(batch_rows):
@@ -76,11 +76,11 @@ def commit(
     after = torch.where(draws & fails, int(RowStatus.ERROR), after)
     checked = torch.where(draws, query_lens - known, 0)
     computed = num_computed[rows] + torch.where(runs, known + (count - 1).clamp(min=0), 0)
+    ran[rows] = torch.where(runs, num_computed[rows] + 1, 0)
     num_computed[rows] = computed
     num_tokens[rows] = length + count
     num_drafts[rows] = torch.where(runs, 0, num_drafts[rows])
     status[rows] = after
-    ran[rows] = runs.int()
     out[:, 0], out[:, 1], out[:, 2] = after, checked, torch.where(takes, torch.minimum(num_accepted, count), 0)
     out[:, NUM_HEADER_COLUMNS:] = torch.where(written, new_ids.int(), -1)
 
@@ -145,7 +145,7 @@ def _commit_kernel(
     tl.store(num_tokens + row, length + count, mask=takes)
     tl.store(num_drafts + row, 0, mask=runs)
     tl.store(status + row, after, mask=runs)
-    tl.store(ran + row, runs.to(tl.int32))
+    tl.store(ran + row, tl.where(runs, computed + 1, 0))
     result = out + i.to(tl.int64) * (width + HEADER)
     tl.store(result, after)
     tl.store(result + 1, tl.where(draws, query_len - known, 0))

@@ -17,7 +17,7 @@ from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.paged_attention import paged_attention
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rope_cache import rope_and_cache
-from slipstream.kernels.triton_attention import first_of
+from slipstream.kernels.split_keys import first_of, hand_in, store_whole
 from slipstream.kernels.triton_jit import (
     arrival_counts,
     early_start,
@@ -81,11 +81,11 @@ def decode_attention(
     query_gain: Tensor | None = None,  # [head_dim]: norms of heads before they are rotated
     key_gain: Tensor | None = None,  # [head_dim]
     eps: float = 0.0,
-) -> Tensor:  # [num_tokens, num_heads, head_dim]; dead tokens are zero
+    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
+) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for dead tokens and those before the first slot
     if runs_triton(q):
-        tables = (query_lens, seq_lens, block_table)
-        gains = (query_gain, key_gain, eps)
-        return _launch(q, k, v, cos, sin, kv_cache, page_ids, offsets, *tables, query_len, scale, window, *gains)
+        new, tables = (q, k, v, cos, sin), (kv_cache, page_ids, offsets, query_lens, seq_lens, block_table)
+        return _launch(*new, *tables, query_len, scale, window, query_gain, key_gain, eps, seq_starts)
     if query_gain is not None and key_gain is not None:
         q, k = rms_norm.body(q, query_gain, eps), rms_norm.body(k, key_gain, eps)
     living = (torch.arange(query_len, device=q.device) < query_lens.unsqueeze(1)).flatten()
@@ -93,7 +93,7 @@ def decode_attention(
     turned = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     turned[living] = rope_and_cache.body(q[living], k[living], v[living], *step)
     starts = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device) * query_len
-    return paged_attention.body(turned, kv_cache, starts, query_lens, seq_lens, block_table, scale, window)
+    return paged_attention.body(turned, kv_cache, starts, query_lens, seq_lens, block_table, scale, window, seq_starts)
 
 
 def _launch(
@@ -114,6 +114,7 @@ def _launch(
     query_gain: Tensor | None,
     key_gain: Tensor | None,
     eps: float,
+    seq_starts: Tensor | None,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], k.shape[1]
@@ -133,7 +134,7 @@ def _launch(
         (q, k, v, cos, sin, q if query_gain is None else query_gain, q if key_gain is None else key_gain),
         (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         (kv_cache, kv_cache.stride(0), block_table, block_table.stride(0)),
-        (query_lens, seq_lens, page_ids, offsets),
+        (query_lens, seq_lens, page_ids, offsets, seq_starts),
         (out, partial, weight, arrival_counts(q.device, num_reqs * num_kv_heads)),
         *(scale * 1.4426950408889634, window, eps),
         QUERY_LEN=query_len,
@@ -150,6 +151,7 @@ def _launch(
         AT_ONCE=min(splits, max(1, _JOINED_A_THREAD * 32 * cut.num_warps // held)),
         HOLD=cut.hold,
         WINDOW=window > 0,
+        STARTS=seq_starts is not None,
         NORMS=query_gain is not None,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
@@ -193,10 +195,21 @@ def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_hig
 
 
 @jit
+def _chunks(first_slot, num_cached, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr):
+    """The first chunk with something to see, and that of the new tokens, which are stored even if nobody sees them."""
+    first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
+    last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N
+    if STARTS:
+        first_chunk = tl.minimum(tl.maximum(first_chunk, first_slot // BLOCK_N), last_chunk)
+    return first_chunk, last_chunk
+
+
+@jit
 def _load_chunk(
     chunk,
     table,
     keys,
+    first_slot,
     num_cached,
     page_stride,
     VALUES: tl.constexpr,
@@ -204,10 +217,13 @@ def _load_chunk(
     BLOCK_H: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """Keys and values of a chunk in halves; zeros where there are none."""
     n, h = chunk * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
     is_key = n < num_cached
+    if STARTS:
+        is_key = is_key & (n >= first_slot)
     page = tl.load(table + n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
     row = (keys + page * page_stride + (n % PAGE_SIZE) * 2 * HALF)[:, None] + h[None, :]
     kept = is_key[:, None] & (h < HALF)[None, :]
@@ -223,50 +239,6 @@ def _scores(q_low, q_high, k_low, k_high, scale):
 
 
 @jit
-def _join(
-    partial,
-    weight,
-    pair,
-    first_chunk,
-    last_chunk,
-    out,
-    place,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """What the programs of a tile have left, joined and stored."""
-    r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    s = tl.arange(0, SPLITS)
-    # Programs whose first chunk is behind the last one have left nothing.
-    there = (first_of(s, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
-    row = (pair * SPLITS + s)[:, None] * ROWS + r[None, :]
-    peaks = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-    masses = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    largest = tl.max(peaks, 0)
-    anchor = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(masses * tl.exp2(peaks - anchor[None, :]), 0)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    # Without a window those that have left something are the first ones.
-    end = SPLITS if first_chunk > 0 else tl.minimum(SPLITS, last_chunk + 1)
-    for begin in range(0, end, AT_ONCE):
-        few = begin + tl.arange(0, AT_ONCE)
-        left = (first_of(few, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
-        at = (pair * SPLITS + few)[:, None] * ROWS + r[None, :]
-        peak = tl.load(weight + at * 2, mask=left, other=float("-inf"), cache_modifier=".cg")
-        kept = left[:, :, None] & (d < 2 * HALF)[None, None, :]
-        from_part = partial + at[:, :, None] * (2 * HALF) + d[None, None, :]
-        part = tl.load(from_part, mask=kept, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(part * tl.exp2(peak - anchor[None, :])[:, :, None], 0)
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    exists = (r < ROWS)[:, None] & (d < 2 * HALF)[None, :]
-    tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=exists)
-
-
-@jit
 def _add_cached(
     queries,
     held,  # the first chunk, where chunks are held
@@ -274,6 +246,7 @@ def _add_cached(
     end,
     table,
     keys,
+    first_slot,
     num_cached,
     page_stride,
     query,
@@ -289,6 +262,7 @@ def _add_cached(
     SPLITS: tl.constexpr,
     HOLD: tl.constexpr,
     WINDOW: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """A tile over its chunks of the cache: largest score, sum of weights and weighted values of each row."""
     q_low, q_high = queries
@@ -297,33 +271,26 @@ def _add_cached(
     for chunk in range(begin, end, SPLITS):
         if HOLD:
             k_low, k_high, v_low, v_high = held
-            after = chunk + SPLITS
-            held = _load_chunk(after, table, keys, num_cached, page_stride, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N)
+            held = _load_chunk(
+                *(chunk + SPLITS, table, keys, first_slot, num_cached, page_stride),
+                *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS),
+            )
         else:
             k_low, k_high, v_low, v_high = _load_chunk(
-                chunk, table, keys, num_cached, page_stride, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N
+                *(chunk, table, keys, first_slot, num_cached, page_stride),
+                *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS),
             )
         n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
         visible = sees[:, None] & (n < num_cached)[None, :]
         if WINDOW:
             visible = visible & (n[None, :] > (num_cached + query)[:, None] - window)
+        if STARTS:
+            visible = visible & (n >= first_slot)[None, :]
         scores = _scores(q_low, q_high, k_low.to(q_low.dtype), k_high.to(q_low.dtype), scale)
         scores = tl.where(visible, scores, float("-inf"))
         v_low, v_high = v_low.to(q_low.dtype), v_high.to(q_low.dtype)
         largest, total, acc_low, acc_high = _add_chunk(scores, v_low, v_high, largest, total, acc_low, acc_high)
     return largest, total, acc_low, acc_high
-
-
-@jit
-def _store_whole(state, out, place, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The result of a program that has seen all keys; zero for rows that saw none."""
-    _, total, acc_low, acc_high = state
-    h = tl.arange(0, BLOCK_H)
-    exists = is_row[:, None] & (h < HALF)[None, :]
-    divisor = tl.where(total == 0.0, 1.0, total)[:, None]
-    to = out + place[:, None] + h[None, :]
-    tl.store(to, (acc_low / divisor).to(out.dtype.element_ty), mask=exists)
-    tl.store(to + HALF, (acc_high / divisor).to(out.dtype.element_ty), mask=exists)
 
 
 @jit
@@ -337,6 +304,7 @@ def _add_new(
     slots,
     request,
     kv_head,
+    first_new,  # of the new tokens, the first that is seen
     query_len,
     query,
     sees,
@@ -349,6 +317,7 @@ def _add_new(
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WINDOW: tl.constexpr,
+    STARTS: tl.constexpr,
     NORMS: tl.constexpr,
 ):
     """The chunk of the new tokens: rotated here, stored, and added to the running softmax."""
@@ -373,46 +342,13 @@ def _add_new(
     visible = sees[:, None] & is_new[None, :] & (t[None, :] <= query[:, None])
     if WINDOW:
         visible = visible & (t[None, :] > query[:, None] - window)
+    if STARTS:
+        # Weight 0 is not enough: what is not to be seen may be no number.
+        is_seen = t >= first_new
+        visible = visible & is_seen[None, :]
+        v_low, v_high = tl.where(is_seen[:, None], v_low, 0.0), tl.where(is_seen[:, None], v_high, 0.0)
     scores = tl.where(visible, _scores(q_low, q_high, k_low, k_high, scale), float("-inf"))
     return _add_chunk(scores, v_low, v_high, largest, total, acc_low, acc_high)
-
-
-@jit
-def _hand_in(
-    state,
-    results,
-    pair,
-    place,
-    split,
-    first_chunk,
-    last_chunk,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Leave a partial result; the program that is the last of its tile to do so joins them all."""
-    largest, total, acc_low, acc_high = state
-    out, partial, weight, arrivals = results
-    m, h = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
-    is_low = (m < ROWS)[:, None] & (h < HALF)[None, :]
-    mine = (pair * SPLITS + split) * ROWS + m
-    part = partial + mine[:, None] * (2 * HALF) + h[None, :]
-    tl.store(part, acc_low, mask=is_low)
-    tl.store(part + HALF, acc_high, mask=is_low)
-    tl.store(weight + mine * 2, largest, mask=m < ROWS)
-    tl.store(weight + mine * 2 + 1, total, mask=m < ROWS)
-    tl.debug_barrier()
-    parts = tl.minimum(SPLITS, last_chunk - first_chunk + 1)
-    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == parts - 1:
-        tl.store(arrivals + pair, 0)
-        _join(
-            *(partial, weight, pair, first_chunk, last_chunk, out, place),
-            *(ROWS, HALF, 2 * BLOCK_H, BLOCK_R, SPLITS, AT_ONCE),
-        )
 
 
 @jit
@@ -420,7 +356,7 @@ def _decode_kernel(
     new,  # q, k, v, cos, sin, gains of queries and of keys
     strides,  # of tokens and heads of q, k, v
     cache,  # keys and values with the stride of a page, and the table of pages with that of a request
-    tables,  # query_lens, seq_lens, page_ids, offsets
+    tables,  # query_lens, seq_lens, page_ids, offsets, and seq_starts if there are
     results,  # out, partial, weight, arrivals
     scale,  # times log2(e): weights are powers of two
     window,
@@ -439,6 +375,7 @@ def _decode_kernel(
     AT_ONCE: tl.constexpr,
     HOLD: tl.constexpr,
     WINDOW: tl.constexpr,
+    STARTS: tl.constexpr,
     NORMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -447,8 +384,8 @@ def _decode_kernel(
     # Lengths, pages and all keys but the new ones were there before the kernel right before this one, the projection.
     query_len = tl.load(tables[0] + request, cache_modifier=".cg")
     num_cached = tl.load(tables[1] + request, cache_modifier=".cg") - query_len
-    first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
-    last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N  # that of the new tokens
+    first_slot = tl.load(tables[4] + request, cache_modifier=".cg") if STARTS else 0
+    first_chunk, last_chunk = _chunks(first_slot, num_cached, window, BLOCK_N, WINDOW, STARTS)
     begin = first_of(split, first_chunk, SPLITS)
     if begin > last_chunk:
         return
@@ -456,7 +393,9 @@ def _decode_kernel(
     VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies behind its key
     held = begin
     if HOLD:
-        held = _load_chunk(begin, table, keys, num_cached, cache[1], VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N)
+        held = _load_chunk(
+            *(begin, table, keys, first_slot, num_cached, cache[1], VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS)
+        )
     wait_for_last(EARLY)
     let_next_start(EARLY)
     m = tl.arange(0, BLOCK_M)
@@ -465,20 +404,21 @@ def _decode_kernel(
     from_q = (new[0] + token * strides[0] + head * strides[1])[:, None]
     queries = _rotated(*(from_q, new[3], new[4], token[:, None], new[5], sees[:, None], eps), HALF, BLOCK_H, NORMS)
     state = _add_cached(
-        *(queries, held, begin, last_chunk, table, keys, num_cached, cache[1], query, sees, scale, window),
-        *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_M, BLOCK_N, SPLITS, HOLD, WINDOW),
+        *(queries, held, begin, last_chunk, table, keys, first_slot, num_cached, cache[1], query, sees, scale, window),
+        *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_M, BLOCK_N, SPLITS, HOLD, WINDOW, STARTS),
     )
     if last_chunk % SPLITS == split:
         state = _add_new(
-            *(state, queries, new, strides, keys, cache[1], (tables[2], tables[3]), request, kv_head, query_len),
-            *(query, sees, scale, window, eps, QUERY_LEN, VALUES, HALF, BLOCK_H, BLOCK_T, WINDOW, NORMS),
+            *(state, queries, new, strides, keys, cache[1], (tables[2], tables[3]), request, kv_head),
+            *(first_slot - num_cached, query_len, query, sees, scale, window, eps),
+            *(QUERY_LEN, VALUES, HALF, BLOCK_H, BLOCK_T, WINDOW, STARTS, NORMS),
         )
     if SPLITS > 1 and last_chunk > first_chunk:
         r, pair = tl.arange(0, BLOCK_R), request * NUM_KV_HEADS + kv_head
         place = (request * QUERY_LEN + r // GROUP) * NUM_KV_HEADS * GROUP + kv_head * GROUP + r % GROUP
-        _hand_in(
+        hand_in(
             *(state, results, pair, place * 2 * HALF, split, first_chunk, last_chunk),
             *(ROWS, HALF, BLOCK_M, BLOCK_H, BLOCK_R, SPLITS, AT_ONCE),
         )
     else:
-        _store_whole(state, results[0], (token * NUM_KV_HEADS * GROUP + head) * 2 * HALF, m < ROWS, HALF, BLOCK_H)
+        store_whole(state, results[0], (token * NUM_KV_HEADS * GROUP + head) * 2 * HALF, m < ROWS, HALF, BLOCK_H)

@@ -56,7 +56,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "requests", "table_stride")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine", "page_ids", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("starts", "query_lens", "seq_lens", "block_table")),
+        *((name, ctypes.c_void_p) for name in ("starts", "query_lens", "seq_lens", "block_table", "seq_starts")),
         ("num_threads", ctypes.c_int),
     )
 
@@ -110,6 +110,7 @@ def _shape(
     block_table: Tensor,
     begin: int,
     end: int,
+    seq_starts: Tensor | None = None,
 ) -> tuple[TensorSpec, TensorSpec]:
     return spec_of(hidden), spec_of(hidden)
 
@@ -130,6 +131,7 @@ def decoder_stack(
     block_table: Tensor,  # [num_reqs, max_pages] int32
     begin: int,  # the first layer
     end: int,  # the one behind the last
+    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
 ) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
     lib = native.library()
     assert lib is not None
@@ -145,7 +147,8 @@ def decoder_stack(
         stack.eps,
         stack.scale,
     )
-    arrays = [x.data_ptr() for x in (cos, sin, page_ids, offsets, query_start_loc, query_lens, seq_lens, block_table)]
+    tables = (query_start_loc, query_lens, seq_lens, block_table, seq_starts)
+    arrays = [_address(x) for x in (cos, sin, page_ids, offsets, *tables)]
     step = _Step(hidden.shape[0], seq_lens.shape[0], block_table.stride(0), *arrays, torch.get_num_threads())
     out, residual = hidden.clone(), torch.zeros_like(hidden) if residual is None else residual.clone()
     first = ctypes.addressof(layers) + begin * ctypes.sizeof(_Layer)

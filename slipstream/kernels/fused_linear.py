@@ -15,7 +15,7 @@ from slipstream.kernels.geglu import geglu
 from slipstream.kernels.linear import linear
 from slipstream.kernels.small_linear import Epilogue, Scaled, small_linear
 from slipstream.kernels.swiglu import swiglu
-from slipstream.kernels.tiles import tile_for
+from slipstream.kernels.tiles import prefers_library, tile_for
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -43,17 +43,41 @@ def scale_tokens(
     gain: Tensor,  # [size], of a norm
 ) -> tuple[Tensor, Tensor]:  # the tokens with the gain; [num_tokens, parts] whose sum is a token's sum of squares
     if runs_triton(x):
-        x = x.contiguous()
-        num_tokens, size = x.shape
-        scaled = torch.empty_like(x)
-        squares = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
-        block = next_power_of_2(size)
-        _scale_kernel[(num_tokens,)](
-            x, gain, scaled, squares, size, BLOCK=block, num_warps=min(16, max(1, block // 512)), **early_start(x)
-        )
-        return scaled, squares
+        return _scale(x.contiguous(), None, gain)[1:]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * gain).to(x.dtype), wide.square().sum(1, keepdim=True)
+
+
+def _sum_shape(x: Tensor, residual: Tensor, gain: Tensor) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    return spec_of(x), spec_of(x), _squares_spec(x)
+
+
+@operation(_sum_shape)
+def add_scaled(
+    x: Tensor,  # [num_tokens, size]
+    residual: Tensor,  # [num_tokens, size]
+    gain: Tensor,  # [size], of the norm that follows
+) -> tuple[Tensor, Tensor, Tensor]:  # the sum; the same with the gain; its sums of squares
+    if runs_triton(x):
+        return _scale(x, residual, gain)
+    total = x + residual
+    return total, *scale_tokens.body(total, gain)
+
+
+def _scale(x: Tensor, residual: Tensor | None, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What is scaled, which is new where there is something to add; the same with the gain; its sums of squares."""
+    num_tokens, size = x.shape
+    out, scaled = x if residual is None else torch.empty_like(residual), torch.empty_like(x)
+    squares = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
+    block = next_power_of_2(size)
+    _scale_kernel[(num_tokens,)](
+        *(x, x if residual is None else residual, gain, out, scaled, squares, size),
+        SUM=residual is not None,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **early_start(x),
+    )
+    return out, scaled, squares
 
 
 def _normed(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
@@ -77,6 +101,44 @@ def scaled_linear(
         tile = tile_for("norm", scaled, weight.shape[0])
         return small_linear(Scaled(scaled, squares, eps), weight, Epilogue(bias), tile).out
     return linear.body(_normed(scaled, squares, eps).to(scaled.dtype), weight, bias)
+
+
+def _few_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> TensorSpec:
+    return TensorSpec((x.shape[0], weight.shape[0]), x.dtype)
+
+
+@operation(_few_shape)
+def linear_few(
+    x: Tensor,  # [num_tokens, in], few of them
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None,  # [out]
+) -> Tensor:  # [num_tokens, out]: nothing but the product
+    if runs_triton(x):
+        return small_linear(x, weight, Epilogue(bias), tile_for("plain", x, weight.shape[0])).out
+    return linear.body(x, weight, bias)
+
+
+def _linear_scaled_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    out = TensorSpec((x.shape[0], weight.shape[0]), x.dtype)
+    return out, out, _squares_spec(x)
+
+
+@operation(_linear_scaled_shape)
+def linear_scaled(
+    x: Tensor,  # [num_tokens, in]
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None,  # [out]
+    gain: Tensor,  # [out], of the norm that follows
+) -> tuple[Tensor, Tensor, Tensor]:  # the product; the same with the gain; its sums of squares
+    if runs_triton(x):
+        made = small_linear(x, weight, Epilogue(bias, gain=gain), tile_for("plain", x, weight.shape[0]))
+        assert made.scaled is not None
+        assert made.squares is not None
+        return made.out, made.scaled, made.squares
+    total = linear.body(x, weight, bias)
+    return total, *scale_tokens.body(total, gain)
 
 
 def _gated_shape(
@@ -111,7 +173,7 @@ def linear_add(
     bias: Tensor | None,  # [out]
     residual: Tensor,  # [num_tokens, out]
 ) -> Tensor:  # [num_tokens, out]: residual + product
-    if runs_triton(x):
+    if runs_triton(x) and not prefers_library(x, weight.shape[0]):
         return small_linear(x, weight, Epilogue(bias, residual), tile_for("add", x, weight.shape[0])).out
     return F.linear(x, weight, bias).add_(residual)
 
@@ -130,6 +192,8 @@ def linear_add_scaled(
     residual: Tensor,  # [num_tokens, out]
     gain: Tensor,  # [out], of the norm that follows
 ) -> tuple[Tensor, Tensor, Tensor]:  # residual + product; the same with the gain; its sums of squares
+    if runs_triton(x) and prefers_library(x, weight.shape[0]):
+        return add_scaled.body(F.linear(x, weight, bias), residual, gain)
     if runs_triton(x):
         end = Epilogue(bias, residual, gain)
         made = small_linear(x, weight, end, tile_for("add", x, weight.shape[0]))
@@ -141,12 +205,18 @@ def linear_add_scaled(
 
 
 @jit
-def _scale_kernel(x, gain, scaled, squares, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _scale_kernel(
+    x, residual, gain, out, scaled, squares, size, SUM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    exists = column < size
+    exists, at = column < size, token * size + column
     factors = tl.load(gain + column, mask=exists, other=0.0).to(tl.float32)
     wait_for_last(EARLY)
     let_next_start(EARLY)
-    value = tl.load(x + token * size + column, mask=exists, other=0.0).to(tl.float32)
-    tl.store(scaled + token * size + column, (value * factors).to(scaled.dtype.element_ty), mask=exists)
+    value = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+    if SUM:
+        total = (value + tl.load(residual + at, mask=exists, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + at, total, mask=exists)
+        value = total.to(tl.float32)  # as stored: the norm behind it is that of the stream
+    tl.store(scaled + at, (value * factors).to(scaled.dtype.element_ty), mask=exists)
     tl.store(squares + token, tl.sum(value * value, 0))

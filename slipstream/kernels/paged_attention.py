@@ -17,6 +17,7 @@ def _shape(
     block_table: Tensor,
     scale: float,
     window: int,
+    seq_starts: Tensor | None = None,
 ) -> TensorSpec:
     return TensorSpec(tuple(q.shape), q.dtype)
 
@@ -31,23 +32,29 @@ def paged_attention(
     block_table: Tensor,  # [num_reqs, max_pages] int32
     scale: float,
     window: int,  # how many positions a token sees, itself included; 0 means all
-) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for tokens that are not alive
+    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
+) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for tokens that are not alive, and for those that see nothing
     out = torch.zeros_like(q)
-    starts = query_start_loc.tolist()
+    num_reqs, tokens = seq_lens.shape[0], query_start_loc.tolist()
+    first_slots = [0] * num_reqs if seq_starts is None else seq_starts.tolist()
     for i, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
-        tokens = slice(starts[i], starts[i] + query_len)
-        if seq_len and query_len:
-            k, v = _gather(kv_cache, block_table[i], seq_len, q.dtype)
-            out[tokens] = _attend(q[tokens], k, v, scale, window)
+        # Those before the first slot see nothing; the others are to it as any are to slot 0.
+        num_seeing = min(query_len, seq_len - first_slots[i])
+        if num_seeing > 0:
+            k, v = _gather(kv_cache, block_table[i], first_slots[i], seq_len, q.dtype)
+            seeing = slice(tokens[i] + query_len - num_seeing, tokens[i] + query_len)
+            out[seeing] = _attend(q[seeing], k, v, scale, window)
     return out
 
 
-def _gather(kv_cache: Tensor, page_ids: Tensor, seq_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A request's keys and values in order: [num_kv_heads, seq_len, head_dim] each."""
+def _gather(kv_cache: Tensor, page_ids: Tensor, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A request's keys and values in order, from slot to slot: [num_kv_heads, end - first, head_dim] each."""
     _, _, num_kv_heads, page_size, head_dim = kv_cache.shape
-    pages = kv_cache[page_ids[: -(-seq_len // page_size)]].to(dtype)
+    first_page = first // page_size
+    pages = kv_cache[page_ids[first_page : -(-end // page_size)]].to(dtype)
     joined = pages.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
-    return joined[0, :, :seq_len], joined[1, :, :seq_len]
+    keys, values = joined[:, :, first - first_page * page_size : end - first_page * page_size]
+    return keys, values
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels import native
-from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,10 +72,10 @@ def add_rms_norm(
     return _normalise(total, weight, eps), total
 
 
-def _options(size: int) -> dict[str, int]:
+def _options(x: Tensor) -> dict[str, Any]:
     # A row stays in registers, however long, and is read once: the longest in use, 18432, takes half of them.
-    block = next_power_of_2(size)
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    block = next_power_of_2(x.shape[-1])
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512)), **early_start(x)}
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -79,7 +89,7 @@ def _launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     heads = x.shape[-2] if x.ndim > 2 else 1
     rows = _dense_rows(x.reshape(-1, heads, size))
     _rms_norm_kernel[(rows.shape[0] * heads,)](
-        rows, rows, weight, out, out, heads, size, *rows.stride()[:2], 0, eps, ADD=False, **_options(size)
+        rows, rows, weight, out, out, heads, size, *rows.stride()[:2], 0, eps, ADD=False, **_options(x)
     )
     return out
 
@@ -89,7 +99,7 @@ def _launch_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     num_tokens, size = x.shape
     out, total = x.new_empty(x.shape), residual.new_empty(x.shape)
     _rms_norm_kernel[(num_tokens,)](
-        x, residual, weight, out, total, 1, size, x.stride(0), 0, residual.stride(0), eps, ADD=True, **_options(size)
+        x, residual, weight, out, total, 1, size, x.stride(0), 0, residual.stride(0), eps, ADD=True, **_options(x)
     )
     return out, total
 
@@ -109,11 +119,15 @@ def _rms_norm_kernel(
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     column = tl.arange(0, BLOCK)
     exists = column < size
+    factor = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     value = tl.load(x + token * token_stride + head * head_stride + column, mask=exists, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
@@ -122,5 +136,4 @@ def _rms_norm_kernel(
         tl.store(total + row * size + column, rounded, mask=exists)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
-    factor = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + row * size + column, (value * scale * factor).to(out.dtype.element_ty), mask=exists)

@@ -22,13 +22,15 @@ from slipstream.kernels import small_linear
 from slipstream.kernels.small_linear import Tile
 from slipstream.kernels.triton_jit import next_power_of_2, triton
 
-# What stands before and behind a product: a norm; a norm and a gate; the residual stream; nothing, and float32 sums.
-Kind = Literal["norm", "gated", "add", "head"]
+# What stands before and behind a product: a norm; a norm and a gate; the residual stream; nothing; nothing, and float32
+# sums.
+Kind = Literal["norm", "gated", "add", "plain", "head"]
 
 MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SHIPPED = Path(__file__).parent / "tuned"
 _SHORT = 2048  # a row this long is a program's whole work
 _MANY_OUTPUTS = 1 << 14
+_SUM_US = 2.5  # of the launch that adds the residual stream to a product of cuBLAS
 _STREAMED = 8 << 20  # bytes of a weight that is not worth having in the second-level cache early
 
 
@@ -99,14 +101,15 @@ def write_table(path: Path, gpu: str, table: Table, wanted: Mapping[str, str]) -
 
 
 @functools.cache
-def _table(gpu: str) -> Table:
+def table_of(gpu: str) -> Table:
+    """What came with the package, and what was measured here."""
     wanted = versions()
     return {**read_table(_SHIPPED / file_name(gpu), wanted), **read_table(user_file(gpu), wanted)}
 
 
 def forget_tables() -> None:
     """Read the files again when they are next needed."""
-    _table.cache_clear()
+    table_of.cache_clear()
 
 
 # --- choices ----------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def _found(table: Table, weight: Weight, num_tokens: int) -> Measured | None:
 
 @functools.cache
 def _choose(gpu: str, weight: Weight, num_tokens: int) -> Measured | None:
-    return _found(_table(gpu), weight, num_tokens)
+    return _found(table_of(gpu), weight, num_tokens)
 
 
 @functools.cache
@@ -139,6 +142,12 @@ def tile_for(kind: Kind, x: Tensor, out_size: int) -> Tile:
     return default_tile(weight, num_tokens) if measured is None else measured.tile
 
 
+def prefers_library(x: Tensor, out_size: int) -> bool:
+    """Whether a product that is added to the residual stream is faster by cuBLAS, with a launch more for the sum."""
+    measured = _choose(_gpu(x), Weight("add", out_size, x.shape[1], x.element_size()), x.shape[0])
+    return measured is not None and measured.plain_us + _SUM_US < measured.us
+
+
 def head_tile(x: Tensor, out_size: int) -> Tile | None:
     """For logits; None where cuBLAS is faster."""
     weight = Weight("head", out_size, x.shape[1], x.element_size())
@@ -152,7 +161,7 @@ def head_tile(x: Tensor, out_size: int) -> Tile | None:
 
 def max_fused_tokens(like: Tensor, weights: Iterable[Weight]) -> int:
     """Up to how many tokens a layer of these weights is faster by the kernels here; 0 where they cannot run."""
-    return _max_fused(_table(_gpu(like)), tuple(weights)) if like.is_cuda else 0
+    return _max_fused(table_of(_gpu(like)), tuple(weights)) if like.is_cuda else 0
 
 
 def _max_fused(table: Table, weights: tuple[Weight, ...]) -> int:
@@ -162,7 +171,9 @@ def _max_fused(table: Table, weights: tuple[Weight, ...]) -> int:
         if None in found:
             # Long rows are cuBLAS's business as soon as tokens fill a tile.
             return 128 if all(weight.in_size <= _SHORT for weight in weights) else 16
-        if sum(one.us for one in found if one) > sum(one.plain_us for one in found if one):
+        pairs = [(weight, one) for weight, one in zip(weights, found, strict=True) if one]
+        own = sum(min(one.us, one.plain_us + _SUM_US) if weight.kind == "add" else one.us for weight, one in pairs)
+        if own > sum(one.plain_us for _, one in pairs):
             break
         most = num_tokens
     return most

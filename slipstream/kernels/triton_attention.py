@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.paged_attention import paged_attention
+from slipstream.kernels.split_keys import first_of
 from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
 
 _SPLITS = 16
@@ -31,6 +32,7 @@ def _shape(
     scale: float,
     window: int,
     query_len: int,
+    seq_starts: Tensor | None = None,
 ) -> TensorSpec:
     return spec_of(q)
 
@@ -46,9 +48,11 @@ def triton_attention(
     scale: float,
     window: int,
     query_len: int,  # of every request and of the padding, or 0 for a mixed batch
+    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
 ) -> Tensor:  # as paged_attention; padding tokens are zero
+    tables = (query_start_loc, query_lens, seq_lens, block_table)
     if not runs_triton(q):
-        return paged_attention.body(q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, scale, window)
+        return paged_attention.body(q, kv_cache, *tables, scale, window, seq_starts)
     num_tokens, num_heads, head_dim = q.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], kv_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -71,8 +75,8 @@ def triton_attention(
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     _attention_kernel[(num_tiles, num_kv_heads, splits)](
-        *(q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, out, partial, weight),
-        arrival_counts(q.device, num_tiles * num_kv_heads),
+        *(q, kv_cache, (*tables, seq_starts)),
+        (out, partial, weight, arrival_counts(q.device, num_tiles * num_kv_heads)),
         *(scale * 1.4426950408889634, window, num_reqs, block_table.stride(0), kv_cache.stride(0)),
         QUERY_LEN=query_len if splits > 1 else 0,
         GROUP=group,
@@ -84,6 +88,7 @@ def triton_attention(
         BLOCK_N=_CHUNK if row_bytes < 1024 else _CHUNK // 2,
         SPLITS=splits,
         WINDOW=window > 0,
+        STARTS=seq_starts is not None,
         num_warps=8 if block_m > 64 else 4,
         num_stages=1 if is_wide or block_m > 64 else 2,
     )
@@ -109,12 +114,6 @@ def _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES: tl.constexpr):
 
 
 @jit
-def first_of(split, first_chunk, SPLITS: tl.constexpr):
-    """A program's first chunk. By the chunk's own number: a window that moves on moves no chunk to another program."""
-    return first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
-
-
-@jit
 def _attend(
     queries,
     sees,
@@ -123,6 +122,7 @@ def _attend(
     table,
     begin,
     end_chunk,
+    first_slot,
     end,
     scale,
     window,
@@ -135,6 +135,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """A tile over its chunks: largest score, sum of weights and weighted values of each row."""
     d = tl.arange(0, BLOCK_D)
@@ -144,6 +145,8 @@ def _attend(
     for chunk in range(begin, end_chunk, SPLITS):
         n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
         is_key = n < end
+        if STARTS:
+            is_key = is_key & (n >= first_slot)
         page = tl.load(table + n // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
         from_keys = (cache_head + page * page_stride + (n % PAGE_SIZE) * HEAD_DIM)[:, None] + d[None, :]
         kept = is_key[:, None] & (d < HEAD_DIM)[None, :]
@@ -223,14 +226,8 @@ def _join(
 def _attention_kernel(
     q,
     kv_cache,
-    query_start_loc,
-    query_lens,
-    seq_lens,
-    block_table,
-    out,
-    partial,
-    weight,
-    arrivals,
+    tables,  # query_start_loc, query_lens, seq_lens, block_table, and seq_starts if there are
+    results,  # out, partial, weight, arrivals
     scale,  # times log2(e): weights are powers of two
     window,
     num_reqs,
@@ -246,9 +243,12 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
+    query_start_loc, query_lens, seq_lens, block_table, seq_starts = tables
+    out, partial, weight, arrivals = results
     request = tile if QUERY_LEN > 0 else _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
     start = tl.load(query_start_loc + request)
     query_len, seq_len = tl.load(query_lens + request), tl.load(seq_lens + request)
@@ -266,15 +266,18 @@ def _attention_kernel(
     # Keys from the first that the tile's first query sees to the one of its last query.
     end = tl.where(seq_len > 0, tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES), 0)
     first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
+    first_slot = tl.load(seq_starts + request) if STARTS else 0
+    first_chunk = tl.maximum(first_chunk, first_slot // BLOCK_N) if STARTS else first_chunk
     end_chunk = tl.where(num_rows > 0, (end + BLOCK_N - 1) // BLOCK_N, 0)
     begin = first_of(split, first_chunk, SPLITS)
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
     largest, total, acc = _attend(
         *(queries, sees, seq_len - query_len + query, kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
-        *(block_table + request.to(tl.int64) * table_stride, begin, end_chunk, end, scale, window, page_stride),
+        *(block_table + request.to(tl.int64) * table_stride, begin, end_chunk),
+        *(first_slot, end, scale, window, page_stride),
         *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
-        *(SPLITS, WINDOW),
+        *(SPLITS, WINDOW, STARTS),
     )
     # The only program with keys, or program 0 of a request without any, is all there is.
     is_all = (end_chunk - first_chunk <= 1) & ((begin < end_chunk) | (end_chunk <= first_chunk))

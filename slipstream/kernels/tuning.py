@@ -6,7 +6,7 @@ Knows products and clocks; which weights a model has and where results go is the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -80,6 +80,8 @@ class Bench:
             return small_linear(scaled, matrix, Epilogue(activation="silu"), tile).out
         if kind == "add":
             return small_linear(self._x, matrix, Epilogue(residual=self._residual, gain=self._gain), tile).out
+        if kind == "plain":
+            return small_linear(self._x, matrix, Epilogue(), tile).out
         return small_linear(self._x, matrix, Epilogue(), tile, torch.float32).out
 
     def plain(self, matrix: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class Bench:
         if kind == "head":
             logits: Tensor = torch.mm(x, matrix.t(), out_dtype=torch.float32)
             return logits
-        if kind == "add":
+        if kind in ("add", "plain"):
             return F.linear(x, matrix)  # the residual is added by the norm behind it
         normed = add_rms_norm.body(x, x, self._own_gain, 1e-5)[0]
         return swiglu.body(F.linear(normed, matrix)) if kind == "gated" else F.linear(normed, matrix)
@@ -167,10 +169,12 @@ class LayerBench:
 
         return replay_microseconds(launch) / self._num_layers
 
-    def best(self, weights: Sequence[Weight], num_tokens: int) -> list[Tile]:
+    def best(self, weights: Sequence[Weight], num_tokens: int, known: Mapping[str, Tile]) -> list[Tile]:
         """One product after the other, the rest as it is."""
-        tiles = [default_tile(weight, num_tokens) for weight in weights]
+        tiles = [known.get(weight.name) or default_tile(weight, num_tokens) for weight in weights]
         for j, weight in enumerate(weights):
+            if weight.name in known:
+                continue
             times = []
             for tile in candidates(weight, num_tokens):
                 with suppress(Exception):  # too much shared memory for this GPU: not a candidate here
@@ -184,11 +188,17 @@ class LayerBench:
         return [bench.measured(tile) for bench, tile in zip(self._benches, tiles, strict=True)]
 
 
-def measure_layer(weights: Sequence[Weight], heads: Heads, num_tokens: int, dtype: torch.dtype) -> dict[str, Measured]:
+def measure_layer(
+    weights: Sequence[Weight],
+    heads: Heads,
+    num_tokens: int,
+    dtype: torch.dtype,
+    known: Mapping[str, Tile],  # weights that keep their tiles; they are not measured
+) -> dict[str, Measured]:
     """The fastest tiles of a layer's products, by the weights' names."""
     bench = LayerBench(weights, heads, num_tokens, dtype)
-    found = bench.measured(bench.best(weights, num_tokens))
-    return {weight.name: one for weight, one in zip(weights, found, strict=True)}
+    found = bench.measured(bench.best(weights, num_tokens, known))
+    return {weight.name: one for weight, one in zip(weights, found, strict=True) if weight.name not in known}
 
 
 def measure(weight: Weight, num_tokens: int, dtype: torch.dtype) -> Measured:

@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         residual: Tensor | None = None
         for end in [*sorted(idx for idx in context.taps if 0 <= idx < num_layers), num_layers]:
             if end > begin:
-                hidden, residual = decoder_stack(hidden, residual, stack, *arrays, begin, end)
+                hidden, residual = decoder_stack(hidden, residual, stack, *arrays, begin, end, common.seq_starts)
             if end < num_layers:
                 context.tap(end, hidden, residual)
             begin = end

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
-from slipstream.kernels.linear import PackedWeight, embedding, head_logits, project
+from slipstream.kernels.draft_states import join_states
+from slipstream.kernels.linear import PackedWeight, head_logits, project
 from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.models.decoder import Decoder, checkpoint_slots, pack_layers
+from slipstream.models.fused_layer import FusedLayers
 from slipstream.models.hf_config import layer_windows
 from slipstream.models.json_file import read_json
-from slipstream.models.layers import Embedding, Linear
+from slipstream.models.layers import Embedding, Linear, RMSNorm
 from slipstream.models.registry import architecture_of
 from slipstream.models.rope import cos_sin_table
 from slipstream.models.speculators_format import is_speculators, plain_config
@@ -115,6 +117,7 @@ class DraftHead(nn.Module, ABC):
         self.num_modules = config.num_layers if plan.kind == "mtp" else 1
         self.borrowed = Borrowed(target)
         self.embedding_scale = embedding_scale
+        self.fused: list[FusedLayers | None] = []  # by module, where a pass of few tokens gains by it
         self.hints: dict[str, str] = {}  # what a wrong shape of a tensor may come from, by the tensor's name
         size = config.hidden_size
         self.embed_tokens = Embedding(plan.target_vocab_size, size) if plan.needs_embedding else None
@@ -149,11 +152,24 @@ class DraftHead(nn.Module, ABC):
         weight = self.lm_head.weight if self.lm_head.packed is None else self.lm_head.packed
         return project(hidden, weight, None) if isinstance(weight, PackedWeight) else head_logits(hidden, weight)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        weight = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
-        if self.embedding_scale == 1.0:
-            return embedding(weight, input_ids)
-        return scaled_embedding(weight, input_ids, self.embedding_scale)
+    def join(
+        self, input_ids: Tensor, hidden: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, positions: Tensor | None = None
+    ) -> Tensor:
+        """[n, 2 * hidden]: the tokens' embeddings and the states side by side, each normed where there are norms.
+
+        With ``positions`` the embedding at position 0 is left out.
+        """
+        table = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
+        gains = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
+        if self.embedding_scale != 1.0:
+            table = scaled_embedding(table, input_ids, self.embedding_scale)
+            input_ids = torch.arange(hidden.shape[0], dtype=torch.int32, device=hidden.device)
+        return join_states(hidden, table, input_ids, gains[0], gains[1], self.config.rms_norm_eps, positions)
+
+    def fused_for(self, module_idx: int, x: Tensor) -> FusedLayers | None:
+        """The module's layers for so few tokens, where that is faster."""
+        fused = self.fused[module_idx] if self.fused else None
+        return fused if fused is not None and x.shape[0] <= fused.max_tokens else None
 
     def pack(self) -> None:
         """After loading: bring every weight of the head's own into the layout that multiplies fastest here."""

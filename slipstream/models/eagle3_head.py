@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
+from slipstream.kernels.fused_linear import linear_few
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
+from slipstream.models.fused_head import head_weights
+from slipstream.models.fused_layer import fuse_parts, layer_parts, prepare_attention, stored
 from slipstream.models.hf_config import require
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 
@@ -110,10 +113,9 @@ class WideAttention(Attention):
 
 
 class FirstLayer(Layer):
-    def __init__(self, config: ModelConfig, norm_before_residual: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
         self.self_attn = WideAttention(config, 0)
@@ -121,11 +123,8 @@ class FirstLayer(Layer):
         self.mlp = FeedForward(config)
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, context: AttentionContext, cos_sin: Tensor
+        self, joined: Tensor, residual: Tensor, context: AttentionContext, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         mixed, residual = self.post_attention_layernorm.add(self.self_attn(joined, context, cos_sin), residual)
         return self.mlp(mixed), residual
 
@@ -144,7 +143,7 @@ class Eagle3Head(DraftHead):
         norms = [RMSNorm(plan.target_hidden_size, eps) for _ in range(num_features if plan.fc_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
         later = (DecoderLayer(config, idx) for idx in range(1, config.num_layers))
-        self.layers = nn.ModuleList([FirstLayer(config, plan.norm_before_residual), *later])
+        self.layers = nn.ModuleList([FirstLayer(config), *later])
         self.norm = RMSNorm(config.hidden_size, eps)
         self.cos_sin = self.rope_tables(max_position)
 
@@ -154,14 +153,32 @@ class Eagle3Head(DraftHead):
         if self.fc_norm:
             taps = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        return features if self.fc is None else self.fc(features)
+        if self.fc is None:
+            return features
+        few = self.fused_for(0, features) is not None
+        mixed: Tensor = linear_few(features, stored(self.fc), self.fc.bias) if few else self.fc(features)
+        return mixed
 
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        out, residual = self.layers[0](self.embed(input_ids), hidden, context, self.cos_sin[0])
-        for layer, cos_sin in zip(self.layers[1:], self.cos_sin[1:], strict=True):
-            out, residual = layer(out, residual, context, cos_sin)
-        state: Tensor = self.norm.add(out, residual)[0] if self.plan.norm_output else out + residual
-        return state
+        first, cos_sin, normed = self.layers[0], self.cos_sin, self.plan.norm_output
+        assert isinstance(first, FirstLayer)
+        if (fused := self.fused_for(0, hidden)) is not None:
+            prepare_attention(context, cos_sin, hidden.dtype)
+        joined = self.join(input_ids, hidden, (first.input_layernorm, first.hidden_norm))
+        residual = joined[:, hidden.shape[1] :] if self.plan.norm_before_residual else hidden
+        if fused is not None:
+            state: Tensor = fused.forward_from(joined, residual, context, cos_sin)
+            return self.norm(state) if normed else state
+        out, residual = first(joined, residual, context, cos_sin[0])
+        for layer, own_cos_sin in zip(self.layers[1:], cos_sin[1:], strict=True):
+            out, residual = layer(out, residual, context, own_cos_sin)
+        return self.norm.add(out, residual)[0] if normed else out + residual
+
+    def pack(self) -> None:
+        super().pack()
+        parts = [layer_parts(layer, normed=idx > 0) for idx, layer in enumerate(self.layers)]
+        weights = head_weights(self.plan, self.norm.weight.element_size())
+        self.fused = [fuse_parts(parts, weights.layer)]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.project_logits(hidden if self.plan.norm_output else self.norm(hidden))

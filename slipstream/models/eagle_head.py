@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
+from slipstream.kernels.fused_linear import linear_few
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
+from slipstream.models.fused_head import head_weights
+from slipstream.models.fused_layer import fuse_parts, layer_parts, prepare_attention, stored
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 
 _KNOWN = ("eagle_fc_bias", "parallel_draft_heads_num_layers")
@@ -72,12 +74,24 @@ class EagleHead(DraftHead):
         self.cos_sin = self.rope_tables(max_position)
 
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        joined = self.fc(torch.cat([self.embed(input_ids), hidden], dim=-1))
-        out, residual = self.layers[0](joined, context, self.cos_sin[0])
-        for layer, cos_sin in zip(self.layers[1:], self.cos_sin[1:], strict=True):
-            out, residual = layer(out, residual, context, cos_sin)
+        cos_sin = self.cos_sin
+        if (fused := self.fused_for(0, hidden)) is not None:
+            prepare_attention(context, cos_sin, hidden.dtype)
+        joined = self.join(input_ids, hidden, None)
+        if fused is not None:
+            x = linear_few(joined, stored(self.fc), self.fc.bias)
+            return fused.forward_from(x, x, context, cos_sin)
+        out, residual = self.layers[0](self.fc(joined), context, cos_sin[0])
+        for layer, own_cos_sin in zip(self.layers[1:], cos_sin[1:], strict=True):
+            out, residual = layer(out, residual, context, own_cos_sin)
         state: Tensor = out + residual
         return state
+
+    def pack(self) -> None:
+        super().pack()
+        parts = [layer_parts(layer, normed=idx > 0) for idx, layer in enumerate(self.layers)]
+        layer, mix, _ = head_weights(self.plan, self.borrowed.embedding.element_size())
+        self.fused = [fuse_parts(parts, [*mix, *layer])]
 
     def rename(self, name: str) -> str:
         # As the speculators library calls them.

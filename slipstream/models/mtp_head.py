@@ -8,9 +8,10 @@ every layer its own product and norms; Qwen3-Next has them once for all.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,11 @@ from torch import Tensor, nn
 from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.models.decoder import Decoder
+from slipstream.kernels.fused_linear import linear_scaled
+from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DEEPSEEK_COUNT, QWEN_COUNT, DraftHead, HeadPlan
+from slipstream.models.fused_head import head_weights
+from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, prepare_attention, stored
 from slipstream.models.layers import Layer, Linear, RMSNorm
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
@@ -68,7 +72,20 @@ def _style_and_count(hf: dict[str, Any]) -> tuple[Literal["deepseek", "qwen3_nex
     raise ModelError(f"config.json has neither '{DEEPSEEK_COUNT}' nor '{QWEN_COUNT}': this model brings no MTP layers")
 
 
+class MtpModule(NamedTuple):
+    """The parts of one module, in the order they run."""
+
+    norms: tuple[RMSNorm, RMSNorm]  # of embedding and state
+    mix: Linear
+    body: DecoderLayer
+    last_norm: RMSNorm
+
+
 class MtpHead(DraftHead):
+    # Whether what follows position 0 is not asked for its token's embedding: so some layers were trained.
+    leaves_first_out: ClassVar[bool] = False
+    cos_sin: list[Tensor]  # by module
+
     def __init__(self, plan: HeadPlan, target: Decoder) -> None:
         super().__init__(plan, target, target.config.embedding_scale)
         self._adopted: set[str] = set()
@@ -95,6 +112,30 @@ class MtpHead(DraftHead):
             raise ModelError(f"tensor '{file_name}' differs from that of another MTP layer, but all share one")
         return True
 
+    @abstractmethod
+    def module(self, idx: int) -> MtpModule: ...
+
+    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
+        module, cos_sin = self.module(module_idx), self.cos_sin[module_idx]
+        if (fused := self.fused_for(module_idx, hidden)) is not None:
+            prepare_attention(context, [cos_sin], hidden.dtype)
+        joined = self.join(input_ids, hidden, module.norms, context.positions if self.leaves_first_out else None)
+        if fused is None:
+            out, residual = module.body(module.mix(joined), None, context, cos_sin)
+            return module.last_norm.add(out, residual)[0]
+        gain = module.body.input_layernorm.weight
+        x, scaled, squares = linear_scaled(joined, stored(module.mix), module.mix.bias, gain)
+        state: Tensor = module.last_norm(fused.forward_scaled(Stream(x, (scaled, squares)), context, [cos_sin]))
+        return state
+
+    def pack(self) -> None:
+        super().pack()
+        if self.borrowed.target.layer_class is not DecoderLayer:
+            return
+        layer, mix, _ = head_weights(self.plan, self.borrowed.embedding.element_size())
+        bodies = [self.module(idx).body for idx in range(self.num_modules)]
+        self.fused = [fuse_parts([layer_parts(body)], [*mix, *layer]) for body in bodies]
+
 
 class DeepSeekLayer(Layer):
     def __init__(self, config: ModelConfig, target: Decoder, idx: int) -> None:
@@ -105,24 +146,19 @@ class DeepSeekLayer(Layer):
         self.body = target.layer_class(config, idx)
         self.shared_head_norm = RMSNorm(size, eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
-        # What follows position 0 is not asked for its token's embedding: so these layers were trained.
-        embedded = embedded.masked_fill((context.positions == 0).unsqueeze(1), 0.0)
-        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        out, residual = self.body(joined, None, context, cos_sin)
-        return self.shared_head_norm.add(out, residual)[0]
-
 
 class DeepSeekMtp(MtpHead):
+    leaves_first_out: ClassVar[bool] = True
+
     def __init__(self, plan: HeadPlan, target: Decoder, max_position: int) -> None:
         super().__init__(plan, target)
         self.layers = nn.ModuleList(DeepSeekLayer(plan.config, target, idx) for idx in range(plan.config.num_layers))
         self.cos_sin = self.rope_tables(max_position)
 
-    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        cos_sin = self.cos_sin[module_idx]
-        state: Tensor = self.layers[module_idx](self.embed(input_ids), hidden, context, cos_sin)
-        return state
+    def module(self, idx: int) -> MtpModule:
+        layer = self.layers[idx]
+        assert isinstance(layer, DeepSeekLayer)
+        return MtpModule((layer.enorm, layer.hnorm), layer.eh_proj, layer.body, layer.shared_head_norm)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """A checkpoint numbers these layers on from the target's and names the parts of all layers alike."""
@@ -142,12 +178,10 @@ class QwenMtp(MtpHead):
         self.norm = RMSNorm(size, eps)
         self.cos_sin = self.rope_tables(max_position)
 
-    def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        parts = [self.pre_fc_norm_embedding(self.embed(input_ids)), self.pre_fc_norm_hidden(hidden)]
-        joined, cos_sin = self.fc(torch.cat(parts, dim=-1)), self.cos_sin[module_idx]
-        out, residual = self.layers[module_idx](joined, None, context, cos_sin)
-        state: Tensor = self.norm.add(out, residual)[0]
-        return state
+    def module(self, idx: int) -> MtpModule:
+        norms, body = (self.pre_fc_norm_embedding, self.pre_fc_norm_hidden), self.layers[idx]
+        assert isinstance(body, DecoderLayer)
+        return MtpModule(norms, self.fc, body, self.norm)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         return ((f"mtp.{name}", slot) for name, slot in super().slots())

@@ -104,12 +104,14 @@ class InputBuffers:
         else:
             num_logits = np.array(composition.num_drafts, dtype=np.int32) + 1
             logit_starts = _starts(num_logits)
-            in_pass = num_tokens - num_logits + 2  # the drafter goes over the known tokens and the new one
+            # The drafter goes over the known tokens and the new one.
+            in_pass = num_tokens - num_logits + 2 + composition.num_caught_up
             pass_starts = _starts(in_pass)
             self.rows.stage_batch(batch_rows, starts, logit_starts, pass_starts)
             drafting = DraftBatch(
                 *(self.rows.batch_rows, num_reqs, self.rows.draft_start_loc, pass_starts, int(pass_starts[-1])),
                 *(int(in_pass.max()), np.empty_like(num_tokens), drafting.step),
+                *(composition.num_next_drafts, composition.num_caught_up),
             )
         longest = int(num_tokens.max())
         decode_len = longest if longest * num_reqs == starts[-1] == logit_starts[-1] else None
@@ -121,6 +123,13 @@ class InputBuffers:
         """Make the batch on the device one of padding alone, as it was before the first step."""
         self._staged = None
         self.rows.stage_batch(np.zeros(0, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING)
+        self.rows.flush()
+
+    def stage_nobody(self, num_reqs: int, query_len: int) -> None:
+        """Make it a batch of so many requests, each of them the scratch row: a step that does nobody any harm."""
+        self._staged = None
+        starts, rows = self._one_each[: num_reqs + 1], np.full(num_reqs, self.rows.scratch_row, dtype=np.int32)
+        self.rows.stage_batch(rows, starts * query_len, starts * query_len, starts * 2)
         self.rows.flush()
 
     def pad(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> InputBatch:
@@ -147,14 +156,14 @@ class InputBuffers:
         num_logits = num_tokens if query_len is not None else min(num_tokens, num_reqs * self._max_logits)
         # In a mixed batch one request may have all the tokens.
         longest = query_len or num_tokens
-        drafting = self._static_drafting(num_reqs, num_tokens, query_len)
+        drafting = self._static_drafting(num_reqs, num_tokens, query_len, desc.num_drafts)
         return self._batch(num_reqs, num_tokens, num_logits, longest, starts, bounds, drafting, query_len)
 
-    def _static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None) -> DraftBatch:
+    def _static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None, num_drafts: int) -> DraftBatch:
         """A request that decodes has two tokens in the drafter's first pass, any other at most one more than here."""
         first_len = None if query_len is None else 2
         num_tokens = num_tokens + num_reqs if first_len is None else first_len * num_reqs
-        return self.no_drafting.static(num_reqs, num_tokens, first_len, self.max_model_len)
+        return self.no_drafting.static(num_reqs, num_tokens, first_len, self.max_model_len, num_drafts)
 
     def prepare(self, batch: InputBatch) -> None:
         """Queue the filling of the batch from the rows."""

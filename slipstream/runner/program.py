@@ -48,20 +48,23 @@ class StepProgram:
     speculator: Speculator
     out: Tensor  # [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32
 
-    def context(self, batch: InputBatch) -> AttentionContext:
-        """The step's attention. Building its metadata may launch work, and must not wait for any."""
+    def context(self, batch: InputBatch, drafts: bool) -> AttentionContext:
+        """The step's attention. Building its metadata may launch work, and must not wait for any.
+
+        Where nobody drafts behind the step, nobody wants to know what the target thought.
+        """
         return AttentionContext(
             backend=self.backend,
             metadata=self.backend.build(batch.attention),
             kv_caches=self.kv_caches,
             positions=batch.positions,
             slot_mapping=batch.attention.slot_mapping,
-            taps=self.speculator.taps(batch.input_ids.shape[0]),
+            taps=self.speculator.taps(batch.input_ids.shape[0]) if drafts else {},
         )
 
-    def target(self, batch: InputBatch) -> TargetOutput:
+    def target(self, batch: InputBatch, drafts: bool) -> TargetOutput:
         self.buffers.prepare(batch)
-        return self.with_logits(batch, self.model.forward(batch.input_ids, self.context(batch)))
+        return self.with_logits(batch, self.model.forward(batch.input_ids, self.context(batch, drafts)))
 
     def with_logits(self, batch: InputBatch, hidden: Tensor) -> TargetOutput:
         return TargetOutput(hidden, self.model.compute_logits(hidden.index_select(0, batch.logit_indices)))

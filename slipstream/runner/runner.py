@@ -19,7 +19,7 @@ from slipstream.runner.async_output import InFlightStep, OutputRing, PromptSpan,
 from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.program import Model, StepProgram
 from slipstream.runner.request_state import RequestRows
-from slipstream.runner.step_graphs import Drafting, StepGraphs
+from slipstream.runner.step_graphs import Drafting, DraftSizes, OnCost, StepGraphs
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
@@ -50,6 +50,7 @@ class Runner:
         model: Model,
         backend: AttentionBackend,
         make_speculator: MakeSpeculator = lambda _rows: NoSpeculator(),
+        on_cost: OnCost | None = None,  # hears what steps cost, by their size
     ) -> None:
         self._config = config
         self.device = device
@@ -77,7 +78,12 @@ class Runner:
             dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
             device=device.torch_device,
         )
-        self.graphs = StepGraphs(device, self.program, mode, config.cudagraph_sizes, max_reqs, num_drafts, logits)
+        speculative = config.speculative
+        drafts = (
+            DraftSizes((0,), 0) if speculative is None else DraftSizes(speculative.lengths, speculative.initial_length)
+        )
+        sizes = (config.cudagraph_sizes, max_reqs)
+        self.graphs = StepGraphs(device, self.program, mode, *sizes, drafts, logits, on_cost)
         self.graphs.capture()
         self._needs_of_row = [SamplingNeeds()] * self.rows.num_rows
         self._known_needs = {
@@ -137,7 +143,7 @@ class Runner:
 
         A request that draws nothing in this step may be drafted for: with one token of its prompt left.
         """
-        if not self._config.num_drafts:
+        if not composition.num_next_drafts:
             return None
         rows = [row for row in composition.rows if self._drafts_of_row[row]]
         return Drafting(any(self._needs_of_row[row].noise for row in rows)) if rows else None

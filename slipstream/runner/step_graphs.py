@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.device.interface import Device
-from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, Tier
-from slipstream.graphs.manager import CudaGraphManager, Forward
+from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, GraphKind, Tier
+from slipstream.graphs.manager import CudaGraphManager, Forward, GraphMemory
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.graphs.piecewise import PiecewiseForward
 from slipstream.runner.input_batch import InputBatch
@@ -22,22 +24,57 @@ from slipstream.speculate.speculator import GraphSetting
 _SMALLEST_MIXED = 16  # tokens of the smallest mixed batch that is recorded before the first step
 # What a graph with sampling inside can do: greedy and noise at any temperature, row by row.
 _FAST_NEEDS = SamplingNeeds(noise=True)
+# Of the device's memory, for what is recorded when idle, beside what the first steps have needed.
+_IDLE_GRAPH_BYTES = 2 << 30
+_MAX_DECODE_TOKENS = 512  # of graphs for other draft lengths than the first: beyond, drafts do not pay on any GPU
+_NUM_TIMED, _LONG_S = 5, 0.03  # a longer step is timed once
+_MAX_MEASURED = 16  # requests, where steps are launched one operation at a time
+
+OnCost = Callable[[int, int, float], None]  # requests, drafts of each, seconds
 
 
-def _order(desc: BatchExecutionDescriptor, largest_decode: int, usual_query_len: int) -> int:
-    """0 for what most first requests need: sampling inside, and sizes of which every batch fits one at twice its own.
+class DraftSizes(NamedTuple):
+    """How many drafts a step may have, fewest first, and how many the first steps have."""
 
-    The rest is recorded when the engine is idle; until then such batches run in a larger graph or launch by launch.
-    """
-    is_mixed = desc.query_len is None
-    size = desc.num_tokens if is_mixed else desc.num_reqs
-    if size & (size - 1) and (is_mixed or size != largest_decode):
-        return 3
-    if desc.query_len not in (None, usual_query_len):
-        return 2
-    if desc.tier == "fast" and (not is_mixed or size >= _SMALLEST_MIXED):
-        return 0
-    return 2 if is_mixed else 1
+    lengths: Sequence[int]
+    initial: int
+
+    def kinds(self) -> list[GraphKind]:
+        """Every graph that a step could use.
+
+        A step that checks as many drafts as it makes runs whole, and so does one that tries the next longer length, or
+        comes back from that. Any other has a graph for the target, and one for what the drafter does.
+        """
+        lengths = sorted({0, *self.lengths})
+        kinds = [GraphKind(1 + k, "fast", k) for k in lengths]
+        if len(self.lengths) > 1:
+            for a, b in itertools.pairwise(lengths):
+                kinds += [GraphKind(1 + a, "fast", b), GraphKind(1 + b, "fast", a)]
+        kinds.append(GraphKind(None, "fast", self.initial))
+        return [*kinds, *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
+
+    def order(self, desc: BatchExecutionDescriptor, largest_decode: int) -> int | None:
+        """0 for what most first requests need: sampling inside, and sizes of which any batch fits one at twice its own.
+
+        The rest is recorded when the engine is idle, what adapting wants first; until then such batches run in a larger
+        graph or launch by launch. Sizes between powers of two are for the usual kinds alone.
+        """
+        is_mixed, is_fast = desc.query_len is None, desc.tier == "fast"
+        size = desc.num_tokens if is_mixed else desc.num_reqs
+        is_usual = is_mixed or desc.query_len == 1 + self.initial
+        if size & (size - 1) and (is_mixed or size != largest_decode):
+            return 4 if is_usual or desc.query_len == 1 else None
+        if is_mixed:
+            return 0 if is_fast and size >= _SMALLEST_MIXED else 2
+        assert desc.query_len is not None
+        num_checked = desc.query_len - 1
+        if desc.num_tokens > _MAX_DECODE_TOKENS and not is_usual and num_checked:
+            return None
+        if not is_fast:
+            return 1 if is_usual else 3
+        if num_checked == desc.num_drafts:
+            return 0 if is_usual else 1 if num_checked == 0 else 2
+        return 1 if 0 in (num_checked, desc.num_drafts) else 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +104,31 @@ class StepGraphs:
         mode: CUDAGraphMode,
         sizes: Sequence[int],
         max_num_reqs: int,
-        num_drafts: int,
+        drafts: DraftSizes,
         logits: Tensor,  # [most logits of a step, vocab], where graphs without sampling leave theirs
+        on_cost: OnCost | None,  # wants to know what a step costs
     ) -> None:
         self._device = device
         self._program = program
         self.mode = usable_mode(mode, program.backend.caps)
-        self._drafts = num_drafts > 0
-        largest, usual = max((size for size in sizes if size <= max_num_reqs), default=0), 1 + num_drafts
+        self._drafts = drafts
+        self._on_cost = on_cost
+        largest = max((size for size in sizes if size <= max_num_reqs), default=0)
+        self.memory = GraphMemory(device)
         self._manager = CudaGraphManager(
             device,
             self.mode,
             sizes,
             max_num_reqs,
-            tiers=("fast", "full"),
-            query_lens=sorted({1, usual}),
-            order=lambda desc: _order(desc, largest, usual),
+            kinds=drafts.kinds(),
+            order=lambda desc: drafts.order(desc, largest),
+            memory=self.memory,
         )
+        # Steps without graphs whose cost is still to be measured.
+        self._unmeasured: list[tuple[int, int]] = []
+        if on_cost is not None and self.mode.decode_mode() is not CUDAGraphMode.FULL:
+            powers = itertools.takewhile(lambda n: n <= min(max_num_reqs, _MAX_MEASURED), (1 << i for i in range(16)))
+            self._unmeasured = [(n, k) for n in powers for k in drafts.lengths]
         # Where each recording leaves its hidden states. Logits are large: all recordings that leave any share memory.
         self._hidden: dict[BatchExecutionDescriptor, Tensor] = {}
         self._batches: dict[BatchExecutionDescriptor, InputBatch] = {}
@@ -95,15 +140,29 @@ class StepGraphs:
             buffers = program.buffers
             program.speculator.init_graphs(
                 GraphSetting(
-                    *(device, self.mode, sizes, max_num_reqs, buffers.max_model_len, self._manager.pool),
+                    *(device, self.mode, sizes, drafts.lengths, max_num_reqs, buffers.max_model_len),
+                    *(self._manager.pool, self.memory),
                     *(buffers.no_drafting, lambda desc: buffers.static(desc).drafting),
                     *(lambda desc: buffers.prepare(buffers.static(desc)), self._manager.states.get),
                 )
             )
 
+    @property
+    def num_recorded(self) -> int:
+        """Graphs of whole steps and of the target; a drafter's own are not counted."""
+        return self._manager.num_recorded
+
+    @property
+    def num_missing(self) -> int:
+        return self._manager.num_missing + len(self._unmeasured)
+
     @torch.inference_mode()
     def capture(self) -> None:
-        self._manager.capture(self._create_forward, "recording graphs")
+        for desc in self._manager.capture(self._create_forward, "recording graphs"):
+            self._measure(desc)
+        self.memory.limit = self.memory.used + _IDLE_GRAPH_BYTES
+        while self._unmeasured and self._unmeasured[0][0] == 1:  # a second or so; the others when idle
+            self._measure_launches(*self._unmeasured.pop(0))
 
     @torch.inference_mode()
     def capture_one_more(self) -> bool:
@@ -113,10 +172,61 @@ class StepGraphs:
         self._choice = None
         with self._device.use_stream(self._device.compute_stream):
             self._program.buffers.stage_nothing()
-        self._is_complete = not (
-            self._manager.capture_one_more(self._create_forward) or self._program.speculator.capture_one_more()
-        )
+        if (desc := self._manager.capture_one_more(self._create_forward)) is not None:
+            self._measure(desc)
+        elif self._unmeasured:
+            self._measure_launches(*self._unmeasured.pop(0))
+        else:
+            self._is_complete = not self._program.speculator.capture_one_more()
         return not self._is_complete
+
+    def _measure(self, desc: BatchExecutionDescriptor) -> None:
+        """What a step in this graph costs, if steps of its kind follow each other."""
+        is_steady = desc.tier == "fast" and desc.query_len == 1 + desc.num_drafts
+        if self._on_cost is not None and is_steady and desc.mode is CUDAGraphMode.FULL:
+            self._time(desc.num_reqs, desc.num_drafts, lambda: self._manager.replay(desc))
+
+    def _measure_launches(self, num_reqs: int, num_drafts: int) -> None:
+        program, query_len = self._program, 1 + num_drafts
+        desc = BatchExecutionDescriptor(
+            *(CUDAGraphMode.NONE, num_reqs * query_len, num_reqs, query_len, "fast", num_drafts)
+        )
+        batch = program.buffers.static(desc)
+        with self._device.use_stream(self._device.compute_stream):
+            program.buffers.stage_nobody(num_reqs, query_len)
+
+        def run() -> None:
+            target = program.target(batch, num_drafts > 0)
+            program.finish(batch, target.logits, _FAST_NEEDS)
+            if num_drafts:
+                program.draft(batch.drafting, noise=True, in_graph=True)
+
+        self._time(num_reqs, num_drafts, run)
+        with self._waiting():
+            program.buffers.stage_nothing()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Nothing else runs, and what is launched inside has ended when the context has."""
+        device = self._device
+        with device.use_stream(device.compute_stream), device.sync_guard.allow("measure"), device.warm_up():
+            yield
+
+    def _time(self, num_reqs: int, num_drafts: int, run: Callable[[], None]) -> None:
+        """Over nobody's rows: keys that are not there are not read, everything else is as in a step."""
+        device = self._device
+
+        def run_often() -> None:
+            for _ in range(_NUM_TIMED):
+                run()
+
+        with self._waiting():
+            run()
+            seconds = device.seconds_of(run)
+            if seconds < _LONG_S:
+                seconds = device.seconds_of(run_often) / _NUM_TIMED
+        assert self._on_cost is not None
+        self._on_cost(num_reqs, num_drafts, seconds)
 
     def run(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> tuple[Tensor, Tensor | None]:
         """A step over staged rows: hidden states, and log probabilities if a request wants them."""
@@ -132,9 +242,9 @@ class StepGraphs:
         elif desc.mode is CUDAGraphMode.PIECEWISE:
             padded = program.buffers.pad(batch, desc)
             program.buffers.prepare(padded)
-            target = program.with_logits(padded, self._pieces[desc].replay(program.context(padded)))
+            target = program.with_logits(padded, self._pieces[desc].replay(program.context(padded, True)))
         else:
-            padded, target = batch, program.target(batch)
+            padded, target = batch, program.target(batch, drafting is not None)
         logprobs = program.finish(padded, target.logits[: padded.logit_indices.shape[0]], needs)
         if drafting:
             # In pieces the drafter's first pass may be padded as the target's; the device's padding is there.
@@ -145,10 +255,15 @@ class StepGraphs:
 
     def _choose(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> _Choice:
         common = batch.attention
+        num_reqs, num_tokens, query_len = common.num_reqs, common.num_actual_tokens, batch.decode_len
         tier: Tier = "fast" if (needs | _FAST_NEEDS) == _FAST_NEEDS else "full"
-        # Single tokens of requests that draft are prompts in small chunks: rare, and not what is recorded for decodes.
-        query_len = None if drafting and batch.decode_len == 1 else batch.decode_len
-        desc = self._manager.dispatch(common.num_reqs, common.num_actual_tokens, query_len, tier)
+        num_drafts = batch.drafting.num_drafts if drafting and tier == "fast" else 0
+        if batch.drafting.num_caught_up:  # no recording has room for that
+            tier, num_drafts = "full", 0
+        desc = self._manager.dispatch(num_reqs, num_tokens, query_len, tier, num_drafts)
+        if desc.mode is CUDAGraphMode.NONE and tier == "fast":
+            # No graph holds all of the step; the target may have one.
+            desc = self._manager.dispatch(num_reqs, num_tokens, query_len, "full")
         is_whole = desc.mode is CUDAGraphMode.FULL and desc.tier == "fast"
         return _Choice(batch, needs, drafting, desc, self._hidden[desc] if is_whole else None)
 
@@ -156,11 +271,11 @@ class StepGraphs:
         program = self._program
         batch = program.buffers.static(desc)
         state = AttentionState(batch)
-        drafts = self._drafts and desc.query_len != 1
+        taps = desc.num_drafts > 0 or desc.tier == "full"  # who is drafted for, the target's own graph does not know
 
         def run_pieces() -> None:
             program.buffers.prepare(batch)
-            context = program.context(batch)
+            context = program.context(batch, taps)
             state.metadata = context.metadata
             if warmup:
                 program.model.forward(batch.input_ids, context)
@@ -170,14 +285,14 @@ class StepGraphs:
 
         def run_whole() -> None:
             program.buffers.prepare(batch)
-            context = program.context(batch)
+            context = program.context(batch, taps)
             state.metadata = context.metadata
             hidden, logits = program.with_logits(batch, program.model.forward(batch.input_ids, context))
             if desc.tier == "full":
                 self._logits[: logits.shape[0]].copy_(logits)
             else:
                 program.finish(batch, logits, _FAST_NEEDS)
-                if drafts:
+                if desc.num_drafts:
                     program.draft(batch.drafting, noise=True, in_graph=True)
             if not warmup:
                 self._hidden[desc], self._batches[desc] = hidden, batch

@@ -6,11 +6,22 @@ target's logits and the target's noise it draws the target's token.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
+from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.kernels.triton_jit import (
+    arrival_counts,
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
 from slipstream.sampling.check_logits import row_max, without_bad_numbers
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_at, gumbel_block, gumbel_noise, gumbel_noise_at
 from slipstream.sampling.temperature import LEAST_TEMPERATURE, divisor
@@ -47,7 +58,11 @@ def draw_tokens(
     target_ids: Tensor | None = None,  # [num_columns] int32: the tokens of the columns, ascending; None: 0, 1, 2, ...
 ) -> tuple[Tensor, Tensor]:  # [n] int64, always inside the vocabulary; [n] bool: NaN, +inf or nothing finite in the row
     if runs_triton(logits):
-        return _launch(logits, batch_rows, temperature, seeds, positions, choice, noise, scaled, purpose, target_ids)
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        failed = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
+        keys = _Keys(temperature, seeds, positions, choice)
+        _launch(logits, batch_rows, keys, noise, scaled, purpose, target_ids, _Results(token_ids, failed, None))
+        return token_ids, failed
     largest, columns = row_max(logits)
     failed = ~torch.isfinite(largest)
     if bool(failed.any()):
@@ -66,101 +81,147 @@ def draw_tokens(
     return columns if target_ids is None else target_ids[columns].long(), failed
 
 
+@operation(writes_only, writes=("draft_ids", "kept_logits"))
+def draw_drafts(
+    logits: Tensor,  # [n, num_columns]; NaN and +inf count as -inf
+    batch_rows: Tensor,  # [n] int32
+    temperature: Tensor,  # [num_rows] float32; rows at 0 are greedy
+    seeds: Tensor,  # [num_rows, 2] int32
+    positions: Tensor,  # [n] int32: where the draft will stand
+    choice: Tensor,  # [num_rows] int32
+    noise: bool,  # without it all rows are greedy
+    purpose: int,
+    target_ids: Tensor | None,  # [num_columns] int32: the tokens of the columns, ascending; None: 0, 1, 2, ...
+    # written:
+    draft_ids: Tensor,  # [n] int32, may lie apart: -1 where the row has NaN, +inf or nothing finite
+    kept_logits: Tensor | None,  # [num_rows, num_columns] float32: where the logits as they are shall stay, by row
+) -> None:
+    """``draw_tokens`` for drafts, which go where they are wanted."""
+    keys = _Keys(temperature, seeds, positions, choice)
+    if runs_triton(logits):
+        results = _Results(draft_ids, None, kept_logits)
+        _launch(logits, batch_rows, keys, noise, False, purpose, target_ids, results)
+        return
+    token_ids, failed = draw_tokens.body(logits, batch_rows, *keys, noise, False, purpose, target_ids)
+    draft_ids.copy_(token_ids.masked_fill(failed, -1))
+    if kept_logits is not None:
+        kept_logits.index_copy_(0, batch_rows.long(), logits.to(kept_logits.dtype))
+
+
+class _Keys(NamedTuple):
+    """What a draw depends on besides its logits."""
+
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+    choice: Tensor
+
+
+class _Results(NamedTuple):
+    token_ids: Tensor  # [n], may lie apart
+    failed: Tensor | None  # [n] bool; None: the token of such a row is -1
+    kept_logits: Tensor | None  # [num_rows, num_columns] float32
+
+
 def _launch(
     logits: Tensor,
     batch_rows: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    choice: Tensor,
+    keys: _Keys,
     noise: bool,
     scaled: bool,
     purpose: int,
     target_ids: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    results: _Results,
+) -> None:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     n, num_columns = logits.shape
-    num_blocks = -(-num_columns // _BLOCK)
+    if n == 0:
+        return
+    num_blocks, kept = -(-num_columns // _BLOCK), results.kept_logits
     best_value = torch.empty(n, num_blocks, dtype=torch.float32, device=logits.device)
     best_column, state = torch.empty(2, n, num_blocks, dtype=torch.int32, device=logits.device)
-    token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
-    failed = torch.empty(n, dtype=torch.bool, device=logits.device)
-    if n == 0:
-        return token_ids, failed
     _draw_kernel[(n, num_blocks)](
         logits,
-        logits.stride(0),
         batch_rows,
-        temperature,
-        seeds,
-        positions,
-        choice,
+        tuple(keys),
         target_ids,
-        best_value,
-        best_column,
-        state,
-        arrival_counts(logits.device, n),
-        token_ids,
-        failed,
+        (best_value, best_column, state, arrival_counts(logits.device, n)),
+        tuple(results),
+        logits.stride(0),
+        results.token_ids.stride(0),
+        0 if kept is None else kept.stride(0),
         num_columns,
         num_blocks,
         NOISE=noise,
         SCALED=scaled,
         HAS_IDS=target_ids is not None,
+        SAYS_FAILED=results.failed is not None,
+        KEEPS=kept is not None,
         PURPOSE=purpose,
         LEAST=LEAST_TEMPERATURE,
         BLOCK=_BLOCK,
         MERGED=next_power_of_2(num_blocks),
         num_warps=4,
+        **early_start(logits),
     )
-    return token_ids, failed
+
+
+@jit
+def _noise(
+    row, own, column, keys, target_ids, num_columns, HAS_IDS: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr
+):
+    _, seeds, positions, choice = keys
+    position, own_choice = tl.load(positions + row), tl.load(choice + own)
+    if HAS_IDS:
+        ids = tl.load(target_ids + column, mask=column < num_columns, other=0)
+        return gumbel_at(seeds + 2 * own, position, own_choice, ids, PURPOSE)
+    return gumbel_block(seeds + 2 * own, position, own_choice, tl.program_id(1) * BLOCK, PURPOSE, BLOCK)
 
 
 @jit
 def _draw_kernel(
     logits,
-    stride,
     batch_rows,
-    temperature,
-    seeds,
-    positions,
-    choice,
+    keys,  # temperature, seeds, positions, choice
     target_ids,
-    best_value,
-    best_column,
-    state,
-    counters,
-    token_ids,
-    failed,
+    parts,  # best values, their columns, what was seen, and how many blocks have come, for each row
+    results,  # token ids, failed, kept logits
+    stride,
+    id_stride,
+    kept_stride,
     num_columns,
     num_blocks,
     NOISE: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    SAYS_FAILED: tl.constexpr,
+    KEEPS: tl.constexpr,
     PURPOSE: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
     MERGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    best_value, best_column, state, counters = parts
+    token_ids, failed, kept = results
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+    own = tl.load(batch_rows + row).to(tl.int64)
+    if KEEPS:
+        tl.store(kept + own * kept_stride + column, x, mask=column < num_columns)
     bad = (x != x) | (x == float("inf"))
     x = tl.where(bad, float("-inf"), x)
     # Two bits: something that is no number, something finite.
     seen = 2 * tl.max(bad.to(tl.int32), 0) + tl.max((x > float("-inf")).to(tl.int32), 0)
     if NOISE:
-        own = tl.load(batch_rows + row).to(tl.int64)
-        own_temperature = tl.load(temperature + own)
-        if own_temperature > 0:
+        temperature = tl.load(keys[0] + own)
+        if temperature > 0:
             if not SCALED:
-                x = tl.div_rn(x, tl.zeros_like(x) + tl.maximum(own_temperature, LEAST))
-            position, own_choice = tl.load(positions + row), tl.load(choice + own)
-            if HAS_IDS:
-                ids = tl.load(target_ids + column, mask=column < num_columns, other=0)
-                x += gumbel_at(seeds + 2 * own, position, own_choice, ids, PURPOSE)
-            else:
-                x += gumbel_block(seeds + 2 * own, position, own_choice, block * BLOCK, PURPOSE, BLOCK)
+                x = tl.div_rn(x, tl.zeros_like(x) + tl.maximum(temperature, LEAST))
+            x += _noise(row, own, column, keys, target_ids, num_columns, HAS_IDS, PURPOSE, BLOCK)
     value, at = tl.max(x, 0, return_indices=True)
 
     base = row * num_blocks
@@ -178,7 +239,10 @@ def _draw_kernel(
         token = tl.load(best_column + base + winner, cache_modifier=".cg")
         if HAS_IDS:
             token = tl.load(target_ids + token)
-        tl.store(token_ids + row, token.to(tl.int64))
         fine = (tl.max(states & 1, 0) == 1) & (tl.max(states & 2, 0) == 0)
-        tl.store(failed + row, fine == 0)
+        if SAYS_FAILED:
+            tl.store(failed + row, fine == 0)
+        else:
+            token = tl.where(fine, token, -1)
+        tl.store(token_ids + row * id_stride, token.to(token_ids.dtype.element_ty))
         tl.store(counters + row, 0)

@@ -24,6 +24,10 @@ class OpenPlan:
     _samples: list[bool] = field(default_factory=list)
     _num_drafts: list[int] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._num_tokens)
+
     def add_decodes(self, states: Sequence[RequestState], num_drafts: int) -> int:
         """The last token of each and places for drafts behind it; gives the number of tokens."""
         num_tokens, count = 1 + num_drafts, len(states)
@@ -63,7 +67,7 @@ class OpenPlan:
                 self.page_diffs.append(PageDiff(state.row, state.num_staged_pages, new_pages))
                 state.num_staged_pages = len(state.page_ids)
 
-    def close(self, step_id: int, last: Composition | None) -> StepPlan:
+    def close(self, step_id: int, last: Composition | None, num_next_drafts: int, num_caught_up: int) -> StepPlan:
         """The plan. If it has the composition of the step before, it shares the object."""
         composition = Composition(
             request_ids=tuple(self._request_ids),
@@ -72,7 +76,9 @@ class OpenPlan:
             num_tokens=tuple(self._num_tokens),
             samples=tuple(self._samples),
             num_drafts=tuple(self._num_drafts),
-            total_tokens=sum(self._num_tokens),
+            total_tokens=self.num_tokens,
+            num_next_drafts=num_next_drafts,
+            num_caught_up=num_caught_up,
         )
         if last is not None and composition == last:
             composition = last

@@ -45,6 +45,7 @@ class PagePool:
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._unheld: OrderedDict[int, None] = OrderedDict()  # cached pages that nobody holds, least recent first
+        self._undrafted: set[int] = set()  # cached pages in which the drafter has left no keys, or not all
 
     @property
     def num_free(self) -> int:
@@ -68,7 +69,7 @@ class PagePool:
                 page_id = self._free.popleft()
             else:
                 page_id, _ = self._unheld.popitem(last=False)
-                del self._page_of[self._hash_of.pop(page_id)]
+                self._forget(page_id)
             self._num_holders[page_id] = 1
             taken.append(page_id)
         return taken
@@ -104,11 +105,32 @@ class PagePool:
     def num_held_by_nobody(self, page_ids: Iterable[int]) -> int:
         return sum(page_id in self._unheld for page_id in page_ids)
 
-    def remember(self, page_id: int, page_hash: bytes) -> None:
-        """The page is full and its content final. Of two pages with the same content the first stays findable."""
-        if self.caching and page_hash not in self._page_of and page_id not in self._hash_of:
-            self._page_of[page_hash] = page_id
-            self._hash_of[page_id] = page_hash
+    def remember(self, page_id: int, page_hash: bytes, is_drafted: bool = True) -> None:
+        """The page is full and its content final. Of two pages with the same content the first stays findable.
+
+        Unless it is of less use: the drafter's keys are not in it, and they are in the second.
+        """
+        if not self.caching or page_id in self._hash_of:
+            return
+        if (first := self._page_of.get(page_hash)) is not None:
+            if first not in self._undrafted or not is_drafted:
+                return
+            self._forget(first)
+            if first in self._unheld:
+                del self._unheld[first]
+                self._free.append(first)
+        self._page_of[page_hash] = page_id
+        self._hash_of[page_id] = page_hash
+        if not is_drafted:
+            self._undrafted.add(page_id)
+
+    def are_drafted(self, page_ids: Iterable[int]) -> bool:
+        """Whether all of them hold the drafter's keys too."""
+        return self._undrafted.isdisjoint(page_ids)
+
+    def _forget(self, page_id: int) -> None:
+        del self._page_of[self._hash_of.pop(page_id)]
+        self._undrafted.discard(page_id)
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Every page is in exactly one state, and held as often as the holders say."""
@@ -124,6 +146,8 @@ class PagePool:
             raise RuntimeError("a page was lost, or is free and held at the same time")
         if {page: h for h, page in self._page_of.items()} != self._hash_of:
             raise RuntimeError("the prefix cache's two tables disagree")
+        if not self._undrafted <= self._hash_of.keys():
+            raise RuntimeError("a page that is not cached is said to be without the drafter's keys")
 
 
 def check_fits(request: Request, cache: CacheConfig) -> None:

@@ -16,6 +16,9 @@ class RequestState:
     arrival_idx: int  # its place in the order of arrival, kept through preemption
     token_ids: list[int]  # prompt and collected outputs
     drafts: bool = False  # whether tokens are drafted for it
+    # Whether the drafter has left out some of its tokens since it was admitted: its pages do not hold all keys.
+    has_draft_gap: bool = False
+    drafted_until: int = 0  # how many of its tokens the drafter has been shown, when it last was not
     num_ahead: int = 0  # slots of the cache behind its tokens that a step may write: drafts, and drafting after them
     row: int = NO_ROW
     generation: int = 0  # how often it was admitted

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
+from slipstream.scheduler.draft_length import DraftLength, FixedLength
 from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool, check_fits, page_hashes
 from slipstream.scheduler.request_state import NEVER, NO_ROW, RequestState
@@ -31,6 +32,7 @@ from slipstream.types import (
 
 # No step should be much longer than the others.
 _FILL_UP_AT_ONCE = 32
+_CATCH_UP_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class SchedulerStats:
     num_drains: int = 0
     num_prompt_tokens: int = 0  # of all requests admitted so far, each counted once
     num_cached_tokens: int = 0  # of those, found in the prefix cache
+    draft_length: int = 0  # of the newest step
 
 
 class _Launched(NamedTuple):
@@ -52,8 +55,10 @@ class _Launched(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, draft_length: DraftLength | None = None) -> None:
         self._config = config
+        self._draft_length = FixedLength(config.num_drafts) if draft_length is None else draft_length
+        self._num_made = 0  # drafts that the newest step makes
         self._cache = cache
         self.pool = PagePool(cache.num_pages, cache.page_size, config.prefix_caching)
         self.waiting: list[RequestState] = []  # by rank
@@ -100,7 +105,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         totals = self._totals
         totals.num_waiting, totals.num_running = len(self.waiting), len(self.running)
-        totals.num_free_pages = self.pool.num_free
+        totals.num_free_pages, totals.draft_length = self.pool.num_free, self._num_made
         return totals
 
     # --- a step -----------------------------------------------------------------------------------
@@ -108,7 +113,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch before older steps are collected."""
         steady = self._steady
-        if steady is None or not steady.can_repeat():
+        if steady is None or steady.lengths != self._draft_length.wanted() or not steady.can_repeat():
             return self._decide()
         return self._launch(steady.repeat(self._next_step_id), steady.states, decodes_only=True)
 
@@ -123,9 +128,10 @@ class Scheduler:
         prefills = [s for s in wanting if s.num_tokens_bound - s.num_computed > 1]
         # Decodes first: each needs a token and its drafts, and they are the ones somebody is watching.
         decodes = [s for s in wanting if s not in prefills] if prefills else wanting
-        # Equally many for all, for then one graph serves the batch; who has fewer drafts has empty places.
-        most = self._config.num_drafts
-        num_drafts = most if most and any(s.drafts for s in decodes) else 0
+        lengths = self._draft_length.wanted()
+        # Equally many for all, for then one graph serves the batch; who has fewer drafts has empty places. What is
+        # drafted beyond is left unchecked.
+        num_drafts = min(lengths.check, self._num_made) if any(s.drafts for s in decodes) else 0
         budget -= opened.add_decodes(decodes, num_drafts)
         if decodes:
             budget = min(budget, self._config.mixed_prefill_tokens)
@@ -134,22 +140,49 @@ class Scheduler:
         self._admit(opened, budget)
         if not opened.states:
             return None
-        plan = opened.close(self._next_step_id, self._composition)
+        num_made = 0
+        if any(s.drafts for s in opened.states):
+            # A prompt that the drafter has not seen would leave a gap that nothing closes.
+            fewest = int(self._config.drafts_in_pages and len(opened.states) > len(decodes))
+            num_made = max(lengths.make, fewest)
+        num_behind = self._num_to_catch_up(opened, decodes) if num_made and not self._num_made else 0
+        plan = opened.close(self._next_step_id, self._composition, num_made, num_behind)
         self._composition = plan.composition
         decodes_only = len(opened.states) == len(decodes)
         # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
-        if decodes_only and not prefills and not (self.waiting and self._free_rows):
-            self._steady = SteadyBatch(plan, opened.states, num_drafts)
+        if decodes_only and num_drafts == num_made and not prefills and not (self.waiting and self._free_rows):
+            self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
         return self._launch(plan, opened.states, decodes_only)
 
     def _launch(self, plan: StepPlan, states: Sequence[RequestState], decodes_only: bool) -> StepPlan:
         self._next_step_id += 1
         self._in_flight[plan.step_id] = _Launched(states, decodes_only)
+        num_made = plan.composition.num_next_drafts
+        if self._num_made and not num_made:
+            for state, bound in zip(states, plan.num_computed_bounds.tolist(), strict=True):
+                state.drafted_until = bound
+        self._num_made = num_made
+        self._draft_length.launched(plan.composition)
         return plan
+
+    def _num_to_catch_up(self, opened: OpenPlan, decodes: Sequence[RequestState]) -> int:
+        """After steps without drafts: tokens that a drafter which needs no more than tokens was not shown, at most.
+
+        Bounds may have been too high at either end; a few tokens more do no harm.
+        """
+        config = self._config
+        if not config.drafts_in_pages or config.drafts_look_ahead or not decodes:
+            return 0
+        most = max(state.num_computed - state.drafted_until for state in decodes) + config.num_drafts
+        room = (config.max_num_batched_tokens - opened.num_tokens) // len(opened.states) - 1
+        return max(0, min(most, _CATCH_UP_AT_ONCE, room))
 
     def collect(self, result: StepResult) -> TokenUpdates:
         """Take a finished step's tokens in, and turn bounds into facts."""
         states, decodes_only = self._in_flight.pop(result.plan.step_id)
+        if self._config.drafts_in_pages and not result.plan.composition.num_next_drafts:
+            for state in states:
+                state.has_draft_gap = True
         all_go_on = decodes_only and not any(result.statuses) and all(result.token_ids)
         if all_go_on and all(state.is_usual for state in states):
             updates = self._take_all(result, states)
@@ -157,6 +190,8 @@ class Scheduler:
             updates = self._take_each(result, states)
         if self._leaving:
             self._release_leaving(result.plan.step_id + 1)
+        if self._config.num_drafts:
+            self._draft_length.collected(result.plan.composition, result.num_accepted)
         return updates
 
     def _take_all(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
@@ -245,6 +280,7 @@ class Scheduler:
     def _move_in(self, opened: OpenPlan, state: RequestState, cached: list[int], num_new_pages: int) -> None:
         request = state.request
         self.pool.hold(cached)
+        state.has_draft_gap = not state.drafts or not self.pool.are_drafted(cached)
         state.hold_pages(cached + self.pool.take(num_new_pages), self.pool.page_size)
         state.num_computed = len(cached) * self.pool.page_size
         self._expect_page(state, len(cached))
@@ -255,9 +291,9 @@ class Scheduler:
         state.row = self._free_rows.pop()
         state.generation += 1
         bisect.insort(self.running, state, key=_rank)
-        opened.row_inits.append(
-            RowInit(state.row, request, token_ids=tuple(state.token_ids), num_computed=state.num_computed)
-        )
+        self._draft_length.move_in(state.row)
+        draft_start = state.num_computed if state.has_draft_gap else 0
+        opened.row_inits.append(RowInit(state.row, request, tuple(state.token_ids), state.num_computed, draft_start))
 
     # --- the prefix cache -------------------------------------------------------------------------
 
@@ -273,8 +309,9 @@ class Scheduler:
         num_full = num_computed // self.pool.page_size
         if num_full > state.num_remembered_pages:
             hashes = self._hashes(state, num_full)
+            is_drafted = not (state.has_draft_gap and self._config.drafts_in_pages)
             for idx in range(state.num_remembered_pages, num_full):
-                self.pool.remember(state.page_ids[idx], hashes[idx])
+                self.pool.remember(state.page_ids[idx], hashes[idx], is_drafted)
             self._expect_page(state, num_full)
 
     def _expect_page(self, state: RequestState, num_remembered: int) -> None:
@@ -286,12 +323,9 @@ class Scheduler:
         known, config, page_size = state.page_hashes, self._config, self.pool.page_size
         if len(known) < num_pages:
             # What a drafter that looks ahead keeps in a page's last slot belongs to the token behind the page.
-            num_behind = int(config.drafts_look_ahead and state.drafts)
+            num_behind = int(config.drafts_look_ahead)
             tokens = state.token_ids[len(known) * page_size : num_pages * page_size + num_behind]
-            # Pages in which the drafter has left no keys are found by requests without drafts only.
-            plain = config.drafts_in_pages and not state.drafts
-            first = b"plain" if plain else b""
-            known.extend(page_hashes(tokens, page_size, known[-1] if known else first, num_behind))
+            known.extend(page_hashes(tokens, page_size, known[-1] if known else b"", num_behind))
         return known
 
     # --- pages ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slipstream.scheduler.draft_length import Lengths
 from slipstream.scheduler.request_state import NEVER, RequestState
 from slipstream.types import StepPlan
 
@@ -16,9 +17,10 @@ class SteadyBatch:
     It only ever leaves out work whose outcome is known. The scheduler drops it when a request comes, ends or moves.
     """
 
-    def __init__(self, plan: StepPlan, states: Sequence[RequestState], num_drafts: int) -> None:
+    def __init__(self, plan: StepPlan, states: Sequence[RequestState], num_drafts: int, lengths: Lengths) -> None:
         self._plan = plan
         self.states = states
+        self.lengths = lengths  # that were wanted of it
         self._num_drafts = num_drafts
         self._num_repeats = 0
         # Whether no rejected draft will take a bound back. Drafts of earlier steps may still be in flight.

@@ -19,6 +19,10 @@ _GAUGES = {
     "num_running": "Requests that have a row on the device.",
     "num_pages": "Pages of the KV cache.",
     "num_free_pages": "Pages of the KV cache that can be taken now.",
+    "num_graphs": "Recorded graphs.",
+    "num_missing_graphs": "Graphs that are recorded when the engine is idle.",
+    "graph_bytes": "Memory of the device that graphs have taken.",
+    "draft_length": "Tokens that are drafted ahead just now.",
 }
 _COUNTERS = {
     "num_steps": "Steps launched.",

@@ -8,7 +8,7 @@ with them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +21,9 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
-from slipstream.sampling.draw import draw_tokens
+from slipstream.sampling.draw import draw_drafts
 from slipstream.sampling.gumbel import TARGET_NOISE
+from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
 from slipstream.speculate.draft_inputs import prepare_next_pass
 from slipstream.speculate.rejection import DRAFT_NOISE
@@ -59,6 +60,8 @@ class AutoRegressiveSpeculator(ABC):
         self._draft_positions = torch.zeros(max_reqs, dtype=torch.int32, device=place)
         self._draft_ids = torch.zeros(max_reqs, self.num_drafts, dtype=torch.int32, device=place)
         self._block_table = torch.zeros(max_reqs, rows.page_table.shape[1], dtype=torch.int32, device=place)
+        self._seq_starts = torch.zeros(max_reqs, dtype=torch.int32, device=place)
+        self._first_slots = torch.zeros(max_reqs, dtype=torch.int32, device=place)
         self._one_each = torch.arange(max_reqs + 1, dtype=torch.int32, device=place)
         self._graphs: DraftGraphs | None = None
         self._purpose = DRAFT_NOISE if speculative.verify == "rejection" else TARGET_NOISE
@@ -79,8 +82,8 @@ class AutoRegressiveSpeculator(ABC):
         """How many tokens the first pass has."""
 
     @abstractmethod
-    def first_query_len(self) -> int:
-        """How many of them a request has that decodes."""
+    def first_query_lens(self, lengths: Sequence[int]) -> Sequence[int]:
+        """How many of them a request has that decodes, when it may have so many drafts."""
 
     @abstractmethod
     def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch:
@@ -99,16 +102,16 @@ class AutoRegressiveSpeculator(ABC):
         """The first pass: [padded_tokens, hidden]."""
 
     @abstractmethod
-    def _next(self, idx: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        """A later pass, to find draft ``idx``: [padded_reqs, hidden]."""
+    def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        """A later pass, to find draft ``idx`` of so many: [padded_reqs, hidden]."""
 
     @abstractmethod
     def _logits(self, idx: int, hidden: Tensor) -> Tensor:
         """Of draft ``idx``: [n, hidden] -> [n, columns]."""
 
-    def _chosen(self, hidden: Tensor) -> Tensor:
-        """Of what a pass has left, what the next one wants to know; a method without memory keeps nothing."""
-        return hidden
+    def _chosen(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
+        """Of what a pass has left, at these tokens or at all, what is drawn from; a method may keep it for the next."""
+        return hidden if places is None else hidden.index_select(0, places)
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         return {}
@@ -120,10 +123,22 @@ class AutoRegressiveSpeculator(ABC):
 
     # --- what is the same for all -----------------------------------------------------------------
 
+    def _find_gaps(self, batch: DraftBatch) -> None:
+        """Where the step before made no drafts, its tokens have no keys here: attention begins behind them.
+
+        Unless the pass goes over them now.
+        """
+        # A pass in the target's shape has the target's padding, whatever that of the drafts is.
+        rows, num_reqs = self._rows, max(batch.padded_reqs, batch.step.attention.seq_lens.shape[0])
+        mark_gaps(
+            *(batch.all_rows[:num_reqs], rows.num_computed, rows.ran, self.shares_states, batch.num_caught_up),
+            *(rows.draft_start, rows.draft_end, self._seq_starts[:num_reqs], self._first_slots[:num_reqs]),
+        )
+
     def step_buffers(self) -> tuple[Tensor, ...]:
         tokens = (self._input_ids, self._positions, self._slot_mapping)
         lengths = (self._query_lens, self._seq_lens, self._last_indices, self._draft_positions)
-        return (*tokens, *lengths, self._block_table, self._draft_ids)
+        return (*tokens, *lengths, self._seq_starts, self._first_slots, self._block_table, self._draft_ids)
 
     def init_graphs(self, setting: GraphSetting) -> None:
         self._graphs = DraftGraphs(self, setting)
@@ -139,15 +154,15 @@ class AutoRegressiveSpeculator(ABC):
         return self.propose(batch, noise) if self._graphs is None else self._graphs.run(batch, noise)
 
     def choose_first(self, batch: DraftBatch, hidden: Tensor, noise: bool) -> None:
-        last = hidden.index_select(0, self._last_indices[: batch.padded_reqs])
-        self._choose(batch, 0, self._chosen(last), noise)
+        self._choose(batch, 0, self._chosen(hidden, self._last_indices[: batch.padded_reqs]), noise)
 
     def finish(self, batch: DraftBatch, noise: bool) -> Tensor:
         """All drafts but the first, a pass each."""
         num_reqs = batch.padded_reqs
-        drafts, starts = self._draft_ids[:num_reqs], np.arange(batch.num_reqs + 1, dtype=np.int32)
+        drafts = self._draft_ids[:num_reqs, : batch.num_drafts]
+        starts = np.arange(batch.num_reqs + 1, dtype=np.int32)
         rows = self._rows
-        for idx in range(1, self.num_drafts):
+        for idx in range(1, batch.num_drafts):
             prepare_next_pass(
                 *(drafts[:, idx - 1], idx, batch.rows, rows.page_table, rows.num_computed, rows.num_tokens),
                 *(rows.max_drafts, rows.max_total, rows.status, self._page_size, self.slots_before),
@@ -157,7 +172,8 @@ class AutoRegressiveSpeculator(ABC):
             # The bound moves on with the device's lengths.
             bounds = np.minimum(batch.seq_lens_bound + idx, self._max_len)
             context = self._context(batch, num_reqs, self._one_each[: num_reqs + 1], starts, 1, bounds)
-            self._choose(batch, idx, self._chosen(self._next(idx, self._input_ids[:num_reqs], context)), noise)
+            made = self._next(idx, batch.num_drafts, self._input_ids[:num_reqs], context)
+            self._choose(batch, idx, self._chosen(made), noise)
         return drafts
 
     def _choose(self, batch: DraftBatch, idx: int, hidden: Tensor, noise: bool) -> None:
@@ -165,10 +181,9 @@ class AutoRegressiveSpeculator(ABC):
         rows, num_reqs = self._rows, batch.padded_reqs
         logits = self._logits(idx, hidden)
         own = (rows.temperature, rows.seeds, self._draft_positions[:num_reqs], rows.choice)
-        ids, failed = draw_tokens(logits, batch.rows, *own, noise, False, self._purpose, self._target_ids)
-        self._draft_ids[:num_reqs, idx].copy_(ids.masked_fill(failed, -1))
-        if self.draft_logits is not None:
-            self.draft_logits[:, idx].index_copy_(0, batch.rows.long(), logits.float())
+        kept = None if self.draft_logits is None else self.draft_logits[:, idx]
+        to = (self._draft_ids[:num_reqs, idx], kept)
+        draw_drafts(logits, batch.rows, *own, noise, self._purpose, self._target_ids, *to)
 
     def _context(
         self, batch: DraftBatch, num_tokens: int, starts: Tensor, starts_cpu: Int32s, query_len: int, bounds: Int32s
@@ -186,6 +201,7 @@ class AutoRegressiveSpeculator(ABC):
             seq_lens_cpu_upper_bound=bounds,
             block_table=self._block_table[:num_reqs],
             slot_mapping=slot_mapping,
+            seq_starts=self._seq_starts[:num_reqs],
         )
         return AttentionContext(
             self._backend, self._backend.build(common), self.kv_caches, self._positions[:num_tokens], slot_mapping

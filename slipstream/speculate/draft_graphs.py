@@ -6,6 +6,7 @@ them, or launched, never in pieces. All share the memory of the target's graphs,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionContext
-from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor
+from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, GraphKind
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode, draft_modes
 from slipstream.graphs.piecewise import PiecewiseForward
@@ -30,12 +31,11 @@ class FirstSize(NamedTuple):
 class DraftPasses(Protocol):
     """The launches of a drafter, in this order."""
 
-    num_drafts: int
     shares_states: bool  # the first pass goes over the target's tokens
 
     def first_size(self, batch: DraftBatch) -> FirstSize: ...
 
-    def first_query_len(self) -> int: ...
+    def first_query_lens(self, lengths: Sequence[int]) -> Sequence[int]: ...
 
     def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch: ...
 
@@ -56,25 +56,32 @@ class DraftGraphs:
     def __init__(self, passes: DraftPasses, setting: GraphSetting) -> None:
         self._passes = passes
         self._setting = setting
-        modes = draft_modes(setting.mode, passes.num_drafts)
-        self.first = self._manager(modes.first, passes.first_query_len())
-        self.rest = self._manager(modes.rest, 1)
+        modes = draft_modes(setting.mode, max(setting.lengths))
+        query_lens = passes.first_query_lens(setting.lengths)
+        self.first = self._manager(modes.first, [*map(GraphKind, query_lens), GraphKind(None)])
+        self.rest = self._manager(modes.rest, [GraphKind(1, "full", k) for k in setting.lengths if k > 1])
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._drafts: dict[BatchExecutionDescriptor, Tensor] = {}
 
-    def _manager(self, mode: CUDAGraphMode, query_len: int) -> CudaGraphManager:
+    def _manager(self, mode: CUDAGraphMode, kinds: Sequence[GraphKind]) -> CudaGraphManager:
         setting = self._setting
+        is_adaptive = len(setting.lengths) > 1
+
+        def order(desc: BatchExecutionDescriptor) -> int | None:
+            size = desc.num_tokens if desc.query_len is None else desc.num_reqs
+            return None if is_adaptive and size & (size - 1) else 1
+
         return CudaGraphManager(
-            *(setting.device, mode, setting.sizes, setting.max_num_reqs),
-            query_lens=(query_len,),
+            *(setting.device, mode, setting.sizes, setting.max_num_reqs, kinds),
             pool=setting.pool,
-            order=lambda _desc: 1,
+            order=order,
+            memory=setting.memory,
         )
 
     def run(self, batch: DraftBatch, noise: bool) -> Tensor:
         passes, num_reqs = self._passes, batch.num_reqs
         desc = self._find_first(batch)
-        rest = self.rest.dispatch(num_reqs, num_reqs, 1)
+        rest = self.rest.dispatch(num_reqs, num_reqs, 1, "full", batch.num_drafts)
         # What the later passes read of a request, padding included, the first one has to write.
         fits = desc.mode is CUDAGraphMode.NONE or rest.num_reqs <= desc.num_reqs
         padded = batch.pad(max(desc.num_reqs, rest.num_reqs) if fits else desc.num_reqs, desc.num_tokens)
@@ -92,18 +99,19 @@ class DraftGraphs:
 
     def _find_first(self, batch: DraftBatch) -> BatchExecutionDescriptor:
         num_reqs, size, target = batch.num_reqs, self._passes.first_size(batch), batch.step.graph
-        if not self._passes.shares_states:
+        if not self._passes.shares_states and not batch.num_caught_up:
             return self.first.dispatch(num_reqs, *size)
         # A pass over the target's tokens reads what the target's own graph has written, up to its padded size, and the
         # attention state it has left. A larger one, where that size is not recorded yet, would read older steps'.
-        own = None if target is None else replace(target, tier="full")
+        own = None if target is None or batch.num_caught_up else replace(target, tier="full", num_drafts=0)
         if own is not None and own in self.first.states:
             return own
         return BatchExecutionDescriptor(CUDAGraphMode.NONE, size.num_tokens, num_reqs)
 
     @torch.inference_mode()
     def capture_one_more(self) -> bool:
-        return self.first.capture_one_more(self._create_first) or self.rest.capture_one_more(self._create_rest)
+        found = self.first.capture_one_more(self._create_first) or self.rest.capture_one_more(self._create_rest)
+        return found is not None
 
     def _create_first(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         passes, batch = self._passes, self._passes.static_batch(desc, self._setting)
@@ -118,7 +126,8 @@ class DraftGraphs:
                 if passes.shares_states:
                     self._setting.prepare(desc)
             ids, context = passes.first_ids(batch), passes.first_context(batch, state.metadata)
-            state.metadata = context.metadata
+            if pair is None:
+                state.metadata = context.metadata
             if desc.mode is CUDAGraphMode.FULL:
                 passes.choose_first(batch, passes.forward(ids, context), noise=True)
             elif warmup:
@@ -136,7 +145,9 @@ class DraftGraphs:
 
     def _create_rest(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         setting, passes = self._setting, self._passes
-        batch = setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len)
+        batch = setting.batch.static(
+            *(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len, desc.num_drafts)
+        )
 
         def run() -> None:
             if warmup:

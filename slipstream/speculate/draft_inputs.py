@@ -2,7 +2,8 @@
 
 The first pass goes over what the target has computed since the last one, with the token it drew: a prompt chunk, or
 the last two tokens of a row that decodes. Two, for the last draft that was accepted may not have been through the draft
-model; if it has, it is computed again, with the same result. Later passes take one draft a request each.
+model; if it has, it is computed again, with the same result. After steps without drafts it also goes over the tokens
+that it was not shown. Later passes take one draft a request each.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def prepare_first_pass(
     num_tokens: Tensor,  # [num_rows] int32
     max_drafts: Tensor,  # [num_rows] int32: a row at 0 has no drafts, hence no passes
     ran: Tensor,  # [num_rows] int32: a row that ended with this step goes through it: its pages may be found again
+    first_slots: Tensor,  # [padded_reqs] int32: where to begin, where that is before the step did; else -1
+    num_caught_up: int,  # how many of each request's places are for tokens before the step's
     page_size: int,
     vocab_size: int,  # of the draft model; a token it does not know is 0 to it
     # written, each up to its padded size:
@@ -56,9 +59,9 @@ def prepare_first_pass(
         num_tokens_padded, (num_reqs, max_pages) = input_ids.shape[0], block_table.shape
         num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
         _first_pass_kernel[(num_blocks, num_reqs + 1)](
-            *(batch_rows, start_loc, token_ids, page_table, num_computed, num_tokens, max_drafts, ran),
+            *(batch_rows, start_loc, token_ids, page_table, num_computed, num_tokens, max_drafts, ran, first_slots),
             *(input_ids, positions, slot_mapping, query_lens, seq_lens, last_indices, draft_positions, block_table),
-            *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size, vocab_size),
+            *(num_caught_up, num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size, vocab_size),
             BLOCK=_BLOCK,
         )
         return
@@ -66,9 +69,9 @@ def prepare_first_pass(
     planned = start_loc.diff()
     runs = (ran[rows] != 0) & (planned > 0) & (max_drafts[rows] > 0)
     computed = num_computed[rows]
+    first = torch.where(first_slots >= 0, first_slots, computed - (planned - 1 - num_caught_up))
     # The one more is there if the target has drawn a token, or if one known token is left to compute.
-    alive = planned - 1 + (computed + 1 == num_tokens[rows]).int()
-    first = computed - (planned - 1)
+    alive = computed + (computed + 1 == num_tokens[rows]).int() - first
     query_lens.copy_(torch.where(runs, alive, 0))
     seq_lens.copy_(torch.where(runs, first + alive, 0))
     last_indices.copy_(torch.where(runs, start_loc[:-1] + alive - 1, 0))
@@ -90,6 +93,7 @@ def _first_pass_kernel(
     num_tokens,
     max_drafts,
     ran,
+    first_slots,
     input_ids,
     positions,
     slot_mapping,
@@ -98,6 +102,7 @@ def _first_pass_kernel(
     last_indices,
     draft_positions,
     block_table,
+    num_caught_up,
     num_reqs,
     num_tokens_padded,
     max_len,
@@ -116,8 +121,9 @@ def _first_pass_kernel(
         planned = tl.load(start_loc + i + 1) - start
         runs = (tl.load(ran + row) != 0) & (planned > 0) & (tl.load(max_drafts + row) > 0)
         computed, length = tl.load(num_computed + row), tl.load(num_tokens + row)
-        alive = planned - 1 + (computed + 1 == length).to(tl.int32)
-        first = computed - (planned - 1)
+        first = tl.load(first_slots + i)
+        first = tl.where(first >= 0, first, computed - (planned - 1 - num_caught_up))
+        alive = computed + (computed + 1 == length).to(tl.int32) - first
         query_len = tl.where(runs, alive, 0)
         if block == 0:
             tl.store(query_lens + i, query_len)
@@ -227,6 +233,7 @@ def find_slots_before(
     query_start_loc: Tensor,  # [padded_reqs + 1] int32; padding repeats the last value
     positions: Tensor,  # [padded_tokens] int64; of a request's dead tokens and of padding 0
     block_table: Tensor,  # [padded_reqs, max_pages] int32
+    seq_starts: Tensor,  # [padded_reqs] int32: from where on a request has the drafter's keys
     page_size: int,
     # written:
     slots_before: Tensor,  # [padded_tokens] int64: where the token before lies; in the null page if there is none
@@ -239,7 +246,7 @@ def find_slots_before(
     requests = torch.searchsorted(query_start_loc[1:], places, right=True).clamp(max=block_table.shape[0] - 1)
     before = (positions - 1).clamp(min=0)
     slots = block_table[requests, before // page_size].long() * page_size + before % page_size
-    slots_before.copy_(torch.where(positions > 0, slots, 0))
+    slots_before.copy_(torch.where(positions > seq_starts[requests], slots, 0))
 
 
 @operation(writes_only, writes=("input_ids", "positions", "slot_mapping", "query_lens", "seq_lens", "draft_positions"))

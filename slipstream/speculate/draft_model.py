@@ -11,6 +11,7 @@ pass. Under ``match`` drafts are drawn with the target's noise, for then equal d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,17 +53,19 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
     def first_size(self, batch: DraftBatch) -> FirstSize:
         return FirstSize(int(batch.start_loc_cpu[-1]), batch.query_len)
 
-    def first_query_len(self) -> int:
-        return _FIRST_QUERY_LEN
+    def first_query_lens(self, lengths: Sequence[int]) -> Sequence[int]:
+        return (_FIRST_QUERY_LEN,)
 
     def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch:
-        return setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len)
+        return setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len, 1)
 
     def first_ids(self, batch: DraftBatch) -> Tensor:
+        self._find_gaps(batch)
         rows, n, num_reqs = self._rows, batch.num_tokens, batch.padded_reqs
         prepare_first_pass(
             *(batch.rows, batch.start_loc, rows.token_ids, rows.page_table, rows.num_computed, rows.num_tokens),
-            *(rows.max_drafts, rows.ran, self._page_size, self._draft_vocab_size),
+            *(rows.max_drafts, rows.ran, self._first_slots[:num_reqs], batch.num_caught_up),
+            *(self._page_size, self._draft_vocab_size),
             *(self._input_ids[:n], self._positions[:n], self._slot_mapping[:n]),
             *(self._query_lens[:num_reqs], self._seq_lens[:num_reqs], self._last_indices[:num_reqs]),
             *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),
@@ -76,7 +79,7 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)
 
-    def _next(self, idx: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
+    def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)
 
     def _logits(self, idx: int, hidden: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ the keys: the next step goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from slipstream.attention.backend import NORMED, AttentionBackend, AttentionCont
 from slipstream.config import EngineConfig, ModelConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
+from slipstream.kernels.draft_states import keep_states
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
@@ -87,13 +89,14 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     def first_size(self, batch: DraftBatch) -> FirstSize:
         return FirstSize(batch.step.attention.num_actual_tokens, batch.step.decode_len)
 
-    def first_query_len(self) -> int:
-        return 1 + self.num_drafts
+    def first_query_lens(self, lengths: Sequence[int]) -> Sequence[int]:
+        return sorted({1, *(1 + length for length in lengths)})
 
     def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch:
         return setting.static(desc)
 
     def first_ids(self, batch: DraftBatch) -> Tensor:
+        self._find_gaps(batch)
         rows, step, num_reqs = self._rows, batch.step, batch.padded_reqs
         ids = self._input_ids[: step.positions.shape[0]]
         prepare_shifted_pass(
@@ -104,14 +107,17 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         if self._num_modules > 1:
             starts, n = step.all_query_start_loc[: num_reqs + 1], step.positions.shape[0]
             find_slots_before(
-                *(starts, step.positions, self._block_table[:num_reqs], self._page_size, self._slots_before[:n])
+                *(starts, step.positions, self._block_table[:num_reqs], self._seq_starts[:num_reqs], self._page_size),
+                self._slots_before[:n],
             )
         return ids
 
     def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
-        step = batch.step
+        step, starts = batch.step, self._seq_starts[: batch.step.attention.seq_lens.shape[0]]
         if metadata is None:
-            metadata = self._backend.build(step.attention)
+            metadata = self._backend.build(replace(step.attention, seq_starts=starts))
+        else:
+            metadata = self._backend.starting_at(metadata, starts)
         slot_mapping = step.attention.slot_mapping
         return AttentionContext(self._backend, metadata, self.kv_caches, step.positions, slot_mapping)
 
@@ -125,19 +131,19 @@ class EagleSpeculator(AutoRegressiveSpeculator):
             made.append(head.forward(idx, input_ids, before, context))
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
-    def _next(self, idx: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
+    def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
         made = list(self._hidden[:, : input_ids.shape[0]].unbind())
         before = [made[(idx - 1) % len(made)], *made[:-1]]  # the first goes on from whichever drafted last
-        # A module whose turn will not come again may leave its keys out.
-        first = idx if len(made) == self.num_drafts else 0
-        for i in range(first, len(made)):
+        # A module whose turn will not come again, or not at all, may leave its keys out.
+        first = idx if num_drafts <= len(made) else 0
+        for i in range(first, min(len(made), num_drafts)):
             made[i] = self._head.forward(i, input_ids, before[i], context)
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
-    def _chosen(self, hidden: Tensor) -> Tensor:
+    def _chosen(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
         """At an address of its own: the first pass and the others may be graphs of their own."""
-        kept = self._hidden[:, : hidden.shape[0]]
-        kept.copy_(hidden.view(-1, self._num_modules, self._size).transpose(0, 1))
+        kept = self._hidden[:, : (hidden if places is None else places).shape[0]]
+        keep_states(hidden, places, kept)
         return kept
 
     def _logits(self, idx: int, hidden: Tensor) -> Tensor:

@@ -21,6 +21,6 @@ class NgramSpeculator(NoSpeculator):
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         rows, config = self._rows, self._config
         searched = (batch.rows, rows.token_ids, rows.num_tokens, rows.max_drafts)
-        return find_continuation(*searched, config.min_match, config.max_match, config.num_drafts)
+        return find_continuation(*searched, config.min_match, config.max_match, batch.num_drafts)
 
     run = propose

@@ -27,7 +27,7 @@ def place_drafts(
     if runs_triton(batch_rows):
         _place_kernel[(num_reqs,)](
             *(draft_ids, batch_rows, num_computed, num_tokens, max_drafts, max_total, status, token_ids, num_drafts),
-            *(token_ids.stride(0), k),
+            *(token_ids.stride(0), draft_ids.stride(0), k),
             RUNNING=int(RowStatus.RUNNING),
             WIDTH=next_power_of_2(k),
             num_warps=1,
@@ -59,6 +59,7 @@ def _place_kernel(
     token_ids,
     num_drafts,
     max_len,
+    stride,
     k,
     RUNNING: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -69,7 +70,7 @@ def _place_kernel(
     ready = (tl.load(status + row) == RUNNING) & (tl.load(num_computed + row) + 1 == length)
     most = tl.minimum(tl.load(max_drafts + row), tl.load(max_total + row) - length - 1)
     idx = tl.arange(0, WIDTH)
-    ids = tl.load(draft_ids + i.to(tl.int64) * k + idx, mask=idx < k, other=-1)
+    ids = tl.load(draft_ids + i.to(tl.int64) * stride + idx, mask=idx < k, other=-1)
     given = tl.min(tl.where(ids < 0, idx, WIDTH), 0)
     count = tl.where(ready, tl.maximum(tl.minimum(tl.minimum(most, given), k), 0), 0)
     tl.store(token_ids + row * max_len + tl.minimum(length + idx, max_len - 1), ids, mask=idx < count)

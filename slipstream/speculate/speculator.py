@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.interface import Device, GraphPool
 from slipstream.graphs.descriptor import AttentionStatePair, BatchExecutionDescriptor
+from slipstream.graphs.manager import GraphMemory
 from slipstream.graphs.mode import CUDAGraphMode
 
 Int32s = npt.NDArray[np.int32]
@@ -38,10 +39,13 @@ class DraftRows:
     max_drafts: Tensor  # most drafts of the request; 0: none are made
     max_total: Tensor
     status: Tensor
-    ran: Tensor  # whether the step computed anything for the row; it may have ended with it
+    ran: Tensor  # 1 + the first position that the step computed for the row, which may have ended with it; 0: none
     temperature: Tensor  # float32
     seeds: Tensor  # [num_rows, 2] int32
     choice: Tensor
+    # The slots of the row that hold the drafter's keys without a gap: from here, up to here.
+    draft_start: Tensor
+    draft_end: Tensor
 
 
 class TargetPass(NamedTuple):
@@ -68,6 +72,8 @@ class DraftBatch:
     seq_lens_bound: Int32s  # [num_reqs]: tokens of each request once the step is done, at most
     # The target's own pass, for drafters that go over its hidden states.
     step: TargetPass
+    num_drafts: int = 0  # how many to make for each request, at most
+    num_caught_up: int = 0  # of that pass's tokens, at most so many of each request are older than the step
 
     @property
     def num_reqs(self) -> int:
@@ -98,13 +104,17 @@ class DraftBatch:
         """After the target has run in that graph."""
         return self.of(self.step._replace(graph=graph))
 
-    def static(self, num_reqs: int, num_tokens: int, query_len: int | None, max_len: int) -> DraftBatch:
+    def static(
+        self, num_reqs: int, num_tokens: int, query_len: int | None, max_len: int, num_drafts: int
+    ) -> DraftBatch:
         """For a recording, which serves every batch of its size: the host's numbers are the largest possible."""
         starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
         starts[-1] = num_tokens
         bounds = np.full(num_reqs, max_len, dtype=np.int32)
         longest = query_len or num_tokens
-        return DraftBatch(self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds, self.step)
+        return DraftBatch(
+            *(self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds, self.step, num_drafts)
+        )
 
 
 class GraphSetting(NamedTuple):
@@ -113,9 +123,11 @@ class GraphSetting(NamedTuple):
     device: Device
     mode: CUDAGraphMode
     sizes: Sequence[int]
+    lengths: Sequence[int]  # how many drafts a step may have
     max_num_reqs: int
     max_len: int
     pool: GraphPool  # shared: the two never run at the same time
+    memory: GraphMemory
     batch: DraftBatch  # any; recordings read its addresses
     # The target's batch of a size, its inputs filled for nobody, and the attention states of its recording; None until
     # there is one.
@@ -136,7 +148,9 @@ class Speculator(Protocol):
         ...
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
-        """Drafts for every request, [padded_reqs, k] int32, -1 where there is none. Reads lengths from the rows.
+        """Drafts for every request, [padded_reqs, batch.num_drafts] int32, -1 where there is none.
+
+        Reads the rows' lengths on the device.
 
         Launches only, so that a step's graph can hold it. Without ``noise`` every request is greedy.
         """

@@ -9,6 +9,7 @@ benchmarks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,10 @@ class Verifier:
         self._nothing_accepted = torch.zeros(max_reqs, dtype=torch.int32, device=num_tokens.device)
         rates = () if config is None else config.acceptance_rates
         self._rates = torch.tensor(rates, dtype=torch.float32).to(num_tokens.device)
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Of ``synthetic``, for benchmarks whose acceptance changes; recorded steps follow."""
+        self._rates.copy_(torch.tensor(rates, dtype=torch.float32))
 
     def verify(
         self,

@@ -161,7 +161,7 @@ COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llam
         ),
         (
             ("--speculative-config", '{"method": "ngram", "verify": "synthetic"}'),
-            "verify 'synthetic' needs acceptance_rates: 4 numbers from 1 down to 0, entry i for the probability that "
+            "verify 'synthetic' needs acceptance_rates: 7 numbers from 1 down to 0, entry i for the probability that "
             "the first i + 1 drafts are all accepted, not None",
         ),
         (

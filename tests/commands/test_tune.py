@@ -10,7 +10,7 @@ import torch
 
 from slipstream.commands import tune
 from slipstream.kernels.small_linear import Tile
-from slipstream.kernels.tiles import MEASURED_TOKENS, Measured, Weight, read_table, versions
+from slipstream.kernels.tiles import MEASURED_TOKENS, Measured, Weight, read_table, versions, write_table
 from tests import tiny_models
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
@@ -24,7 +24,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(tune, "compile_all", _nothing)
     monkeypatch.setattr(tune, "measure", lambda weight, tokens, dtype: ONE)
-    monkeypatch.setattr(tune, "measure_layer", lambda weights, *_: {weight.name: ONE for weight in weights})
+    monkeypatch.setattr(
+        tune, "measure_layer", lambda weights, *rest: {w.name: ONE for w in weights if w.name not in rest[-1]}
+    )
 
 
 def _nothing(weight: Weight, num_tokens: int, dtype: torch.dtype) -> None:
@@ -51,3 +53,30 @@ def test_what_was_measured_joins_what_is_there(cli: RunCli, tmp_path: Path) -> N
     assert len(found) == 10
     assert all(list(sizes) == list(MEASURED_TOKENS) for sizes in found.values())
     assert json.loads(path.read_text())["gpu"] == "Some GPU"
+
+
+HEAD = {"plain 6144x8192 16 bits", "plain 4096x12288 16 bits", "head 32000x4096 16 bits"}
+SHARED = {"add 4096x4096 16 bits", "gated 14336x4096 16 bits", "add 4096x14336 16 bits"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_head_keeps_what_was_measured_for_its_target(cli: RunCli, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    shapes = ("llama-3.1-8b", "--head", "llama-3.1-8b-eagle3", "--output", str(path), "--jobs", "1")
+    # Nothing is known of the target: what both multiply with is measured between the head's products.
+    assert cli("tune", *shapes).code == 0
+    assert read_table(path, versions()).keys() == HEAD | SHARED
+    older = ONE._replace(us=0.5)
+    before = {name: dict.fromkeys(MEASURED_TOKENS, older) for name in SHARED | {"add 1x1 16 bits"}}
+    write_table(path, "Some GPU", before, versions())
+    assert cli("tune", *shapes).code == 0
+    found = read_table(path, versions())
+    assert found.keys() == HEAD | before.keys()
+    assert all(found[name] == sizes for name, sizes in before.items())
+    assert all(found[name] == dict.fromkeys(MEASURED_TOKENS, ONE) for name in HEAD)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_head_that_is_not_there(cli: RunCli, tmp_path: Path) -> None:
+    result = cli("tune", "llama-3.1-8b", "--head", str(tmp_path / "nowhere"))
+    assert_one_line_error(result, "nowhere")

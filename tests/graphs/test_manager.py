@@ -6,11 +6,12 @@ from torch import Tensor
 
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.sim import SimDevice
-from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor
+from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, GraphKind
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode
 
 M = CUDAGraphMode
+BOTH_TIERS = [GraphKind(length, tier) for length in (1, None) for tier in ("fast", "full")]
 
 
 def make(mode: M, sizes: tuple[int, ...] = (1, 2, 4, 8, 16), max_num_reqs: int = 6) -> CudaGraphManager:
@@ -48,7 +49,7 @@ def test_decodes_without_a_graph_of_their_own_use_a_mixed_one() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_uniform_batches_pad_requests_and_tokens_together(query_len: int) -> None:
-    manager = CudaGraphManager(CpuDevice(), M.FULL_DECODE_ONLY, (1, 3, 6, 8, 12), 8, query_lens=(query_len,))
+    manager = CudaGraphManager(CpuDevice(), M.FULL_DECODE_ONLY, (1, 3, 6, 8, 12), 8, [GraphKind(query_len)])
     assert [desc.num_reqs for desc in manager.descriptors] == [1, 3, 6, 8]
     for desc in manager.descriptors:
         assert desc.num_tokens == desc.num_reqs * query_len
@@ -56,7 +57,7 @@ def test_uniform_batches_pad_requests_and_tokens_together(query_len: int) -> Non
 
 def test_every_descriptor_is_warmed_up_and_then_recorded_with_a_state_of_its_own() -> None:
     device = SimDevice(1)
-    manager = CudaGraphManager(device, M.FULL, (2, 4), max_num_reqs=4, tiers=("fast", "full"))
+    manager = CudaGraphManager(device, M.FULL, (2, 4), 4, BOTH_TIERS)
     x = torch.ones(4, device=device.torch_device)
     calls: list[tuple[int, bool]] = []
     outputs: dict[BatchExecutionDescriptor, Tensor] = {}

@@ -9,6 +9,7 @@ from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels import native
 from slipstream.kernels.paged_attention import paged_attention
+from tests.kernels.dense_attention import dense_attention, hide_queries, plant_nan
 
 PAGE = 4
 
@@ -26,6 +27,8 @@ PAGE = 4
     window=st.sampled_from([0, 1, 5, 64]),
     dead=st.booleans(),
     in_place=st.booleans(),
+    # How far before each request's end its first slot is; behind it if negative.
+    starts_at=st.none() | st.lists(st.sampled_from([-2, 0, 1, 3, 4, 7, 10, 60, 500]), min_size=8, max_size=8),
     seed=st.integers(0, 1000),
 )
 def test_equals_the_definition(
@@ -35,6 +38,7 @@ def test_equals_the_definition(
     window: int,
     dead: bool,
     in_place: bool,
+    starts_at: list[int] | None,
     seed: int,
 ) -> None:
     """Any mix of query lengths, bounds above the truth, rows that do not run, NaN in every unwritten slot."""
@@ -57,6 +61,11 @@ def test_equals_the_definition(
     starts = torch.tensor([0, *(query + more for query, _, _, more in lens)]).cumsum(0).int()
     query_lens = torch.tensor([query for query, _, _, _ in lens], dtype=torch.int32)
     q = torch.randn(int(starts[-1]), num_heads, head_dim, dtype=dtype)
+    first_slots = None
+    if starts_at is not None:
+        first_slots = (torch.tensor(seq_lens) - torch.tensor(starts_at[:n])).clamp(min=0).int()
+        plant_nan(cache, page_ids, first_slots)
+        hide_queries(q, starts, query_lens, torch.tensor(seq_lens), first_slots)
     common = CommonAttentionMetadata(
         num_reqs=n,
         num_actual_tokens=len(q),
@@ -68,11 +77,17 @@ def test_equals_the_definition(
         seq_lens_cpu_upper_bound=bounds.numpy(),
         block_table=page_ids,
         slot_mapping=torch.empty(0),
+        seq_starts=first_slots,
     )
     backend = CpuBackend(PAGE, in_place, head_dim)
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
     out = backend.run(layer, q, cache, backend.build(common))
-    expected = paged_attention(q, cache, starts, query_lens, exact, page_ids, 0.3, window)
+    tables = (starts, query_lens, exact, page_ids, 0.3, window)
+    if first_slots is None:
+        expected = paged_attention(q, cache, *tables)
+    else:
+        expected = dense_attention(q, cache, *tables, first_slots).to(dtype)
+        assert out.isfinite().all(), "dead tokens and rows too"
     owner = torch.repeat_interleave(torch.arange(n), starts.diff())
     alive = (exact[owner] > 0) & (torch.arange(len(q)) - starts[owner] < query_lens[owner])
     tolerance = 1e-5 if in_place else 1e-10

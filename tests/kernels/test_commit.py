@@ -64,7 +64,7 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     ran = [7] * ROWS
     ran[SCRATCH] = 0 if padding else 7
     for i, row in enumerate(batch):
-        ran[row] = int(status[row] == RowStatus.RUNNING)
+        ran[row] = 1 + computed[row] if status[row] == RowStatus.RUNNING else 0
         taken: list[int] = []
         num_checked = num_accepted = 0
         if status[row] == RowStatus.RUNNING:

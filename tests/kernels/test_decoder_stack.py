@@ -24,7 +24,7 @@ LAYER_BY_LAYER = ("gemma", "mixtral", "moe", "llama-biases")
 QUERY_LENS, CONTEXTS = [1, 3, 8, 0, 2], [40, 0, 17, 0, 90]
 
 
-def step(backend: CpuBackend, kv_caches: list[torch.Tensor]) -> AttentionContext:
+def step(backend: CpuBackend, kv_caches: list[torch.Tensor], seq_starts: torch.Tensor | None) -> AttentionContext:
     """Five requests on pages of their own; one of them does not run."""
     page_size, max_pages = kv_caches[0].shape[3], 8
     starts = np.concatenate([[0], np.cumsum(QUERY_LENS)]).astype(np.int32)
@@ -44,14 +44,16 @@ def step(backend: CpuBackend, kv_caches: list[torch.Tensor]) -> AttentionContext
         seq_lens_cpu_upper_bound=lens,
         block_table=table,
         slot_mapping=slots,
+        seq_starts=seq_starts,
     )
     metadata = backend.build(common)
     assert isinstance(metadata, InPlace)
     return AttentionContext(backend, metadata, kv_caches, positions, slots)
 
 
+@pytest.mark.parametrize("seq_starts", [None, [33, 2, 0, 5, 91]], ids=["", "starts"])
 @pytest.mark.parametrize("variant", tiny_models.VARIANTS)
-def test_equal_to_the_bit(variant: str, tmp_path: Path) -> None:
+def test_equal_to_the_bit(variant: str, seq_starts: list[int] | None, tmp_path: Path) -> None:
     tiny_models.save(tiny_models.build(variant), tmp_path)
     engine = build_engine(EngineOptions(model=str(tmp_path), dtype="float32"))
     model = engine.core.runner.program.model
@@ -60,12 +62,13 @@ def test_equal_to_the_bit(variant: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     caches = [torch.randn_like(cache) for cache in engine.core.runner.kv_caches]
     input_ids = torch.randint(0, 256, (sum(QUERY_LENS),), dtype=torch.int32)
+    starts = None if seq_starts is None else torch.tensor(seq_starts, dtype=torch.int32)
     results = []
     for stack in (model._stack, None):
         model._stack = stack
         own = [cache.clone() for cache in caches]
         with torch.inference_mode():
-            hidden = model.forward(input_ids, step(CpuBackend(own[0].shape[3], in_place=True), own))
+            hidden = model.forward(input_ids, step(CpuBackend(own[0].shape[3], in_place=True), own, starts))
         results.append([hidden, *own])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)

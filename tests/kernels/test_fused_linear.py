@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.kernels import triton_jit
-from slipstream.kernels.fused_linear import linear_add_scaled, scale_tokens, scaled_gated, scaled_linear
+from slipstream.kernels.fused_linear import linear_add_scaled, linear_scaled, scale_tokens, scaled_gated, scaled_linear
 from slipstream.kernels.rms_norm import rms_norm
 from tests.kernels.triton_check import quietly_interpreted
 
@@ -39,3 +39,21 @@ def test_one_product_hands_its_norm_to_the_next(num_tokens: int, out_size: int, 
     torch.testing.assert_close(squares.double().sum(1), expected.square().sum(1), rtol=1e-5, atol=1e-5)
     product = rms_norm.body(expected, gain.double(), 1e-5) @ behind.double().t()
     torch.testing.assert_close(out.double(), product, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), SIZES)
+def test_a_product_without_a_residual_hands_its_norm_on_too(
+    num_tokens: int, out_size: int, in_size: int, bias: bool
+) -> None:
+    x, weight = torch.randn(num_tokens, in_size), torch.randn(out_size, in_size) / in_size**0.5
+    shift, gain = torch.randn(out_size) if bias else None, torch.randn(out_size)
+    with quietly_interpreted():
+        total, scaled, squares = linear_scaled.body(x, weight, shift, gain)
+    wide = (tensor if tensor is None else tensor.double() for tensor in (x, weight, shift, gain))
+    expected = linear_scaled(*wide)
+    for actual, double in zip((total, scaled, squares.sum(1, keepdim=True)), expected, strict=True):
+        torch.testing.assert_close(actual.double(), double, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected[0].float(), torch.nn.functional.linear(x, weight, shift), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(expected[2], expected[0].square().sum(1, keepdim=True))

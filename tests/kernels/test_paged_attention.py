@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels.paged_attention import paged_attention
+from tests.kernels.dense_attention import dense_attention, hide_queries, plant_nan
 
 PAGE = 4
 
@@ -66,6 +67,46 @@ def test_equals_contiguous_attention(
     out = paged_attention(more, cache, later, *lengths, page_ids.int(), 0.3, window)
     padded = torch.cat([torch.cat([w, torch.zeros(2, num_heads, head_dim)]) for w in wanted])
     torch.testing.assert_close(out, padded.double(), rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(
+        # (query tokens, tokens before them, how far before the end the first slot is; behind it if negative)
+        st.tuples(st.integers(1, 9), st.integers(0, 21), st.sampled_from([-3, 0, 1, 2, 4, 5, 8, 13, 30])),
+        min_size=1,
+        max_size=6,
+    ),
+    at_borders=st.booleans(),
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
+    window=st.sampled_from([0, 1, 5, 64]),
+    seed=st.integers(0, 1000),
+)
+def test_what_lies_before_the_first_slot_is_not_there(
+    lens: list[tuple[int, int, int]], at_borders: bool, heads: tuple[int, int], window: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    n, max_pages, (num_heads, num_kv_heads) = len(lens), 9, heads
+    page_ids = (torch.randperm(n * max_pages) + 1).view(n, max_pages).int()
+    cache = torch.randn(n * max_pages + 1, 2, num_kv_heads, PAGE, 8, dtype=torch.float64)
+    query_lens, before, left = torch.tensor(lens, dtype=torch.int32).unbind(1)
+    seq_lens = query_lens + before
+    first_slots = (seq_lens - left).clamp(min=0)
+    if at_borders:
+        first_slots -= first_slots % PAGE
+    starts = torch.tensor([0, *query_lens.cumsum(0)], dtype=torch.int32)
+    q = torch.randn(int(starts[-1]), num_heads, 8, dtype=torch.float64)
+    plant_nan(cache, page_ids, first_slots)
+    unseeing = hide_queries(q, starts, query_lens, seq_lens, first_slots)
+    tables = (starts, query_lens, seq_lens, page_ids, 0.3, window)
+    out = paged_attention(q, cache, *tables, first_slots)
+    torch.testing.assert_close(out, dense_attention(q, cache, *tables, first_slots), rtol=1e-10, atol=1e-10)
+    assert not out[unseeing].any()
+    # Slot 0 is the first of all.
+    q, cache = q.nan_to_num(0.5), cache.nan_to_num(0.5)
+    assert torch.equal(
+        paged_attention(q, cache, *tables, torch.zeros_like(first_slots)), paged_attention(q, cache, *tables)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

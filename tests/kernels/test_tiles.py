@@ -55,6 +55,11 @@ def test_a_layer_is_fused_up_to_where_its_products_together_are_faster() -> None
     table = {QKV.name: measured([1, 1, 1, 2, 4, 7, 9, 9], flat), OUT.name: measured([1, 1, 1, 2, 4, 2, 9, 9], flat)}
     assert tiles._max_fused(table, (QKV, OUT)) == 32
     assert tiles._max_fused(table, (QKV,)) == 16
+    # A product that is added to the residual stream may be cuBLAS's, with a launch more.
+    slow = {**table, OUT.name: measured([1, 1, 1, 2, 9, 9, 9, 9], [5.0] * 5 + [0.5] * 3)}
+    assert tiles._max_fused(slow, (QKV, OUT)) == 8
+    slow[OUT.name] = measured([1, 1, 1, 2, 9, 9, 9, 9], [5.0, 5.0, 5.0, 5.0, 4.0, 0.1, 0.1, 0.1])
+    assert tiles._max_fused({**slow, QKV.name: measured([1] * 8, flat)}, (QKV, OUT)) == 128
     # By rule where a weight was not measured: short rows always, long ones with few tokens.
     assert tiles._max_fused(table, (QKV, OUT, Weight("add", 576, 1536, 2))) == 128
     assert tiles._max_fused(table, (QKV, Weight("add", 4096, 14336, 2))) == 16
@@ -63,7 +68,11 @@ def test_a_layer_is_fused_up_to_where_its_products_together_are_faster() -> None
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(
-    "shape", [("norm", 960, 576), ("add", 576, 1536), ("gated", 14336, 4096), ("head", 49152, 576)]
+    "shape",
+    [
+        *(("norm", 960, 576), ("add", 576, 1536), ("gated", 14336, 4096), ("head", 49152, 576)),
+        *(("plain", 6144, 8192), ("plain", 4096, 12288), ("plain", 576, 1728), ("head", 32000, 4096)),
+    ],
 )
 def test_every_tile_can_be_had(shape: tuple[str, int, int], width: int) -> None:
     """Powers of two, and stages that fit the shared memory of the smallest GPU in use with room to spare."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from slipstream.kernels import triton_jit
 from slipstream.kernels.triton_attention import triton_attention
+from tests.kernels.dense_attention import dense_attention
 from tests.kernels.triton_cases import CASES
-from tests.kernels.triton_check import Real, quietly_interpreted
+from tests.kernels.triton_check import TOLERANCE, Real, poisoned_allocations, quietly_interpreted
 
 pytestmark = pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
 
@@ -29,7 +30,28 @@ def attend(args: dict[str, Any]) -> Tensor:
         return triton_attention.body(**args)
 
 
-@pytest.mark.parametrize("name", ["attention-decode-long", "attention-decode-window", "attention-verify"])
+@pytest.mark.parametrize(
+    "name", [case.name for case in CASES if case.op is triton_attention and case.name.endswith("starts")]
+)
+def test_what_lies_before_the_first_slot_is_not_there(name: str) -> None:
+    """Kernel and definition against a sum over the slots that a token sees: for the others hold NaN."""
+    args = drawn(name)
+    expected = dense_attention(**{key: value for key, value in args.items() if key != "query_len"})
+    wide = {key: args[key].double() for key in ("q", "kv_cache")}
+    torch.testing.assert_close(triton_attention.body(**args | wide), expected, rtol=1e-10, atol=1e-10)
+    with poisoned_allocations():
+        actual = attend(args).double()
+    tolerance = TOLERANCE[torch.float32]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("attention-decode-long", "attention-decode-window", "attention-verify"),
+        *("attention-decode-long-starts", "attention-decode-window-starts", "attention-verify-starts"),
+    ],
+)
 def test_a_request_does_not_depend_on_its_batch(name: str) -> None:
     """Bit for bit: which program sums what is a matter of the keys' positions alone."""
     args = drawn(name)
@@ -43,6 +65,7 @@ def test_a_request_does_not_depend_on_its_batch(name: str) -> None:
             "query_lens": args["query_lens"][i : i + 1],
             "seq_lens": args["seq_lens"][i : i + 1],
             "block_table": args["block_table"][i : i + 1],
+            "seq_starts": None if args["seq_starts"] is None else args["seq_starts"][i : i + 1],
         }
         assert torch.equal(attend(alone), together[i * query_len : (i + 1) * query_len])
 

@@ -16,6 +16,8 @@ from slipstream.kernels.row_writes import write_rows
 from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.triton_attention import triton_attention
 from slipstream.types import RowStatus
+from tests.kernels.dense_attention import hide_queries, plant_nan
+from tests.kernels.triton_cases_drafts import head_passes
 from tests.kernels.triton_cases_fused import decodes, products
 from tests.kernels.triton_cases_moe import experts, norms, routes
 from tests.kernels.triton_check import Case, Real, poisoned
@@ -178,6 +180,7 @@ class _Shape(NamedTuple):
     query_len: int = 0  # of a uniform batch
     spare_tokens: int = 0
     num_dead: tuple[int, ...] = ()  # of each request's query tokens, the last so many are not alive
+    seq_starts: tuple[int, ...] = ()  # what lies before is no number
 
 
 _ATTENTION = {
@@ -204,6 +207,23 @@ _ATTENTION = {
     "mixed-wide-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=128, page_size=16),
     "mixed-widest-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=256, page_size=16),
     "mixed-large-group": _Shape([2, 1], [9, 5], heads=96, kv_heads=1),
+    # First slots: none, at the border of a page or chunk, amidst one, the last of all, behind the last.
+    "decode-starts": _Shape([1] * 6, [1, 64, 65, 130, 200, 90], query_len=1, seq_starts=(0, 4, 64, 129, 37, 90)),
+    "decode-long-starts": _Shape([1] * 3, [1300, 1100, 1100], query_len=1, page_size=16, seq_starts=(70, 1099, 0)),
+    "decode-window-starts": _Shape(
+        [1] * 5, [5, 300, 1300, 300, 90], query_len=1, window=100, seq_starts=(4, 250, 99, 201, 80)
+    ),
+    "decode-dead-starts": _Shape([1] * 4, [130, 0, 60, 9], query_len=1, num_padding=2, seq_starts=(131, 7, 900, 0)),
+    "verify-starts": _Shape(
+        [4] * 5, [4, 129, 600, 66, 70], query_len=4, heads=6, num_dead=(0, 1, 0, 2, 0), seq_starts=(2, 128, 300, 0, 70)
+    ),
+    "verify-window-starts": _Shape([3, 3, 3], [200, 77, 64], query_len=3, window=64, seq_starts=(199, 14, 62)),
+    "verify-too-many-rows-starts": _Shape([17, 17], [90, 200], query_len=17, heads=8, kv_heads=1, seq_starts=(80, 64)),
+    "mixed-starts": _Shape(
+        [1, 40, 1, 150, 3], [90, 100, 3, 200, 3], num_padding=1, spare_tokens=2, seq_starts=(64, 77, 2, 128, 3)
+    ),
+    "mixed-window-starts": _Shape([30, 1, 64], [200, 150, 64], window=33, seq_starts=(180, 100, 40)),
+    "mixed-wide-head-starts": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=128, seq_starts=(68, 4)),
 }
 
 
@@ -225,24 +245,26 @@ def _attention() -> Iterator[Case]:
                     cache[table[i, pages], :, :, offset:] = float("nan")
                 table[i, pages + bool(offset) :] = 0
             starts = torch.tensor([0, *s.query_lens]).cumsum(0).int()
+            starts = torch.cat([starts, starts[-1:].repeat(s.num_padding)])
+            q, seq_lens = torch.randn(num_tokens, s.heads, s.head_dim), _ints([*s.seq_lens, *[0] * s.num_padding])
+            alive = [n - dead for n, dead in zip(s.query_lens, s.num_dead or [0] * len(s.query_lens), strict=True)]
+            query_lens = _ints([*alive, *[0] * s.num_padding])
+            seq_starts = None
+            if s.seq_starts:
+                seq_starts = _ints([*s.seq_starts, *[500] * s.num_padding])
+                plant_nan(cache, table, seq_starts)
+                hide_queries(q, starts, query_lens, seq_lens, seq_starts)
             return {
-                "q": Real(torch.randn(num_tokens, s.heads, s.head_dim)),
+                "q": Real(q),
                 "kv_cache": Real(cache),
-                "query_start_loc": torch.cat([starts, starts[-1:].repeat(s.num_padding)]),
-                "query_lens": _ints(
-                    [
-                        *(
-                            n - dead
-                            for n, dead in zip(s.query_lens, s.num_dead or [0] * len(s.query_lens), strict=True)
-                        ),
-                        *[0] * s.num_padding,
-                    ]
-                ),
-                "seq_lens": _ints([*s.seq_lens, *[0] * s.num_padding]),
+                "query_start_loc": starts,
+                "query_lens": query_lens,
+                "seq_lens": seq_lens,
                 "block_table": table,
                 "scale": s.head_dim**-0.5,
                 "window": s.window,
                 "query_len": s.query_len,
+                "seq_starts": seq_starts,
             }
 
         yield Case(f"attention-{name}", triton_attention, args)
@@ -250,5 +272,5 @@ def _attention() -> Iterator[Case]:
 
 CASES = [
     *(*_gated(), *_write_rows(), *_rope(), *_prepare(), *_commit(), *_attention(), *norms(), *routes(), *experts()),
-    *(*products(), *decodes()),
+    *(*products(), *decodes(), *head_passes()),
 ]

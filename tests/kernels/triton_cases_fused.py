@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.kernels.decode_attention import decode_attention
-from slipstream.kernels.fused_linear import linear_add, scale_tokens, scaled_gated, scaled_linear
+from slipstream.kernels.fused_linear import add_scaled, linear_add, scale_tokens, scaled_gated, scaled_linear
+from tests.kernels.dense_attention import hide_queries, plant_nan
 from tests.kernels.triton_check import Case, Real
 
 # Tokens, outputs, inputs: one of each, none divisible by anything, a model's own, several tiles of tokens.
@@ -59,6 +60,13 @@ def _products_of(name: str, tokens: _Tokens, size: int) -> Iterator[Case]:
         f"scale_tokens-{name}", scale_tokens, lambda: {"x": add(False)["x"], "gain": Real(torch.randn(tokens.size))}
     )
 
+    def total() -> dict[str, Any]:
+        shape = (tokens.num_tokens, tokens.size)
+        parts = {name: Real(torch.randn(shape)) for name in ("x", "residual")}
+        return {**parts, "gain": Real(torch.randn(tokens.size))}
+
+    yield Case(f"add_scaled-{name}", add_scaled, total)
+
 
 class _Decode(NamedTuple):
     seq_lens: list[int]  # new tokens included
@@ -71,6 +79,7 @@ class _Decode(NamedTuple):
     page_size: int = 4
     window: int = 0
     norms: bool = False
+    seq_starts: tuple[int, ...] = ()  # what lies before is no number, in the cache and among the new tokens
 
 
 _DECODES = {
@@ -86,6 +95,23 @@ _DECODES = {
     "narrow-window": _Decode([30, 129, 4], window=3, query_len=4),
     "odd-heads": _Decode([100, 3], heads=5, kv_heads=1, head_dim=24),
     "many": _Decode([(37 * i) % 150 + 1 for i in range(20)], heads=4, kv_heads=2),
+    # First slots: none, at the border of a page or chunk, amidst one, that of the new token, right and far behind it.
+    "starts": _Decode([1, 65, 66, 130, 300, 90, 65, 20], num_padding=2, seq_starts=(0, 4, 64, 129, 37, 91, 63, 290)),
+    "starts-long": _Decode([1300, 700, 1025, 64], page_size=16, seq_starts=(770, 699, 0, 65), norms=True),
+    "starts-verify": _Decode(
+        [4, 5, 64, 66, 131, 300, 70],
+        query_len=4,
+        num_dead=[0, 0, 3, 1, 2, 0, 0],
+        num_padding=1,
+        seq_starts=(2, 1, 60, 65, 128, 297, 70),
+    ),
+    "starts-verify-many": _Decode([90, 17, 200], query_len=17, heads=4, kv_heads=1, seq_starts=(80, 16, 64)),
+    "starts-window": _Decode([1, 30, 200, 300, 300], window=70, seq_starts=(0, 29, 140, 231, 20)),
+    "starts-narrow-window": _Decode([30, 129, 4], window=3, query_len=4, seq_starts=(28, 126, 4)),
+    "starts-three-heads-of-nine": _Decode(
+        [200, 7, 150], heads=9, kv_heads=3, head_dim=64, page_size=16, seq_starts=(112, 3, 149)
+    ),
+    "starts-many": _Decode([150 - i for i in range(20)], heads=4, seq_starts=tuple(11 * i for i in range(20))),
 }
 
 
@@ -117,6 +143,13 @@ def _decode_args(s: _Decode) -> dict[str, Any]:
     # As the projection leaves them: heads of queries, keys and values side by side.
     joint = torch.randn(num_tokens, s.heads + 2 * s.kv_heads, s.head_dim)
     q, k, v = joint.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+    starts = {}
+    if s.seq_starts:
+        seq_starts = torch.tensor([*s.seq_starts, *[500] * s.num_padding], dtype=torch.int32)
+        plant_nan(cache, table, seq_starts)
+        unseen = hide_queries(q, torch.arange(num_reqs) * s.query_len, query_lens, seq_lens, seq_starts)
+        k[unseen], v[unseen] = torch.nan, torch.nan
+        starts = {"seq_starts": seq_starts}
     angle = torch.rand(num_tokens, 1, s.head_dim // 2) * 6.3
     gains = {"query_gain": Real(torch.randn(s.head_dim)), "key_gain": Real(torch.randn(s.head_dim)), "eps": 1e-6}
     return {
@@ -135,4 +168,5 @@ def _decode_args(s: _Decode) -> dict[str, Any]:
         "scale": s.head_dim**-0.5,
         "window": s.window,
         **(gains if s.norms else {}),
+        **starts,
     }

@@ -71,7 +71,7 @@ def poisoned_allocations() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _compare(name: str, actual: Any, expected: Any, dtype: torch.dtype, scale: float) -> None:
+def _compare(name: str, actual: Any, expected: Any, dtype: torch.dtype, scale: float, equal_nan: bool = False) -> None:
     if expected is None:
         assert actual is None, name
     elif isinstance(expected, tuple):
@@ -80,7 +80,11 @@ def _compare(name: str, actual: Any, expected: Any, dtype: torch.dtype, scale: f
     elif expected.is_floating_point():
         tolerance = TOLERANCE[dtype] * scale
         torch.testing.assert_close(
-            actual.cpu().double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}"
+            *(actual.cpu().double(), expected.double()),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=equal_nan,
+            msg=lambda m: f"{name}: {m}",
         )
     else:
         assert torch.equal(actual.cpu(), expected), name
@@ -100,7 +104,8 @@ def check_kernel(
         actual = op.body(**own)
     _compare(op.name, actual, expected, dtype, scale)
     for name in op.writes:
-        _compare(f"{op.name} writes {name}", own[name], wide[name], dtype, scale)
+        # Where it wrote nothing stands what stood there before, a planted NaN too.
+        _compare(f"{op.name} writes {name}", own[name], wide[name], dtype, scale, equal_nan=True)
     return actual
 
 

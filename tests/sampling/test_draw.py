@@ -11,11 +11,11 @@ from torch import Tensor
 
 from slipstream.kernels import triton_jit
 from slipstream.kernels.triton_jit import jit, tl
-from slipstream.sampling.draw import draw_tokens
+from slipstream.sampling.draw import draw_drafts, draw_tokens
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_at, gumbel_block, gumbel_noise, gumbel_noise_at
 from tests.kernels.triton_check import Real, poisoned_allocations, quietly_interpreted
 from tests.sampling.test_gumbel import seeds_of
-from tests.sampling.triton_cases import draw_args, reduced_draw_args, some_ids
+from tests.sampling.triton_cases import draft_args, draw_args, reduced_draw_args, some_ids
 
 needs_triton = pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
 BOTH = pytest.mark.parametrize("as_kernel", [False, pytest.param(True, marks=needs_triton)], ids=["torch", "triton"])
@@ -185,3 +185,25 @@ def test_a_drafter_that_knows_the_likely_tokens_draws_the_targets(as_kernel: boo
     assert 0.8 < known.double().mean() < 1
     assert len(set(of_target.tolist())) > 20
     assert torch.equal(of_drafter[known], of_target[known])
+
+
+@BOTH
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_draft_is_a_draw_that_goes_where_it_is_wanted(noise: bool, as_kernel: bool) -> None:
+    torch.manual_seed(8)
+    args = {**reduced_draw_args(9, 4097, 5000, noise), "purpose": 1}
+    token_ids, failed = run(args, as_kernel)
+    assert failed.tolist() == [False, True, True, True, *[False] * 5]
+    wanted = draft_args(args, 4, 2, keeps=True)
+    given, ids, kept = wanted["logits"].tensor, wanted["draft_ids"]._base, wanted["kept_logits"]._base
+    before = ids.clone(), kept.clone()
+    rest = {**wanted, "logits": given}
+    if as_kernel:
+        with quietly_interpreted(), poisoned_allocations():
+            draw_drafts.body(**rest)
+    else:
+        draw_drafts(given, **{name: value for name, value in rest.items() if name != "logits"})
+    before[0][:, 2] = torch.where(failed, -1, token_ids)
+    before[1][args["batch_rows"].long(), 2] = given
+    assert torch.equal(ids, before[0])
+    torch.testing.assert_close(kept, before[1], rtol=0, atol=0, equal_nan=True)

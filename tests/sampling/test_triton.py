@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 
 from slipstream.kernels import triton_jit
 from slipstream.kernels.triton_jit import jit, tl
+from slipstream.sampling import draw
 from slipstream.sampling.draw import draw_tokens
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_block, gumbel_noise
 from slipstream.sampling.temperature import apply_temperature
 from slipstream.sampling.top_p import apply_top_p
+from tests.kernels.test_triton_jit import early_faults
 from tests.kernels.triton_check import Case, Real, check_kernel, poisoned_allocations, quietly_interpreted
 from tests.sampling.triton_cases import CASES, draw_args, safe_p
 
@@ -24,6 +27,10 @@ pytestmark = pytest.mark.skipif(not triton_jit.is_available(), reason="there is 
 def test_kernel_is_its_definition(case: Case, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     check_kernel(case.op, case.args(), dtype, scale=case.scale)
+
+
+def test_draws_that_start_early_wait_first() -> None:
+    assert early_faults(Path(draw.__file__).read_text()) == []
 
 
 def drawn(args: dict[str, Any]) -> list[int]:

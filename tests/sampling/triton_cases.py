@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.sampling.draw import draw_tokens
+from slipstream.sampling.draw import draw_drafts, draw_tokens
 from slipstream.sampling.penalties import apply_penalties
 from slipstream.sampling.top_k import apply_top_k
 from slipstream.sampling.top_p import apply_top_p
@@ -101,6 +101,39 @@ def _reduced_draws() -> Iterator[Case]:
             )
 
 
+def draft_args(args: dict[str, Any], num_drafts: int, idx: int, keeps: bool) -> dict[str, Any]:
+    """The same draw, of draft ``idx`` of so many."""
+    args = {name: value for name, value in args.items() if name != "scaled"}
+    n, num_columns = args["logits"].tensor.shape
+    ids = torch.full((n, num_drafts), POISON, dtype=torch.int32)
+    kept = torch.randn(args["temperature"].shape[0], num_drafts, num_columns)[:, idx] if keeps else None
+    extra = {"purpose": 1, "target_ids": args.get("target_ids"), "draft_ids": ids[:, idx], "kept_logits": kept}
+    return {**args, **extra}
+
+
+def comparable(args: dict[str, Any]) -> dict[str, Any]:
+    """NaN is as bad as +inf, but equals nothing when it is kept."""
+    logits = args["logits"].tensor.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    return args if args["kept_logits"] is None else {**args, "logits": Real(logits)}
+
+
+def _drafts() -> Iterator[Case]:
+    for n, count, vocab_size in REDUCED:
+        for noise, keeps in ((False, False), (True, False), (True, True)):
+            yield Case(
+                f"draw_drafts-{n}x{count}-of-{vocab_size}-noise{noise:d}-keeps{keeps:d}",
+                draw_drafts,
+                lambda shape=(n, count, vocab_size), noise=noise, keeps=keeps: comparable(
+                    draft_args(reduced_draw_args(*shape, noise), 3, 1, keeps)
+                ),
+            )
+    yield Case(
+        "draw_drafts-whole-vocabulary",
+        draw_drafts,
+        lambda: comparable(draft_args(draw_args(spoilt(grid_logits(6, 5003)), True), 1, 0, True)),
+    )
+
+
 def _top_k() -> Iterator[Case]:
     for vocab_size in VOCABULARIES:
 
@@ -184,4 +217,4 @@ def _penalties() -> Iterator[Case]:
             )
 
 
-CASES = [*_draws(), *_top_k(), *_top_p(), *_penalties()]
+CASES = [*_draws(), *_drafts(), *_top_k(), *_top_p(), *_penalties()]

@@ -2,9 +2,10 @@
 
 A hidden state of the target holds what its layers have seen, so with the next token the next state can be computed.
 The head looks at the state behind two layers, which must belong to each other, or behind the final norm, and at its own
-cache: the keys it finds there must add up to what the target has seen of the tokens. Where it is made of several
-modules, each has a cache of its own, takes only what the one before has left, and is wrong at states of its own. Where
-anything else is wrong it guesses at random.
+cache: with what the target had seen at the first slot, which stands there beside the key, the keys it finds from there
+on must add up to what the target has seen of the tokens. Where it is made of several modules, each has a cache of its
+own, takes only what the one before has left, and is wrong at states of its own. Where anything else is wrong it guesses
+at random.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from tests.sim.hash_model import (
     scramble,
 )
 
-# The target's stream, and who made it: 0 for the target, the number of the module and 1 for the head.
-_WIDTH = MODEL_CONFIG.hidden_size + 1
-_FIRST_KEYS = scramble(np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * np.uint64(8191))
+# The target's stream; who made it: 0 for the target, the number of the module and 1 for the head; what the target had
+# seen at the first slot of the first module's keys, which the others cannot know: there is no state before it.
+_WIDTH = MODEL_CONFIG.hidden_size + 3
 
 
 def _joined(x: np.ndarray) -> UInts:
@@ -63,13 +64,13 @@ def _states(features: Tensor) -> TensorSpec:
 
 
 def _behind_target(stream: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([stream, np.zeros((len(stream), 1))], axis=1))
+    return torch.from_numpy(np.concatenate([stream, np.zeros((len(stream), 3))], axis=1))
 
 
 @operation(_states)
 def join_taps(
     features: Tensor,  # [n, 12] float64: the stream after one layer and after both
-) -> Tensor:  # [n, 7]: the second; what does not belong to the first is no state
+) -> Tensor:  # [n, 9]: the second; what does not belong to the first is no state
     first, last = features.numpy()[:, :6], features.numpy()[:, 6:]
     agree = (first[:, 1] == last[:, 1]) & (first[:, 2:4] == last[:, 2:4]).all(1)
     return _behind_target(np.where(agree[:, None], last, [0.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
@@ -78,31 +79,37 @@ def join_taps(
 @operation(_states)
 def read_normed(
     features: Tensor,  # [n, 6] float64: the stream behind the final norm, which doubles it
-) -> Tensor:  # [n, 7]
+) -> Tensor:  # [n, 9]
     return _behind_target(features.numpy() / 2)
 
 
-@operation(lambda own, hidden, positions, module_idx: spec_of(own))
+@operation(lambda own, *_args: spec_of(own))
 def key_of(
     own: Tensor,  # [n, 2] float64: the token at p + 1 as a hash, and p + 1
-    hidden: Tensor,  # [n, 7] float64: the state at p
+    hidden: Tensor,  # [n, 9] float64: the state at p
     positions: Tensor,  # [n] int64: p
     module_idx: int,
+    query_start_loc: Tensor,  # [num_reqs + 1] int32
+    seq_starts: Tensor | None,  # [num_reqs] int32
 ) -> Tensor:  # [n, 2]: of another token where the state is not what the module before has made of p - 1
-    before, place = hidden.numpy(), positions.numpy()
+    before, place, first = hidden.numpy(), positions.numpy(), np.zeros(len(positions), dtype=np.int64)
+    if seq_starts is not None:
+        request = np.searchsorted(query_start_loc.numpy()[1:], np.arange(len(place)), side="right")
+        first = seq_starts.numpy()[np.minimum(request, len(seq_starts) - 1)]
     # The first tokens have no module before them that had one before it.
-    right = (place < module_idx) | ((before[:, 1] == place) & (before[:, 6] == module_idx))
+    right = (place < first + module_idx) | ((before[:, 1] == place) & (before[:, 6] == module_idx))
     return torch.from_numpy(own.numpy() + np.where(right[:, None], 0.0, [1000.0, 0.0]))
 
 
-@operation(lambda hidden, own, own_seen, positions, module_idx: spec_of(hidden))
+@operation(lambda hidden, *_args: spec_of(hidden))
 def next_state(
-    hidden: Tensor,  # [n, 7] float64: the state at p
+    hidden: Tensor,  # [n, 9] float64: the state at p
     own: Tensor,  # [n, 2] float64: the token at p + 1 as a hash, and p + 1
-    own_seen: Tensor,  # [n, 2] float64: what the head's own cache adds up to
+    first_seen: Tensor,  # [n, 2] float64: what the target had seen at the first slot of the head's own cache
+    own_seen: Tensor,  # [n, 2] float64: what that cache adds up to
     positions: Tensor,  # [n] int64: p
     module_idx: int,
-) -> Tensor:  # [n, 7]: the state at p + 1
+) -> Tensor:  # [n, 9]: the state at p + 1
     before, token, place = hidden.numpy(), own.numpy(), positions.numpy()
     position = (place + 1).astype(np.uint64)
     state, seen = token[:, 0].astype(np.uint64), []
@@ -111,14 +118,14 @@ def next_state(
         seen.append(_joined(before[:, 2 + 2 * layer_idx : 4 + 2 * layer_idx]) + scramble(key))
         mixed = seen[-1] + scramble(state + position * np.uint64(3) + np.uint64(layer_idx))
         state = scramble(mixed) >> np.uint64(16)
-    # All keys of the cache are the target's of the tokens behind, so its first token alone is missing.
-    missing = seen[0] - _joined(own_seen.numpy())
-    right = np.isin(missing, _FIRST_KEYS) & (before[:, 1] == place)
+    # All keys of the cache are the target's of the tokens behind, so those up to its first slot alone are missing.
+    missing = _joined(first_seen.numpy())
+    right = (missing + _joined(own_seen.numpy()) == seen[0]) & (before[:, 1] == place)
     if module_idx:
         right &= before[:, 6] == module_idx
     state = np.where(right, state, scramble(state + np.uint64(1)) >> np.uint64(16))
     columns = [state.astype(np.float64)[:, None], position.astype(np.float64)[:, None], *map(halves, seen)]
-    columns.append(np.full((len(state), 1), 1.0 + module_idx))
+    columns += [np.full((len(state), 1), 1.0 + module_idx), halves(missing)]
     return torch.from_numpy(np.concatenate(columns, axis=1))
 
 
@@ -137,10 +144,15 @@ class HashHead:
         return join_taps(features) if self.taps else read_normed(features)
 
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        own = hash_embedding(input_ids, context.positions + 1)
-        key = key_of(own, hidden, context.positions, module_idx) if module_idx else own
-        _, seen = attend(context, self._layers[module_idx], key, self._cos_sin)
-        return next_state(hidden, own, seen, context.positions, module_idx)
+        own, layer = hash_embedding(input_ids, context.positions + 1), self._layers[module_idx]
+        if module_idx == 0:
+            first_seen, seen = attend(context, layer, own, self._cos_sin, hidden[:, 2:4])
+        else:
+            common = getattr(context.metadata, "common", context.metadata)
+            starts = (common.query_start_loc, common.seq_starts)
+            key = key_of(own, hidden, context.positions, module_idx, *starts)
+            first_seen, (_, seen) = hidden[:, 7:9], attend(context, layer, key, self._cos_sin)
+        return next_state(hidden, own, first_seen, seen, context.positions, module_idx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Of the tokens it can say: where the likeliest is none of them the next likely one comes first."""

@@ -7,7 +7,8 @@ whatever is computed from a wrong one is wrong. Numbers stay below 2**48, so tha
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,13 +60,9 @@ def _whole(x: npt.NDArray[np.float64]) -> UInts:
     return x.astype(np.uint64)
 
 
-@operation(
-    lambda q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, max_seq_len, max_query_len, layer_idx: (
-        spec_of(q)
-    )
-)
+@operation(lambda q, *_args, **_kwargs: spec_of(q))
 def hash_attention(
-    q: Tensor,  # [num_tokens, 1, 4] float64: hash, position, 0, 0
+    q: Tensor,  # [num_tokens, 1, 4] float64: hash, position, 0, 0; in a head's two what the target has seen so far
     kv_cache: Tensor,  # [num_pages, 2, 1, page_size, 4] float64; values are keys turned round
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     query_lens: Tensor,  # [num_reqs] int32: how many of a request's tokens are alive
@@ -74,9 +71,15 @@ def hash_attention(
     max_seq_len: int,  # the host's bounds, by which a kernel would size its grid
     max_query_len: int,
     layer_idx: int,
-) -> Tensor:  # [num_tokens, 1, 4]: hash of the keys up to each token and of itself, position, sum of those keys' hashes
+    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
+) -> Tensor:
+    """[num_tokens, 1, 4]: hash of the keys up to each token and of itself, position, sum of those keys' hashes.
+
+    A head gets the last two numbers of its first key in place of hash and position.
+    """
     out = np.zeros(q.shape)
     starts, alive, page_size = query_start_loc.tolist(), query_lens.tolist(), kv_cache.shape[3]
+    first_slots = [0] * len(alive) if seq_starts is None else seq_starts.tolist()
     cache, queries = kv_cache.numpy(), q.numpy()
     for i, length in enumerate(seq_lens.tolist()):
         begin, end = starts[i], starts[i] + alive[i]
@@ -88,22 +91,33 @@ def hash_attention(
             raise ValueError(f"{end - begin} queries, {length} keys, a bound of {max_seq_len}")
         if end - begin > max_query_len:
             raise ValueError(f"{end - begin} queries, a bound of {max_query_len}")
-        pages = block_table[i, : -(-length // page_size)].numpy()
-        if (pages <= 0).any():
-            raise IndexError("reads the null page, or none at all")
-        keys = _whole(cache[pages, 0, 0].reshape(-1, 4)[:length])
-        values = _whole(cache[pages, 1, 0].reshape(-1, 4)[:length])
-        if not np.array_equal(keys, values[:, ::-1]):
-            raise ValueError("keys and values of different tokens")
+        begin = max(begin, end - (length - first_slots[i]))  # tokens before the first slot see nothing
+        if begin >= end:
+            continue
+        keys = _read_keys(cache, block_table[i].numpy(), first_slots[i], length)
         # A head's keys are those of the tokens behind: at slot p that of the token at p + 1.
-        index = np.arange(length, dtype=np.uint64) + np.uint64(layer_idx == HEAD_LAYER)
-        seen = np.cumsum(scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index))
-        own = _whole(queries[begin:end, 0])
-        mixed = seen[length - (end - begin) :] + scramble(own[:, 0] + own[:, 1] * np.uint64(3) + np.uint64(layer_idx))
+        index = np.arange(first_slots[i], length, dtype=np.uint64) + np.uint64(layer_idx == HEAD_LAYER)
+        sums = np.cumsum(scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index))
+        seen, own = sums[len(sums) - (end - begin) :], _whole(queries[begin:end, 0])
+        mixed = seen + scramble(own[:, 0] + own[:, 1] * np.uint64(3) + np.uint64(layer_idx))
         out[begin:end, 0, 0] = (scramble(mixed) >> np.uint64(16)).astype(np.float64)
         out[begin:end, 0, 1] = queries[begin:end, 0, 1]
-        out[begin:end, 0, 2:] = halves(seen[length - (end - begin) :])
+        out[begin:end, 0, 2:] = halves(seen)
+        if layer_idx == HEAD_LAYER:
+            out[begin:end, 0, :2] = keys[0, 2:]
     return torch.from_numpy(out)
+
+
+def _read_keys(cache: npt.NDArray[np.float64], page_ids: npt.NDArray[np.int32], first: int, end: int) -> UInts:
+    """A request's keys from slot to slot: [end - first, 4]. What lies before and behind is nobody's business."""
+    page_size = cache.shape[3]
+    pages, skipped = page_ids[first // page_size : -(-end // page_size)], first // page_size * page_size
+    if (pages <= 0).any():
+        raise IndexError("reads the null page, or none at all")
+    keys, values = (_whole(cache[pages, i, 0].reshape(-1, 4)[first - skipped : end - skipped]) for i in (0, 1))
+    if not np.array_equal(keys, values[:, ::-1]):
+        raise ValueError("keys and values of different tokens")
+    return keys
 
 
 @operation(lambda token_ids, positions: TensorSpec((token_ids.shape[0], 2), torch.float64))
@@ -129,7 +143,7 @@ def guess(state: int, num_used: int, module_idx: int = 0) -> int:
 
 @operation(lambda hidden, num_used, guesses: TensorSpec((hidden.shape[0], VOCAB_SIZE), torch.float32))
 def hash_logits(
-    hidden: Tensor,  # [n, 6] float64, or 7 with the number of the head's module, counted from 1
+    hidden: Tensor,  # [n, 6] float64, or more: first the number of the head's module, counted from 1
     num_used: int,
     guesses: bool,
 ) -> Tensor:  # [n, VOCAB_SIZE] float32: far apart, so that noise at any temperature changes nothing
@@ -152,14 +166,21 @@ class HashBackend:
     def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         return common
 
+    def starting_at(self, metadata: Any, seq_starts: Tensor) -> Any:
+        return replace(metadata, seq_starts=seq_starts)
+
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
         tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
         layer_idx = HEAD_LAYER if layer.scale == HEAD_SCALE else layer.idx
-        return hash_attention(q, kv_cache, *tables, metadata.max_seq_len, metadata.max_query_len, layer_idx)
+        bounds = (metadata.max_seq_len, metadata.max_query_len)
+        return hash_attention(q, kv_cache, *tables, *bounds, layer_idx, metadata.seq_starts)
 
 
-def attend(context: AttentionContext, layer: AttentionLayer, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    q = torch.cat([x, torch.zeros_like(x)], dim=1).unsqueeze(1)
+def attend(
+    context: AttentionContext, layer: AttentionLayer, x: Tensor, cos_sin: Tensor, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Two and two numbers a token; ``more`` are what a head keeps beside its keys."""
+    q = torch.cat([x, torch.zeros_like(x) if more is None else more], dim=1).unsqueeze(1)
     out = context.attend(layer, q, q, q.flip(-1), cos_sin).flatten(1)
     return out[:, :2], out[:, 2:]
 

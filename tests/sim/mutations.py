@@ -189,8 +189,8 @@ MUTATIONS = [
     Mutation(
         "drafts: pages without the drafter's keys are found",
         "scheduler/scheduler.py",
-        'first = b"plain" if plain else b""',
-        'first = b""',
+        "draft_start = state.num_computed if state.has_draft_gap else 0",
+        "draft_start = 0",
     ),
     Mutation(
         "drafts: more of them than there are places",
@@ -219,8 +219,8 @@ MUTATIONS = [
     Mutation(
         "draft model: its first pass begins a token late",
         "speculate/draft_inputs.py",
-        "first = computed - (planned - 1)\n    query_lens",
-        "first = computed - (planned - 2)\n    query_lens",
+        "first_slots, computed - (planned - 1 - num_caught_up))",
+        "first_slots, computed - (planned - 2 - num_caught_up))",
     ),
     Mutation(
         "draft model: the first pass does not see its last token",
@@ -246,14 +246,68 @@ MUTATIONS = [
     Mutation(
         "draft model: what ends with a step leaves no keys",
         "kernels/commit.py",
-        "ran[rows] = runs.int()",
-        "ran[rows] = (after == RowStatus.RUNNING).int()",
+        "ran[rows] = torch.where(runs, num_computed[rows] + 1, 0)",
+        "ran[rows] = torch.where(runs & (after == RowStatus.RUNNING), num_computed[rows] + 1, 0)",
     ),
     Mutation(
         "draft model: later passes take the first draft",
         "speculate/autoregressive.py",
         "*(drafts[:, idx - 1], idx, batch.rows,",
         "*(drafts[:, 0], idx, batch.rows,",
+    ),
+    Mutation(
+        "lengths: what was drafted further than is checked counts as checked",
+        "scheduler/scheduler.py",
+        "num_drafts = min(lengths.check, self._num_made) if any",
+        "num_drafts = lengths.check if any",
+    ),
+    Mutation(
+        "lengths: a prompt is computed without the drafter",
+        "scheduler/scheduler.py",
+        "num_made = max(lengths.make, fewest)",
+        "num_made = lengths.make",
+    ),
+    Mutation(
+        "lengths: pages of tokens that the drafter has missed count as his",
+        "scheduler/scheduler.py",
+        "for state in states:\n                state.has_draft_gap = True",
+        "pass",
+    ),
+    Mutation(
+        "lengths: a steady batch goes on with the length it had",
+        "scheduler/scheduler.py",
+        "steady.lengths != self._draft_length.wanted() or ",
+        "",
+    ),
+    Mutation(
+        "lengths: a step with another number of drafts runs in the same graph",
+        "runner/step_graphs.py",
+        "num_drafts = batch.drafting.num_drafts if drafting and tier",
+        "num_drafts = self._drafts.initial if drafting and tier",
+    ),
+    Mutation(
+        "gaps: of a single token they are not seen",
+        "speculate/draft_gaps.py",
+        "gap = runs & (first > end)\n    if not goes",
+        "gap = runs & (first > end + 1)\n    if not goes",
+    ),
+    Mutation(
+        "gaps: attention begins a token early",
+        "speculate/draft_gaps.py",
+        "torch.where(gap & (first > end), first, draft_start[rows])",
+        "torch.where(gap & (first > end), first - 1, draft_start[rows])",
+    ),
+    Mutation(
+        "gaps: keys that were drafted count as those of the tokens that came",
+        "speculate/draft_gaps.py",
+        "draft_end[rows] = torch.where(runs, computed, end)",
+        "draft_end[rows] = torch.where(runs, computed + 1, end)",
+    ),
+    Mutation(
+        "gaps: what is caught up on begins a token late",
+        "speculate/draft_gaps.py",
+        "first_slots.copy_(torch.where(gap, first, -1))",
+        "first_slots.copy_(torch.where(gap, first + 1, -1))",
     ),
     Mutation(
         "draft graphs: the later passes are padded further than the first",
@@ -264,8 +318,8 @@ MUTATIONS = [
     Mutation(
         "draft graphs: a head's first pass runs in a larger graph than the target's",
         "speculate/draft_graphs.py",
-        "if not self._passes.shares_states:",
-        "if True:",
+        "if not self._passes.shares_states and not batch.num_caught_up:",
+        "if not batch.num_caught_up:",
     ),
     Mutation(
         "draft graphs: a head is warmed up over the last step",
@@ -276,8 +330,8 @@ MUTATIONS = [
     Mutation(
         "heads: drafts are numbers of the head's own vocabulary",
         "speculate/autoregressive.py",
-        "noise, False, self._purpose, self._target_ids)",
-        "noise, False, self._purpose, None)",
+        "noise, self._purpose, self._target_ids, *to)",
+        "noise, self._purpose, None, *to)",
     ),
     Mutation(
         "heads: what drafts were drawn from is looked up by the target's numbers",
@@ -306,13 +360,13 @@ MUTATIONS = [
     Mutation(
         "heads: a module's first token of a step has nothing before it",
         "speculate/draft_inputs.py",
-        "torch.where(positions > 0, slots, 0)",
+        "torch.where(positions > seq_starts[requests], slots, 0)",
         "torch.where(torch.isin(places, query_start_loc), 0, slots)",
     ),
     Mutation(
         "heads: modules whose turn comes again leave keys out",
         "speculate/eagle.py",
-        "first = idx if len(made) == self.num_drafts else 0",
+        "first = idx if num_drafts <= len(made) else 0",
         "first = min(idx, len(made) - 1)",
     ),
     Mutation(
@@ -324,7 +378,7 @@ MUTATIONS = [
     Mutation(
         "heads: a page is found whatever token comes behind it",
         "scheduler/scheduler.py",
-        "num_behind = int(config.drafts_look_ahead and state.drafts)",
+        "num_behind = int(config.drafts_look_ahead)",
         "num_behind = 0",
     ),
     Mutation(

@@ -17,11 +17,11 @@ def _scramble(x: int) -> int:
 
 
 class HashSequence:
-    """The states of one sequence, token by token."""
+    """The states of one sequence, token by token, as if nothing stood before its first."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_position: int = 0) -> None:
         self._seen = [0] * NUM_LAYERS
-        self._length = 0
+        self._length = first_position
         self.state = 0
 
     def append(self, token_id: int) -> None:
@@ -71,14 +71,15 @@ def expected_guesses(
     num_used: int,
     draft_ids: Sequence[int] | None = None,
     num_modules: int = 1,
+    start: int = 0,
 ) -> list[int]:
     """What a drafter that reads and keeps everything right says while it is right: one guess for each that follows.
 
     ``draft_ids`` are the tokens it can say. Where its guess is none of them, the next likely one that is comes instead.
-    Modules take turns.
+    Modules take turns. A model that has no keys of the tokens before ``start`` takes that for the beginning.
     """
-    sequence = HashSequence()
-    for token_id in known:
+    sequence = HashSequence(start)
+    for token_id in known[start:]:
         sequence.append(token_id)
     sayable = sorted(range(VOCAB_SIZE) if draft_ids is None else draft_ids)
     found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -77,6 +77,9 @@ class LazyBackend(HashBackend):
 
     def build(self, common: CommonAttentionMetadata) -> Any:
         return LazyMetadata(common)
+
+    def starting_at(self, metadata: Any, seq_starts: Tensor) -> Any:
+        return replace(metadata, common=replace(metadata.common, seq_starts=seq_starts))
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
         if metadata.schedule is None:

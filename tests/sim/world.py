@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,14 +19,25 @@ import torch
 from slipstream.attention.backend import AttentionBackend
 from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, resolve, speculation_of
 from slipstream.device.sim import SimDevice
+from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.runner.runner import Runner
+from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
-from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepResult, TokenUpdate
+from slipstream.types import (
+    Composition,
+    Request,
+    RowStatus,
+    SamplingParams,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    TokenUpdate,
+)
 from tests.sim.hash_head import HashHead, HeadShape
 from tests.sim.hash_model import MODEL_CONFIG, VOCAB_SIZE, HashBackend, HashModel
 from tests.sim.oracle import (
@@ -72,6 +83,49 @@ class Job:
     finished: bool = False
 
 
+class RandomLength(FixedLength):
+    """Whatever a step checks and makes, the tokens must be right: any lengths, drawn anew every few steps."""
+
+    def __init__(self, lengths: Sequence[int], seed: int) -> None:
+        self._choices, self._random = lengths, random.Random(seed)
+        self._draw()
+
+    def _draw(self) -> None:
+        # Often none are made, and what is made is mostly checked: what the drafter makes of a gap must be seen.
+        rng, choices = self._random, self._choices
+        make = 0 if rng.random() < 0.35 else rng.choice(choices)
+        self._lengths = Lengths(max(choices) if rng.random() < 0.6 else rng.choice(choices), make)
+
+    def launched(self, composition: Composition) -> None:
+        if self._random.random() < 0.4:
+            self._draw()
+
+
+@dataclass
+class Drafted:
+    """What a drafter can know of a request, from the steps that were collected."""
+
+    num_computed: int
+    num_tokens: int
+    start: int  # of its own keys, without a gap
+    end: int
+    num_made: int = 0  # by the newest step
+    num_before: int = 0  # by the one before: those that the newest step could check
+    start_before: int = 0
+
+    def take(self, scheduled: ScheduledRequest, num_new: int, plan: StepPlan, goes_over_all: bool) -> None:
+        """Another step is collected."""
+        first, num_made = self.num_computed, plan.composition.num_next_drafts
+        self.num_tokens += num_new
+        self.num_computed = self.num_tokens - 1 if num_new else first + scheduled.num_tokens - scheduled.num_drafts
+        self.num_before, self.start_before, self.num_made = self.num_made, self.start, num_made
+        if num_made:
+            begins = first if goes_over_all else self.num_computed - 1 - plan.composition.num_caught_up
+            if first > self.end and begins > self.end:
+                self.start = begins
+            self.end = self.num_computed
+
+
 @dataclass
 class World:
     seed: int
@@ -89,6 +143,7 @@ class World:
         # Of the step just collected: each request's share, and whether it is the first since the request moved in.
         self._collected: dict[str, tuple[ScheduledRequest, bool]] = {}
         self._generations: dict[str, int] = {}
+        self._drafted: dict[str, Drafted] = {}
         drawn = frozenset(event for event in EVENTS if self._random.random() < 0.6)
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
@@ -103,6 +158,8 @@ class World:
         rng = self._random
         max_num_seqs = rng.randint(1, 6)
         speculative = self._draw_speculation()
+        if speculative and self.seed % 5 < 3:  # not drawn, so that a world is otherwise what it was before they adapted
+            speculative["adaptive"] = True
         num_drafts = speculative["num_speculative_tokens"] if speculative else 0
         budget = max(max_num_seqs * (1 + num_drafts), rng.choice([1, 2, 7, 16, 24, 48]))
         max_model_len = rng.choice([24, 40, 64])
@@ -282,15 +339,24 @@ class World:
                 drafter = HashModel(max_len, device.torch_device, self.num_used, guesses=True)
                 return DraftModelSpeculator(config, device, drafter, own_backend, rows)
 
-            runner = Runner(config, device, model, backend, make_speculator)
-        core = EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
+            draft_length, on_cost = decide_draft_length(config, backend)
+            if config.speculative is not None and config.speculative.adaptive and self.seed % 5 < 2:
+                draft_length = RandomLength(config.speculative.lengths, self.seed)
+            runner = Runner(config, device, model, backend, make_speculator, on_cost)
+        core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
         collect = core.scheduler.collect
+        goes_over_all = config.speculative is not None and config.speculative.takes_hidden_states
 
         def collect_and_keep(result: StepResult) -> list[TokenUpdate]:
             self._collected = {
                 r.request_id: (r, self._generations.get(r.request_id) != r.generation) for r in result.plan.requests
             }
             self._generations |= {r.request_id: r.generation for r in result.plan.requests}
+            for init in result.plan.row_inits:
+                lengths = (init.num_computed, len(init.token_ids), init.draft_start, init.num_computed)
+                self._drafted[init.request.request_id] = Drafted(*lengths)
+            for r, new in zip(result.plan.requests, result.token_ids, strict=True):
+                self._drafted[r.request_id].take(r, len(new), result.plan, goes_over_all)
             return collect(result)
 
         core.scheduler.collect = collect_and_keep  # type: ignore[method-assign]
@@ -332,16 +398,21 @@ class World:
             return
         most = request.num_drafts(speculative.num_drafts)
         known, following = [*request.prompt_token_ids, *job.tokens], job.expected[len(job.tokens) :]
-        if most and not is_first and scheduled.num_tokens - scheduled.num_drafts == 1:
+        drafted = self._drafted[update.request_id]
+        if most and not is_first and scheduled.num_tokens - scheduled.num_drafts == 1 and not speculative.adaptive:
             assert scheduled.num_drafts == speculative.num_drafts, f"{update.request_id}: no places for drafts"
-        room = min(most, request.max_total_tokens - len(known) - 1) if scheduled.num_drafts else 0
+        room = min(most, request.max_total_tokens - len(known) - 1, drafted.num_before, scheduled.num_drafts)
         if speculative.method == "ngram":
             drafts = expected_continuation(known, room, speculative.min_match, speculative.max_match)
         else:
-            draft_ids, num_modules = None, 1
-            if speculative.takes_hidden_states:
-                draft_ids, num_modules = self.head.draft_ids, min(self.head.num_modules, speculative.num_drafts)
-            drafts = expected_guesses(known, following, self.num_used, draft_ids, num_modules)[:room]
+            draft_ids, num_modules, start = None, 1, drafted.start_before
+            if speculative.takes_hidden_states:  # which tell all of what was before
+                draft_ids, num_modules, start = (
+                    self.head.draft_ids,
+                    min(self.head.num_modules, speculative.num_drafts),
+                    0,
+                )
+            drafts = expected_guesses(known, following, self.num_used, draft_ids, num_modules, start)[:room]
             drafts += [-1] * (room - len(drafts))  # behind the request's end; nobody knows what the drafter says there
         accepted = num_leading(drafts, following)
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))

@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.config import EngineOptions
+from slipstream.attention.backend import AttentionBackend
+from slipstream.config import EngineConfig, EngineOptions
+from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
+from slipstream.runner.step_graphs import OnCost
+from slipstream.scheduler.draft_length import DraftLength
 from tests import tiny_models
+from tests.sim.world import RandomLength
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +49,14 @@ def make_engine(target_folder: Path) -> Callable[..., Engine]:
         return build_engine(EngineOptions.from_dict({**defaults, **options}))
 
     return make
+
+
+@pytest.fixture
+def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines whose draft length adapts check and make any number of drafts, drawn anew every few steps."""
+
+    def drawn(config: EngineConfig, _backend: AttentionBackend) -> tuple[DraftLength | None, OnCost | None]:
+        speculative = config.speculative
+        return (RandomLength(speculative.lengths, 7), None) if speculative and speculative.adaptive else (None, None)
+
+    monkeypatch.setattr(build, "decide_draft_length", drawn)

@@ -61,20 +61,25 @@ def buffers(num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
 def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
     d = Drawn(data)
     known = [d.draw(1, d.computed[r]) for r in d.rows]
-    out = buffers(sum(known) + len(known) + d.draw(0, 3), len(d.batch))
+    # Some go further back than the step, for which each has places.
+    most_back = d.draw(0, 3)
+    back = [min(d.draw(0, most_back), d.computed[r] - n) for r, n in zip(d.rows, known, strict=True)]
+    begins = [d.computed[r] - n - b if b else -1 for r, n, b in zip(d.rows, known, back, strict=True)]
+    planned = [n + 1 + most_back for n in known]
+    out = buffers(sum(planned) + d.draw(0, 3), len(d.batch))
     out["last_indices"] = torch.full((len(d.batch),), -77, dtype=torch.int64)
     out["block_table"] = torch.full((len(d.batch), MAX_PAGES), -77, dtype=torch.int32)
     prepare_first_pass(
-        *(d.batch, starts_of([n + 1 for n in known], d.pad), d.token_ids, d.pages, ints(d.computed), ints(d.tokens)),
-        *(ints(d.max_drafts), ints(d.ran), PAGE, VOCAB),
+        *(d.batch, starts_of(planned, d.pad), d.token_ids, d.pages, ints(d.computed), ints(d.tokens)),
+        *(ints(d.max_drafts), ints(d.ran), ints([*begins, *[-1] * d.pad]), most_back, PAGE, VOCAB),
         **out,
     )
     at = 0
     for i, (row, count) in enumerate(zip(d.rows, known, strict=True)):
         runs = d.ran[row] and d.max_drafts[row] > 0
         has_new = d.computed[row] + 1 == d.tokens[row]
-        first, alive = d.computed[row] - count, (count + has_new) if runs else 0
-        for t in range(count + 1):
+        first, alive = d.computed[row] - count - back[i], (count + back[i] + has_new) if runs else 0
+        for t in range(planned[i]):
             token = int(d.token_ids[row, first + t]) if t < alive else 0
             assert out["input_ids"][at + t] == (token if token < VOCAB else 0)
             assert out["positions"][at + t] == (first + t if t < alive else 0)
@@ -83,7 +88,7 @@ def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
         assert out["seq_lens"][i] == (first + alive if runs else 0)
         assert out["last_indices"][i] == (at + alive - 1 if runs else 0)
         assert out["draft_positions"][i] == d.tokens[row]
-        at += count + 1
+        at += planned[i]
     assert torch.equal(out["block_table"], d.pages[d.batch.long()])
     assert not out["input_ids"][at:].any() and (out["slot_mapping"][at:] == -1).all()
     assert not out["query_lens"][len(known) :].any() and not out["last_indices"][len(known) :].any()
@@ -126,16 +131,17 @@ def test_where_the_tokens_before_lie(data: st.DataObject) -> None:
     alive = [d.draw(0, 4) for _ in d.rows]
     counts = [n + d.draw(0, 2) for n in alive]  # and dead ones
     firsts = [d.draw(0, MAX_LEN - 6) for _ in d.rows]
+    begin_at = [d.draw(0, first + 2) for first in firsts] + [0] * d.pad  # where the drafter's keys do
     begins = starts_of(counts, d.pad)
     positions = torch.zeros(sum(counts) + d.draw(0, 3), dtype=torch.int64)
     expected = torch.zeros_like(positions)
     for i, row in enumerate(d.rows):
         for t in range(alive[i]):
             positions[begins[i] + t] = firsts[i] + t
-            if firsts[i] + t > 0:
+            if firsts[i] + t > begin_at[i]:
                 expected[begins[i] + t] = d.slot(row, firsts[i] + t - 1)
     found = torch.full_like(positions, -77)
-    find_slots_before(begins, positions, d.pages[d.batch.long()], PAGE, slots_before=found)
+    find_slots_before(begins, positions, d.pages[d.batch.long()], ints(begin_at), PAGE, slots_before=found)
     assert torch.equal(found, expected)
 
 

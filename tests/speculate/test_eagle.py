@@ -76,6 +76,22 @@ def test_the_same_tokens_in_graphs(written: Any, name: str, kind: str) -> None:
     check(maker(folder), kind, 24, {**speculative, "num_speculative_tokens": 3}, **IN_GRAPHS)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "where"),
+    [
+        ("eagle3", "sampled", {}),
+        ("mtp-qwen", "greedy", {}),
+        ("eagle", "all", IN_GRAPHS),
+        ("eagle3", "greedy", IN_GRAPHS),
+    ],
+)
+def test_the_same_tokens_however_many_are_drafted_from_step_to_step(
+    written: Any, name: str, kind: str, where: dict[str, Any], any_lengths: None
+) -> None:
+    folder, speculative = written(name)
+    check(maker(folder), kind, 24, {**speculative, "num_speculative_tokens": 5, "adaptive": True}, **where)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("where", [{}, IN_GRAPHS], ids=["cpu", "sim"])

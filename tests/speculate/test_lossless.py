@@ -131,6 +131,24 @@ def test_the_same_tokens_in_graphs_on_a_device_that_runs_later(
     assert engine.core.runner.device.sync_guard.num_violations == 0
 
 
+@pytest.mark.parametrize(
+    ("method", "kind", "where"), [("ngram", "all", {}), ("near", "sampled", {}), ("near", "greedy", IN_GRAPHS)]
+)
+def test_the_same_tokens_however_many_are_drafted_from_step_to_step(
+    make_engine: MakeEngine,
+    folders: dict[str, Path],
+    method: str,
+    kind: str,
+    where: dict[str, Any],
+    any_lengths: None,
+) -> None:
+    engine = check(make_engine, kind, 24, config_of(method, 5, folders) | {"adaptive": True}, **where)
+    stats = engine.core.stats
+    assert stats.num_draft_tokens > 10
+    if method == "near":  # with gaps in its cache, closed or not, it must still be as good as ever
+        assert stats.num_accepted_tokens > 0.3 * stats.num_draft_tokens
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.synthetic import force_acceptance
@@ -81,12 +82,34 @@ def _place() -> Iterator[Case]:
             rows = draw_rows(40, 4)
             names = ("num_computed", "num_tokens", "max_drafts", "max_total", "status", "token_ids", "num_drafts")
             return {
-                "draft_ids": ints(torch.randint(-1, 9, (n + pad, k))),
+                # Columns of a wider table: steps may make fewer drafts than there is room for.
+                "draft_ids": ints(torch.randint(-1, 9, (n + pad, k + 2)))[:, :k],
                 "batch_rows": batch_of(n, pad),
                 **chosen(rows, *names),
             }
 
         yield from (Case(f"place_drafts-{num_reqs}x{k}-{run}", place_drafts, args) for run in range(2))
+
+
+def _gaps() -> Iterator[Case]:
+    for num_reqs, num_padding, whole in ((1, 0, True), (5, 3, True), (7, 1, False)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, w: bool = whole) -> dict[str, Any]:
+            rows = draw_rows(48, 4)
+            first = rows["num_computed"] - ints(torch.randint(0, 4, (NUM_ROWS,)))
+            return {
+                "batch_rows": batch_of(n, pad),
+                "num_computed": rows["num_computed"],
+                "ran": rows["ran"] * (first.clamp(min=0) + 1),
+                "goes_over_all": w,
+                "num_caught_up": 0 if w else 2,
+                "draft_start": ints(torch.randint(0, 3, (NUM_ROWS,))),
+                "draft_end": first - ints(torch.randint(0, 5, (NUM_ROWS,))),
+                "seq_starts": poisoned(n + pad),
+                "first_slots": poisoned(n + pad),
+            }
+
+        yield Case(f"mark_gaps-{num_reqs}+{num_padding}", mark_gaps, args)
 
 
 def _first_pass() -> Iterator[Case]:
@@ -95,13 +118,18 @@ def _first_pass() -> Iterator[Case]:
         def args(n: int = num_reqs, pad: int = num_padding, s: int = spare, m: int = max_len) -> dict[str, Any]:
             rows, batch = draw_rows(m, 4), batch_of(n, pad)
             known = torch.minimum(torch.randint(1, m // 2, (n + pad,)), rows["num_computed"][batch.long()])
-            counts = torch.where(torch.arange(n + pad) < n, known + 1, 0)
+            # Some go back by up to three tokens, for which all have places.
+            counts = torch.where(torch.arange(n + pad) < n, known + 1 + 3, 0)
+            back = rows["num_computed"][batch.long()] - known - torch.randint(0, 4, (n + pad,))
+            first_slots = torch.where(torch.rand(n + pad) < 0.5, back.clamp(min=0), -1)
             total = int(counts.sum()) + s
             names = ("token_ids", "page_table", "num_computed", "num_tokens", "max_drafts", "ran")
             return {
                 "batch_rows": batch,
                 "start_loc": starts(counts),
                 **chosen(rows, *names),
+                "first_slots": ints(first_slots),
+                "num_caught_up": 3,
                 "page_size": 4,
                 "vocab_size": 900,
                 "input_ids": poisoned(total),
@@ -183,5 +211,5 @@ def _synthetic() -> Iterator[Case]:
         yield Case(f"force_acceptance-{n}x{k}", force_acceptance, args)
 
 
-SMALL_CASES = [*_accept(), *_place(), *_first_pass(), *_shifted_pass(), *_next_pass(), *_synthetic()]
+SMALL_CASES = [*_accept(), *_place(), *_gaps(), *_first_pass(), *_shifted_pass(), *_next_pass(), *_synthetic()]
 CASES = [*SMALL_CASES, *NGRAM_CASES, *REJECTION_CASES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class SimDevice:
         self.compute_stream: StreamProtocol = self.streams[0]
         self.copy_stream: StreamProtocol = self.streams[1]
         self.current_stream = self.streams[0]
+        self._costs = random.Random(seed)
         self._pool = Pool(self)
         self._pinned: dict[int, Block] = {}
         self._late_error: SimError | None = None
@@ -82,6 +84,13 @@ class SimDevice:
 
     def timestamp(self) -> Timestamp | None:
         return None  # its pace is drawn from a seed and means nothing
+
+    def seconds_of(self, run: Callable[[], None]) -> float:
+        run()
+        return self._costs.uniform(0.5, 2.0)  # nobody may rely on one batch being dearer than another
+
+    def memory_in_use(self) -> int:
+        return 0
 
     @contextmanager
     def use_stream(self, stream: StreamProtocol) -> Iterator[None]:

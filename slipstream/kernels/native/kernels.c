@@ -215,7 +215,7 @@ void slip_rope_and_cache(const float *q, int64_t q_stride, const float *k, int64
 
 typedef struct {
     const float *q, *cache;
-    const int32_t *starts, *query_lens, *seq_lens, *block_table;
+    const int32_t *starts, *query_lens, *seq_lens, *block_table, *seq_starts; /* seq_starts may be NULL */
     float *out;
     int64_t heads, kv_heads, dim, page_size, table_stride;
     float scale;
@@ -223,14 +223,20 @@ typedef struct {
     _Atomic int failed;
 } Attention;
 
+/* The first slot that a query token sees. Where it is behind the token's own the token sees nothing. */
+static int64_t first_seen(const Attention *a, int64_t request, int64_t position) {
+    int64_t start = a->seq_starts ? a->seq_starts[request] : 0;
+    int64_t first = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
+    return start > first ? start : first;
+}
+
 /* All query heads of one group, all query tokens of one request: keys are read once for all of them. */
 static void attend(const Attention *a, int64_t request, int64_t kv_head, float *scores) {
     int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
     int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
     const int32_t *pages = a->block_table + request * a->table_stride;
     for (int64_t j = 0; j < num_query; j++) {
-        int64_t position = length - num_query + j;
-        int64_t first = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
+        int64_t position = length - num_query + j, first = first_seen(a, request, position);
         for (int64_t g = 0; g < group; g++) {
             int64_t at = ((begin + j) * a->heads + kv_head * group + g) * dim;
             const float *query = a->q + at;
@@ -269,8 +275,11 @@ static void attend_many(const Attention *a, int64_t request, int64_t kv_head, in
     int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
     int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
     const int32_t *pages = a->block_table + request * a->table_stride;
-    int64_t before = length - num_query, low = a->window ? before + first_query + 1 - a->window : 0;
-    if (low < 0) low = 0;
+    int64_t before = length - num_query;
+    for (; first_query < end_query && first_seen(a, request, before + first_query) > before + first_query; first_query++)
+        memset(a->out + ((begin + first_query) * a->heads + kv_head * group) * dim, 0, (size_t)(group * dim) * sizeof(float));
+    if (first_query == end_query) return;
+    int64_t low = first_seen(a, request, before + first_query);
     int64_t num_keys = before + end_query - low, stride = (num_keys + PANEL - 1) / PANEL * PANEL;
     float *turned = memory, *scores = turned + dim * stride;
     const float **values = (const float **)(scores + QUERY_ROWS * stride);
@@ -313,7 +322,7 @@ static void attend_many(const Attention *a, int64_t request, int64_t kv_head, in
         }
         for (int t = 0; t < QUERY_ROWS; t++) {
             float *s = scores + t * stride, largest = -INFINITY, sum = 0.0f;
-            int64_t end = position[t] + 1, first = a->window && end > a->window ? end - a->window : 0;
+            int64_t end = position[t] + 1, first = first_seen(a, request, low + position[t]) - low;
             for (int64_t k = first; k < end; k++) largest = s[k] > largest ? s[k] : largest;
 #pragma omp simd reduction(+ : sum)
             for (int64_t k = first; k < end; k++) {
@@ -380,13 +389,14 @@ static void attend_piece(const void *arg, int64_t first, int64_t end) {
     free(memory);
 }
 
-/* Returns 0, or 1 when there is no memory for the scores. Tokens behind a request's living ones give zero. */
+/* Returns 0, or 1 when there is no memory for the scores. Tokens behind a request's living ones give zero. Keys before
+ * `seq_starts`, if that is not NULL, are not read. */
 int slip_paged_attention(const float *q, const float *cache, const int32_t *starts, const int32_t *query_lens,
-                         const int32_t *seq_lens, const int32_t *block_table, float *out, int64_t requests, int64_t heads, int64_t kv_heads,
-                         int64_t dim, int64_t page_size, int64_t table_stride, float scale, int64_t window,
-                         int num_threads) {
-    Attention a = {q,        cache, starts,    query_lens,   seq_lens, block_table, out, heads,
-                   kv_heads, dim,   page_size, table_stride, scale,    window,      0,   0};
+                         const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
+                         int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
+                         int64_t table_stride, float scale, int64_t window, int num_threads) {
+    Attention a = {q,   cache,     starts,       query_lens, seq_lens, block_table, seq_starts, out, heads, kv_heads,
+                   dim, page_size, table_stride, scale,      window,   0,           0};
     int64_t work = 0;
     for (int64_t r = 0; r < requests; r++) {
         a.longest = seq_lens[r] > a.longest ? seq_lens[r] : a.longest;
@@ -509,7 +519,7 @@ typedef struct {
     int64_t tokens, requests, table_stride;
     const float *cosine, *sine;
     const int64_t *page_ids, *offsets;
-    const int32_t *starts, *query_lens, *seq_lens, *block_table;
+    const int32_t *starts, *query_lens, *seq_lens, *block_table, *seq_starts; /* seq_starts may be NULL */
     int num_threads;
 } Step;
 
@@ -533,9 +543,9 @@ int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, 
         slip_rope_and_cache(qkv, qkv_size, qkv + q_size, qkv_size, qkv + q_size + kv_size, qkv_size, s->cosine, s->sine,
                             l->cache, s->page_ids, s->offsets, q, n, z->heads, z->kv_heads, z->dim, z->rotary_dim,
                             z->page_size);
-        failed = slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, mixed, s->requests,
-                                      z->heads, z->kv_heads, z->dim, z->page_size, s->table_stride, z->scale, l->window,
-                                      s->num_threads);
+        failed = slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, s->seq_starts,
+                                      mixed, s->requests, z->heads, z->kv_heads, z->dim, z->page_size, s->table_stride,
+                                      z->scale, l->window, s->num_threads);
         slip_panel_linear(mixed, l->o, l->o_bias, hidden, n, q_size, z->hidden, 0, s->num_threads);
         slip_add_rms_norm(hidden, residual, l->post_norm, z->eps, normed, residual, n, z->hidden);
         slip_panel_linear(normed, l->gate_up, NULL, gated, n, z->hidden, z->intermediate, 1, s->num_threads);

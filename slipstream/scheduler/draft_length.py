@@ -1,0 +1,202 @@
+"""How many drafts to make and to check: a fixed number, or the one that promises most tokens a second.
+
+A draft length that adapts weighs two tables. What a step costs is measured (``step_costs``). How far drafts are right
+is learnt from every step: for each request and place the probability that the draft there stands if those before it do.
+Where a draft that was hoped for is not there, it counts as wrong. One length serves the batch, for one graph does.
+
+Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, at
+no length at all one draft, and the next step checks that. A trial costs at most about a hundredth of the steps between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.scheduler.step_costs import StepCosts
+from slipstream.types import Composition
+
+_RATE = 1 / 8  # of forgetting
+_HOPE = 0.7  # of a draft of which nothing is known
+_MARGIN = 1.01  # a change has to promise more than this
+_LOOK_EVERY = 4  # collected steps
+_TRIAL_EVERY, _TRIAL_AT_LAST = 16, 64  # steps
+_TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
+
+
+class Lengths(NamedTuple):
+    """Of one step: drafts it checks at most, and drafts it makes for the next one."""
+
+    check: int
+    make: int
+
+
+class DraftLength(Protocol):
+    """Who decides. Asked before a step, told of it once it is launched, and again when it is collected."""
+
+    def wanted(self) -> Lengths: ...
+
+    def launched(self, composition: Composition) -> None: ...
+
+    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None: ...
+
+    def move_in(self, row: int) -> None:
+        """Another request has the row."""
+        ...
+
+
+class FixedLength:
+    def __init__(self, num_drafts: int) -> None:
+        self._lengths = Lengths(num_drafts, num_drafts)
+
+    def wanted(self) -> Lengths:
+        return self._lengths
+
+    def launched(self, composition: Composition) -> None:
+        pass
+
+    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
+        pass
+
+    def move_in(self, row: int) -> None:
+        pass
+
+
+class _Trial(NamedTuple):
+    """One step drafts further, the next one checks that; then the results are waited for."""
+
+    length: int
+    is_drafted: bool  # the first of the two is launched
+
+
+class AdaptiveLength:
+    def __init__(self, lengths: Sequence[int], initial: int, num_rows: int, costs: StepCosts) -> None:
+        self._choices = list(lengths)
+        self.length = initial  # of all steps but those of a trial
+        self._costs = costs
+        most = max(lengths)
+        # Of every row and place: the probability that a draft stands, and of how many trials that is known.
+        self._right: npt.NDArray[np.float64] = np.full((num_rows, most), _HOPE)
+        self._num_seen: npt.NDArray[np.float64] = np.zeros((num_rows, most))
+        self._usual: npt.NDArray[np.float64] = np.full(most, _HOPE)  # of any request, for those that come
+        self._places = np.arange(most)
+        self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
+        self._trial: _Trial | None = None
+        self._num_since_trial = 0
+        self._num_collected = 0
+        self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
+
+    def wanted(self) -> Lengths:
+        trial = self._trial
+        if trial is None:
+            return Lengths(self.length, self.length)
+        return Lengths(trial.length, self.length) if trial.is_drafted else Lengths(self.length, trial.length)
+
+    def move_in(self, row: int) -> None:
+        self._right[row] = self._usual
+        self._num_seen[row] = 1.0
+
+    def launched(self, composition: Composition) -> None:
+        rows = self._rows_of(composition)
+        if self._decided_at != (len(rows), self._costs.version):
+            self._decide()
+        if self._trial is not None:
+            # A step in which the trial found no room does not count; the next one will do.
+            if not self._trial.is_drafted and composition.num_next_drafts >= self._trial.length:
+                self._trial = self._trial._replace(is_drafted=True)
+            elif self._trial.is_drafted:
+                self._trial = None
+            return
+        self._num_since_trial += 1
+        if self._num_since_trial >= _TRIAL_EVERY:
+            self._begin_trial(len(rows))
+
+    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
+        num_drafts = max(composition.num_drafts, default=0)
+        if not num_drafts:
+            return
+        if len(composition.rows) == composition.num_drafts.count(num_drafts):
+            rows, accepted = self._rows_of(composition), np.array(num_accepted)
+        else:  # some are prompts
+            drafted = [i for i, count in enumerate(composition.num_drafts) if count]
+            rows = np.array([composition.rows[i] for i in drafted])
+            accepted = np.array([num_accepted[i] for i in drafted])
+        self._learn(rows, accepted, num_drafts)
+        self._num_collected += 1
+        if self._num_collected % _LOOK_EVERY == 0 or num_drafts > self.length:
+            self._decide()
+
+    # --- learning ---------------------------------------------------------------------------------
+
+    def _learn(self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], num_drafts: int) -> None:
+        """A draft behind one that was wrong says nothing."""
+        places = self._places[:num_drafts]
+        stands = places < accepted[:, None]
+        is_tried = places <= accepted[:, None]
+        right, num_seen = self._right[rows, :num_drafts], self._num_seen[rows, :num_drafts] + is_tried
+        rate = np.maximum(1.0 / np.maximum(num_seen, 1.0), _RATE)
+        self._right[rows, :num_drafts] = right + is_tried * rate * (stands - right)
+        self._num_seen[rows, :num_drafts] = np.minimum(num_seen, 1.0 / _RATE)
+        num_tried = is_tried.sum(0)
+        share = _RATE * (num_tried > 0)
+        self._usual[:num_drafts] += share * (stands.sum(0) / np.maximum(num_tried, 1) - self._usual[:num_drafts])
+
+    def _rows_of(self, composition: Composition) -> npt.NDArray[np.int64]:
+        """Batches come again and again."""
+        if self._batch is None or self._batch[0] is not composition:
+            self._batch = (composition, np.array(composition.rows, dtype=np.int64))
+        return self._batch[1]
+
+    # --- deciding ---------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """The length that promises most. A change has to promise a little more than nothing, or it would never end."""
+        assert self._batch is not None
+        rows = self._batch[1]
+        self._decided_at = (len(rows), self._costs.version)
+        tokens = self._tokens(rows)
+        now = self._rate(len(rows), self.length, tokens)
+        best, best_rate = self.length, 0.0 if now is None else now * _MARGIN
+        for length in self._choices:
+            rate = self._rate(len(rows), length, tokens)
+            if rate is not None and rate > best_rate and length != self.length:
+                best, best_rate = length, rate
+        if best != self.length:
+            self.length = best
+            self._trial, self._num_since_trial = None, 0
+
+    def _tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Tokens that a step gives a request on average, by how many drafts it checks."""
+        stand = np.cumprod(self._right[rows], axis=1).mean(0)
+        return np.concatenate([[1.0], 1.0 + np.cumsum(stand)])
+
+    def _rate(self, num_reqs: int, length: int, tokens: npt.NDArray[np.float64]) -> float | None:
+        seconds = self._costs.seconds(num_reqs, length)
+        return None if seconds is None else float(tokens[length]) / seconds
+
+    def _begin_trial(self, num_reqs: int) -> None:
+        """Try the next longer one, if it could pay at all and has not been tried just now."""
+        longer = next((k for k in self._choices if k > self.length), None)
+        seconds = self._costs.seconds(num_reqs, self.length)
+        longer_seconds = None if longer is None else self._costs.seconds(num_reqs, longer)
+        if longer is None or seconds is None or longer_seconds is None:
+            self._num_since_trial = 0
+            return
+        extra = max(0.0, longer_seconds / seconds - 1.0)
+        if self._num_since_trial < min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST):
+            return
+        self._num_since_trial = 0
+        assert self._batch is not None
+        rows = self._batch[1]
+        tokens = self._tokens(rows)
+        at_best = tokens[self.length] + (longer - self.length) * (tokens[self.length] - tokens[max(0, self.length - 1)])
+        if self.length == 0:
+            at_best = 1.0 + longer
+        if at_best / longer_seconds > tokens[self.length] / seconds:
+            self._trial = _Trial(longer, is_drafted=False)
+            # What is known of those places is old: what the trial says counts half.
+            self._num_seen[rows, self.length : longer] = np.minimum(self._num_seen[rows, self.length : longer], 1.0)

@@ -1,0 +1,74 @@
+"""Gaps in a drafter's cache: tokens that it was not shown, because nobody wanted drafts behind them.
+
+What lies in a row's slots there is of others, or of nobody. The drafter's attention begins behind the last gap. One
+that needs no more than tokens goes over those it has missed, as far as its pass has room, and closes the gap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import operation, writes_only
+from slipstream.kernels.triton_jit import jit, runs_triton, tl
+
+
+@operation(writes_only, writes=("draft_start", "draft_end", "seq_starts", "first_slots"))
+def mark_gaps(
+    batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
+    num_computed: Tensor,  # [num_rows] int32: after the step
+    ran: Tensor,  # [num_rows] int32: 1 + where the step began; 0: it did not run
+    goes_over_all: bool,  # the drafter's pass goes over all of the step's tokens, and not only over the last of them
+    num_caught_up: int,  # where it does not: so many tokens before the last have room in it
+    # written:
+    draft_start: Tensor,  # [num_rows] int32: from where on the row has the drafter's keys
+    draft_end: Tensor,  # [num_rows] int32: up to where the last step that drafted has brought them
+    seq_starts: Tensor,  # [padded_reqs] int32: draft_start of the batch
+    first_slots: Tensor,  # [padded_reqs] int32: where a pass begins that is to close a gap; -1: where the step did
+) -> None:
+    """A step that begins where the last one that drafted ended leaves no gap."""
+    if runs_triton(batch_rows):
+        _gaps_kernel[(batch_rows.shape[0],)](
+            *(batch_rows, num_computed, ran, draft_start, draft_end, seq_starts, first_slots, num_caught_up),
+            ALL=goes_over_all,
+            num_warps=1,
+        )
+        return
+    rows, first = batch_rows.long(), ran[batch_rows.long()] - 1
+    computed, end, runs = num_computed[rows], draft_end[rows], first >= 0
+    gap = runs & (first > end)
+    if not goes_over_all:
+        first = torch.maximum(end, computed - 1 - num_caught_up)
+    starts = torch.where(gap & (first > end), first, draft_start[rows])
+    draft_start[rows] = starts
+    draft_end[rows] = torch.where(runs, computed, end)
+    seq_starts.copy_(starts)
+    first_slots.copy_(torch.where(gap, first, -1))
+
+
+@jit
+def _gaps_kernel(
+    batch_rows,
+    num_computed,
+    ran,
+    draft_start,
+    draft_end,
+    seq_starts,
+    first_slots,
+    num_caught_up,
+    ALL: tl.constexpr,
+):
+    """One program a request. Padding shares the scratch row, which does not run, so nobody writes to it."""
+    i = tl.program_id(0)
+    row = tl.load(batch_rows + i).to(tl.int64)
+    first = tl.load(ran + row) - 1
+    computed, start, end = tl.load(num_computed + row), tl.load(draft_start + row), tl.load(draft_end + row)
+    runs = first >= 0
+    gap = runs & (first > end)
+    if not ALL:
+        first = tl.maximum(end, computed - 1 - num_caught_up)
+    start = tl.where(gap & (first > end), first, start)
+    tl.store(draft_start + row, start, mask=gap)
+    tl.store(draft_end + row, computed, mask=runs)
+    tl.store(seq_starts + i, start)
+    tl.store(first_slots + i, tl.where(gap, first, -1))

@@ -1,0 +1,183 @@
+"""The draft length that adapts, against costs and acceptances that are known."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
+from slipstream.scheduler.step_costs import StepCosts
+from slipstream.types import Composition
+
+CHOICES = (0, 1, 2, 3, 5, 7)
+HIGH = (0.730, 0.521, 0.355, 0.245, 0.170, 0.118, 0.082)
+LOW = (0.3, 0.08, 0.02, 0.0, 0.0, 0.0, 0.0)
+ZERO = (0.0,) * 7
+
+
+class Engine:
+    """Steps of a batch with a few in flight, drafts accepted at given rates, costs of which time is the sum."""
+
+    def __init__(self, num_reqs: int, cost: dict[int, float], seed: int = 0, in_flight: int = 2) -> None:
+        self.costs = StepCosts(in_graphs=True)
+        for k, seconds in cost.items():
+            self.costs.record(num_reqs, k, seconds)
+        self.policy = AdaptiveLength(CHOICES, 3, num_reqs, self.costs)
+        self._cost, self._n, self._random, self._depth = cost, num_reqs, random.Random(seed), in_flight
+        for row in range(num_reqs):
+            self.policy.move_in(row)
+        self._flying: list[tuple[Composition, list[int]]] = []
+        self._made = 0
+        self._known: dict[tuple[int, int], Composition] = {}
+        self.seconds, self.tokens = 0.0, 0
+        self.trace: list[int] = []
+
+    def step(self, rates: tuple[float, ...]) -> None:
+        check, make = self.policy.wanted()
+        check = min(check, self._made)
+        n = self._n
+        # Steps that are alike share a composition, as the scheduler's do.
+        composition = self._known.setdefault(
+            (check, make),
+            Composition(
+                *(tuple(map(str, range(n))), (1,) * n, tuple(range(n)), (1 + check,) * n, (True,) * n, (check,) * n),
+                *(n * (1 + check), make),
+            ),
+        )
+        accepted = []
+        for _ in range(n):
+            draw = self._random.random()
+            accepted.append(sum(draw < rate for rate in rates[:check]))
+        # What a step costs is half what it checks and half what it makes.
+        self.seconds += (self._cost[check] + self._cost[make]) / 2
+        self.tokens += n + sum(accepted)
+        self._made = make
+        self.trace.append(check)
+        self.policy.launched(composition)
+        self._flying.append((composition, accepted))
+        if len(self._flying) >= self._depth:
+            self.policy.collected(*self._flying.pop(0))
+
+    def run(self, rates: tuple[float, ...], count: int) -> float:
+        """Tokens a second of these steps."""
+        seconds, tokens = self.seconds, self.tokens
+        for _ in range(count):
+            self.step(rates)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+
+def dear(each: float) -> dict[int, float]:
+    return {k: 1.0 + each * k for k in CHOICES}
+
+
+def best_rate(rates: tuple[float, ...], cost: dict[int, float], num_reqs: int) -> float:
+    return max(num_reqs * (1 + sum(rates[:k])) / seconds for k, seconds in cost.items())
+
+
+@pytest.mark.parametrize("rates", [HIGH, LOW, ZERO], ids=["high", "low", "zero"])
+@pytest.mark.parametrize("each", [0.03, 0.08, 0.25, 0.5])
+@pytest.mark.parametrize("num_reqs", [1, 8, 64])
+def test_it_is_near_the_best_and_never_much_slower_than_no_drafts(
+    rates: tuple[float, ...], each: float, num_reqs: int
+) -> None:
+    cost = dear(each)
+    engine = Engine(num_reqs, cost)
+    engine.run(rates, 100)
+    found = engine.run(rates, 2000)
+    assert found > 0.98 * num_reqs / cost[0]
+    assert found > 0.94 * best_rate(rates, cost, num_reqs)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 8, 64])
+@pytest.mark.parametrize("each", [0.05, 0.2])
+def test_a_change_is_followed_within_fifty_steps(each: float, num_reqs: int) -> None:
+    cost = dear(each)
+    late = 0
+    for seed in range(40):
+        engine = Engine(num_reqs, cost, seed)
+        engine.run(ZERO, 150)
+        engine.run(HIGH, 50)
+        after = engine.run(HIGH, 150)
+        late += after < 0.9 * best_rate(HIGH, cost, num_reqs)
+        engine.run(ZERO, 50)
+        assert engine.run(ZERO, 150) > 0.98 * num_reqs / cost[0]
+    assert late <= (4 if num_reqs == 1 else 0)  # one request alone is a matter of luck
+
+
+def test_it_comes_back_however_long_nothing_was_right() -> None:
+    engine = Engine(4, dear(0.05))
+    engine.run(ZERO, 5000)
+    assert engine.policy.length == 0
+    engine.run(HIGH, 60)
+    assert engine.policy.length > 0
+
+
+def test_a_trial_makes_further_drafts_in_one_step_and_checks_them_in_the_next() -> None:
+    engine = Engine(2, dear(0.05))
+    engine.run(ZERO, 200)
+    trace = engine.trace[-128:]
+    assert 2 <= sum(trace) <= 8, "one draft every sixteen steps"
+    assert all(check in (0, 1) for check in trace)
+
+
+def test_nothing_is_tried_that_could_not_pay() -> None:
+    engine = Engine(8, dear(1.5))
+    engine.run(ZERO, 100)
+    engine.trace.clear()
+    engine.run(ZERO, 300)
+    assert sum(engine.trace) == 0
+
+
+def test_only_lengths_whose_cost_is_known_are_chosen() -> None:
+    engine = Engine(4, {0: 1.0, 3: 1.2})
+    engine.run(HIGH, 300)
+    assert set(engine.trace) <= {0, 3}
+    engine.costs.record(8, 7, 1.25)  # a graph for twice the requests serves as well
+    engine._cost[7] = 1.25
+    engine.run((0.99,) * 7, 100)
+    assert engine.policy.length == 7
+
+
+def test_without_any_cost_the_first_length_stays() -> None:
+    policy = AdaptiveLength(CHOICES, 3, 4, StepCosts(in_graphs=True))
+    assert policy.wanted() == Lengths(3, 3)
+    policy.move_in(0)
+    composition = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
+    for _ in range(200):
+        policy.launched(composition)
+        policy.collected(composition, [0])
+    assert policy.wanted() == Lengths(3, 3)
+
+
+def test_requests_are_learnt_of_one_by_one() -> None:
+    costs = StepCosts(in_graphs=True)
+    for k in CHOICES:
+        costs.record(8, k, 1.0 + 0.1 * k)
+    policy = AdaptiveLength(CHOICES, 3, 8, costs)
+    for row in range(8):
+        policy.move_in(row)
+    both = Composition(("a", "b"), (1, 1), (2, 5), (4, 4), (True, True), (3, 3), 8, 3)
+    for _ in range(50):
+        policy.launched(both)
+        policy.collected(both, [3, 0])
+    # A batch of the one that is always right wants many; of the other none.
+    policy.launched(Composition(("a",), (1,), (2,), (4,), (True,), (3,), 4, 3))
+    assert policy.length >= 3
+    policy.launched(Composition(("b", "c"), (1, 1), (5, 5), (4, 4), (True, True), (3, 3), 8, 3))
+    assert policy.length == 0
+    # Who moves in is taken for the usual one.
+    policy.move_in(5)
+    assert 0.3 < policy._right[5, 0] < 0.7
+
+
+def test_prompts_beside_decodes_are_not_counted() -> None:
+    costs = StepCosts(in_graphs=False)
+    policy = AdaptiveLength(CHOICES, 3, 4, costs)
+    mixed = Composition(("a", "b"), (1, 1), (0, 1), (4, 30), (True, False), (3, 0), 34, 3)
+    before = policy._right[1].copy()
+    policy.launched(mixed)
+    policy.collected(mixed, [0, 0])
+    assert np.array_equal(policy._right[1], before)
+    assert policy._right[0, 0] < before[0]
