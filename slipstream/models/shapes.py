@@ -76,17 +76,22 @@ def forced_eagle3(shape: str, k: int, rates: Sequence[float] = FORCED_RATES) -> 
 def weight_bytes(shape: str) -> int:
     """Of all weights of a shape, or of a head's, that one pass reads in 16 bits; an embedding's rows are few."""
     config = {**SHAPES, **HEAD_SHAPES}[shape]
-    hidden, inputs = config["hidden_size"], 2 if shape in HEAD_SHAPES else 1  # a head reads two states side by side
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    layer = inputs * hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * config["intermediate_size"]
-    return 2 * (config["num_hidden_layers"] * layer + hidden * config.get("draft_vocab_size", config["vocab_size"]))
+    hidden: int = config["hidden_size"]
+    vocab_size: int = config.get("draft_vocab_size", config["vocab_size"])
+    inputs = 2 if shape in HEAD_SHAPES else 1  # a head reads two states side by side
+    kv: int = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    mlp: int = 3 * hidden * config["intermediate_size"]
+    layer = inputs * hidden * (hidden + 2 * kv) + hidden * hidden + mlp
+    num_layers: int = config["num_hidden_layers"]
+    return 2 * (num_layers * layer + hidden * vocab_size)
 
 
 def step_bytes(shape: str, k: int) -> int:
     """Of all weights that a step reads once each: the target's, and a head's for each of the drafts it makes."""
     if not k:
         return weight_bytes(shape)
-    mix = 2 * 3 * SHAPES[shape]["hidden_size"] ** 2  # of three taps, once
+    hidden: int = SHAPES[shape]["hidden_size"]
+    mix = 2 * 3 * hidden * hidden  # of three taps, once
     return weight_bytes(shape) + mix + k * weight_bytes(f"{shape}-eagle3")
 
 
