@@ -31,13 +31,14 @@ from torch import Tensor
 
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.commands.results import collect_results, prepare_folder, write_results
-from slipstream.config import EngineOptions, ModelConfig, RopeConfig, resolve
+from slipstream.config import EngineOptions, ModelConfig, RopeConfig
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.interface import Capture, GraphPool
 from slipstream.engine.build import build_shape
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import without_network
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.resolve import resolve
 from slipstream.runner.async_output import InFlightStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler

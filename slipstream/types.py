@@ -220,6 +220,7 @@ class Composition:
     num_drafts: tuple[int, ...]
     total_tokens: int
     num_next_drafts: int = 0  # most drafts that are made behind the step, for the next one to check
+    lengths_are_exact: bool = False  # it is launched with no other under way, for its attention wants to know them
     num_caught_up: int = 0  # most tokens of each before the step's own that the drafter, who missed them, goes over too
 
     @property
@@ -375,9 +376,8 @@ class RequestTimings:
 
     def tokens_per_s(self, num_tokens: int) -> float:
         """Output rate of the decode part: the first token belongs to prefill."""
-        if self.first_token_s is None or num_tokens < 2:
-            return 0.0
-        return (num_tokens - 1) / max(self.total_s - self.first_token_s, 1e-9)
+        first = self.first_token_s
+        return 0.0 if first is None or num_tokens < 2 else (num_tokens - 1) / max(self.total_s - first, 1e-9)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir, resolve
+from slipstream.config import EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir
+from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
 
 CPU = Hardware(device="cpu", free_memory_bytes=8 * 2**30, dtype_works=True)
@@ -105,7 +106,7 @@ def test_the_cache_of_a_gpu_is_what_others_and_weights_leave() -> None:
     ("options", "message"),
     [
         ({"dtype": "float64"}, "float64 runs on a CPU only"),
-        ({"attention_backend": "cpu"}, "attention_backend cpu does not run on cuda; use triton"),
+        ({"attention_backend": "cpu"}, "attention_backend cpu does not run on cuda; use triton or flashinfer or flex"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0 and at most 1, not 1.5"),
     ],
 )

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.config import DraftModel, EngineOptions, resolve, speculation_of
+from slipstream.config import DraftModel, EngineOptions, speculation_of
+from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
 from slipstream.speculative_config import SpeculativeConfig
 from tests.test_config import CPU, MODEL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ NORMED = -1
 
 
 class AttentionBackend(Protocol):
-    caps: ClassVar[Caps]
+    @property
+    def caps(self) -> Caps: ...
 
     def step_buffers(self) -> Sequence[Tensor]:
         """Memory of the backend's own that `build` fills anew in every step. Debug runs poison it before."""

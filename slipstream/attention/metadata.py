@@ -28,6 +28,10 @@ class CommonAttentionMetadata:
     # [padded_reqs] int32, device: the first slot of each whose keys are there; None: 0 for all. What lies before may be
     # anything and is seen by nobody; a token before the first slot sees nothing.
     seq_starts: Tensor | None = None
+    # [num_reqs]: computed tokens of each before the step, where the host knows them for certain, for no other step is
+    # under way. Not cut to the context limit.
+    num_computed_cpu: npt.NDArray[np.int32] | None = None
+    num_common_pages: int = 0  # all requests of the batch begin with these pages, and none of its tokens stands there
 
     @property
     def max_seq_len(self) -> int:

@@ -182,6 +182,7 @@ def _attention() -> Iterator[Finding]:
 
     from slipstream.attention.backend import AttentionBackend, AttentionLayer
     from slipstream.attention.cpu import CpuBackend
+    from slipstream.attention.flex import FlexBackend
     from slipstream.attention.metadata import CommonAttentionMetadata
     from slipstream.attention.reference import ReferenceBackend
 
@@ -200,6 +201,7 @@ def _attention() -> Iterator[Finding]:
     )
     layer = AttentionLayer(idx=0, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
     backends: dict[str, AttentionBackend] = {"cpu": CpuBackend(page_size=4), "reference": ReferenceBackend()}
+    backends["flex"] = FlexBackend(page_size=4, key_block=16)
     for name, backend in backends.items():
         out = backend.run(layer, torch.ones(1, 1, 8), kv_cache, backend.build(common))
         if torch.allclose(out[0, 0], kv_cache[1, 1, 0, 0]):
@@ -207,6 +209,26 @@ def _attention() -> Iterator[Finding]:
             yield Finding(f"attention: {name}", "ok", note)
         else:
             yield Finding(f"attention: {name}", "missing", "wrong results", "reinstall torch")
+    yield from _attention_choice()
+
+
+def _attention_choice() -> Iterator[Finding]:
+    """What auto takes here and why; what FlashInfer would do for a model of the usual shape."""
+    import torch
+
+    from slipstream.attention.flashinfer_paths import Features, HeadShape, choose_paths, is_installed
+    from slipstream.engine.backends import choose_backend
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name, reason = choose_backend("auto", device)
+    yield Finding("attention: auto", "ok", f"{name} on {device}: {reason}")
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    paths = choose_paths(capability, HeadShape(32, 8, 128, 16, "bfloat16"), Features(query_len=4), is_installed())
+    if paths.problem is not None:
+        yield Finding("attention: flashinfer", "note", paths.problem)
+        return
+    for line in paths.lines():
+        yield Finding("attention: flashinfer", "ok", line)
 
 
 def _native_kernels() -> Finding:

@@ -66,7 +66,8 @@ class CudaDevice:
 
     def hardware(self, dtype: str) -> Hardware:
         free, total = torch.cuda.mem_get_info()
-        return Hardware(device="cuda", free_memory_bytes=free, total_memory_bytes=total, dtype_works=True)
+        capability = torch.cuda.get_device_capability()
+        return Hardware("cuda", free, dtype_works=True, total_memory_bytes=total, capability=capability)
 
     def event(self) -> Event:
         made: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

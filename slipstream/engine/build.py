@@ -9,26 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.attention.backend import AttentionBackend
-from slipstream.attention.cpu import CpuBackend
-from slipstream.attention.reference import ReferenceBackend
-from slipstream.attention.triton import TritonBackend
-from slipstream.config import (
-    DTYPE_BYTES,
-    GIB,
-    DraftModel,
-    EngineConfig,
-    EngineOptions,
-    ModelConfig,
-    resolve,
-    speculation_of,
-)
+from slipstream.config import DTYPE_BYTES, GIB, DraftModel, EngineConfig, EngineOptions, speculation_of
 from slipstream.device import open_device
 from slipstream.device.interface import Device
+from slipstream.engine.backends import make_backend
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import open_drafter, without_network
+from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
-from slipstream.kernels import native
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import build_model, count_parameters, load_weights, randomize_weights
 from slipstream.models.registry import Architecture, architecture_of
@@ -112,9 +101,10 @@ def _assemble(
                 load_weights(model, checkpoint.tensors())
             make_speculator = without_network(config)
             if drafter is not None and config.draft_model is not None:
-                make_speculator = drafter.build(config, device, model, _backend(config, config.draft_model))
+                own_backend = make_backend(config, config.draft_model, device, for_drafter=True)
+                make_speculator = drafter.build(config, device, model, own_backend)
             model.pack()
-            backend = _backend(config, config.model)
+            backend = make_backend(config, config.model, device)
             draft_length, on_cost = decide_draft_length(config, backend)
             runner = Runner(config, device, model, backend, make_speculator, on_cost)
     except torch.OutOfMemoryError as error:
@@ -157,15 +147,6 @@ def release_memory(device: Device) -> None:
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
-    if config.attention_backend == "reference":
-        return ReferenceBackend()
-    if config.attention_backend == "triton":
-        return TritonBackend()
-    in_place = config.dtype == "float32" and native.library() is not None
-    return CpuBackend(config.cache.page_size, in_place, model.head_dim)
 
 
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:

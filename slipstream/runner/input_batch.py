@@ -46,7 +46,9 @@ class _StagedBatch(NamedTuple):
 
     def set_bounds(self, plan: StepPlan, max_model_len: int) -> None:
         """Lengths go on from step to step; a step's own are read while it is launched, and not later."""
-        bounds = self.batch.attention.seq_lens_cpu_upper_bound
+        bounds, exact = self.batch.attention.seq_lens_cpu_upper_bound, self.batch.attention.num_computed_cpu
+        if exact is not None:
+            exact[:] = plan.num_computed_bounds
         np.add(plan.num_computed_bounds, self.num_tokens, out=bounds)
         if self.draft_bounds is not None:
             np.minimum(bounds + 1, max_model_len, out=self.draft_bounds)
@@ -59,6 +61,7 @@ class InputBuffers:
         place = rows.store.device
         self._page_size = config.cache.page_size
         self.max_model_len = config.scheduler.max_model_len
+        self._exact_lengths = config.scheduler.exact_lengths != "never"
         self._max_logits = 1 + config.num_drafts  # of a request
         self.max_num_logits = min(max_tokens, max_reqs * self._max_logits)
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
@@ -116,7 +119,8 @@ class InputBuffers:
         longest = int(num_tokens.max())
         decode_len = longest if longest * num_reqs == starts[-1] == logit_starts[-1] else None
         size = (num_reqs, int(starts[-1]), int(logit_starts[-1]))
-        batch = self._batch(*size, longest, starts, bounds, drafting, decode_len)
+        exact = np.empty_like(num_tokens) if composition.lengths_are_exact else None
+        batch = self._batch(*size, longest, starts, bounds, drafting, decode_len, exact)
         return _StagedBatch(composition, batch, num_tokens, drafting.seq_lens_bound if self._max_logits > 1 else None)
 
     def stage_nothing(self) -> None:
@@ -143,6 +147,7 @@ class InputBuffers:
             max_query_len=common.max_query_len,
             query_start_loc_cpu=common.query_start_loc_cpu,
             seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
+            num_computed_cpu=common.num_computed_cpu,
         )
         drafting = batch.drafting.of(batch.drafting.step._replace(attention=attention, positions=padded.positions))
         return replace(padded, attention=attention, drafting=drafting, decode_len=batch.decode_len)
@@ -157,7 +162,9 @@ class InputBuffers:
         # In a mixed batch one request may have all the tokens.
         longest = query_len or num_tokens
         drafting = self._static_drafting(num_reqs, num_tokens, query_len, desc.num_drafts)
-        return self._batch(num_reqs, num_tokens, num_logits, longest, starts, bounds, drafting, query_len)
+        # Nobody's lengths are known for certain, in a recording and in a step that is only timed.
+        exact = np.zeros(num_reqs, dtype=np.int32) if self._exact_lengths else None
+        return self._batch(num_reqs, num_tokens, num_logits, longest, starts, bounds, drafting, query_len, exact)
 
     def _static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None, num_drafts: int) -> DraftBatch:
         """A request that decodes has two tokens in the drafter's first pass, any other at most one more than here."""
@@ -178,7 +185,13 @@ class InputBuffers:
         )
 
     def _attention(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, query_start_loc_cpu: Int32s, bounds: Int32s
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        query_start_loc_cpu: Int32s,
+        bounds: Int32s,
+        exact: Int32s | None = None,
     ) -> CommonAttentionMetadata:
         return CommonAttentionMetadata(
             num_reqs=num_reqs,
@@ -191,6 +204,7 @@ class InputBuffers:
             seq_lens_cpu_upper_bound=bounds,
             block_table=self.block_table[:num_reqs],
             slot_mapping=self.slot_mapping[:num_tokens],
+            num_computed_cpu=exact,
         )
 
     def _batch(
@@ -203,8 +217,9 @@ class InputBuffers:
         bounds: Int32s,
         drafting: DraftBatch,
         decode_len: int | None,
+        exact: Int32s | None,
     ) -> InputBatch:
-        attention = self._attention(num_reqs, num_tokens, max_query_len, query_start_loc_cpu, bounds)
+        attention = self._attention(num_reqs, num_tokens, max_query_len, query_start_loc_cpu, bounds, exact)
         positions = self.positions[:num_tokens]
         if self._max_logits > 1:
             drafting = drafting.of(TargetPass(attention, positions, self.rows.query_start_loc, decode_len))

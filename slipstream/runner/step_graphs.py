@@ -141,7 +141,7 @@ class StepGraphs:
             program.speculator.init_graphs(
                 GraphSetting(
                     *(device, self.mode, sizes, drafts.lengths, max_num_reqs, buffers.max_model_len),
-                    *(self._manager.pool, self.memory),
+                    *(self._manager.pool, self.memory, program.backend),
                     *(buffers.no_drafting, lambda desc: buffers.static(desc).drafting),
                     *(lambda desc: buffers.prepare(buffers.static(desc)), self._manager.states.get),
                 )

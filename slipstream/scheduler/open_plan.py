@@ -67,7 +67,14 @@ class OpenPlan:
                 self.page_diffs.append(PageDiff(state.row, state.num_staged_pages, new_pages))
                 state.num_staged_pages = len(state.page_ids)
 
-    def close(self, step_id: int, last: Composition | None, num_next_drafts: int, num_caught_up: int) -> StepPlan:
+    def close(
+        self,
+        step_id: int,
+        last: Composition | None,
+        num_next_drafts: int,
+        num_caught_up: int,
+        lengths_are_exact: bool,
+    ) -> StepPlan:
         """The plan. If it has the composition of the step before, it shares the object."""
         composition = Composition(
             request_ids=tuple(self._request_ids),
@@ -79,6 +86,7 @@ class OpenPlan:
             total_tokens=self.num_tokens,
             num_next_drafts=num_next_drafts,
             num_caught_up=num_caught_up,
+            lengths_are_exact=lengths_are_exact,
         )
         if last is not None and composition == last:
             composition = last

@@ -113,14 +113,19 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch before older steps are collected."""
         steady = self._steady
-        if steady is None or steady.lengths != self._draft_length.wanted() or not steady.can_repeat():
+        if (
+            steady is None
+            or self._config.exact_lengths == "always"
+            or steady.lengths != self._draft_length.wanted()
+            or not steady.can_repeat()
+        ):
             return self._decide()
         return self._launch(steady.repeat(self._next_step_id), steady.states, decodes_only=True)
 
     def _decide(self) -> StepPlan | None:
         """The next step from the beginning: anybody may come, go or grow."""
         self._steady = None
-        if not self._reserve_pages_for_running() or not self._make_room_for_urgent():
+        if self._must_know_lengths() or not self._reserve_pages_for_running() or not self._make_room_for_urgent():
             self._totals.num_drains += 1
             return None
         opened, budget = OpenPlan(), self._config.max_num_batched_tokens
@@ -146,13 +151,24 @@ class Scheduler:
             fewest = int(self._config.drafts_in_pages and len(opened.states) > len(decodes))
             num_made = max(lengths.make, fewest)
         num_behind = self._num_to_catch_up(opened, decodes) if num_made and not self._num_made else 0
-        plan = opened.close(self._next_step_id, self._composition, num_made, num_behind)
+        has_prompts, exact = len(opened.states) > len(decodes), self._config.exact_lengths
+        is_exact = exact == "always" or (exact == "prefill" and has_prompts)
+        assert not (is_exact and self._in_flight)
+        plan = opened.close(self._next_step_id, self._composition, num_made, num_behind, is_exact)
         self._composition = plan.composition
         decodes_only = len(opened.states) == len(decodes)
         # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
         if decodes_only and num_drafts == num_made and not prefills and not (self.waiting and self._free_rows):
             self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
         return self._launch(plan, opened.states, decodes_only)
+
+    def _must_know_lengths(self) -> bool:
+        """Whether the next step's lengths must be true ones, and are bounds as long as steps are in flight."""
+        exact = self._config.exact_lengths
+        if exact == "never" or not self._in_flight:
+            return False
+        may_admit = bool(self.waiting and self._free_rows)
+        return exact == "always" or may_admit or any(s.num_tokens_bound - s.num_computed > 1 for s in self.running)
 
     def _launch(self, plan: StepPlan, states: Sequence[RequestState], decodes_only: bool) -> StepPlan:
         self._next_step_id += 1

@@ -41,7 +41,7 @@ class AutoRegressiveSpeculator(ABC):
         speculative, network = config.speculative, config.draft_model
         assert speculative is not None
         assert network is not None
-        self._backend = backend
+        self.backend = backend
         self._rows = rows
         self.num_drafts = speculative.num_drafts
         self._page_size = config.cache.page_size
@@ -204,5 +204,5 @@ class AutoRegressiveSpeculator(ABC):
             seq_starts=self._seq_starts[:num_reqs],
         )
         return AttentionContext(
-            self._backend, self._backend.build(common), self.kv_caches, self._positions[:num_tokens], slot_mapping
+            self.backend, self.backend.build(common), self.kv_caches, self._positions[:num_tokens], slot_mapping
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.backend import AttentionBackend, AttentionContext
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, GraphKind
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode, draft_modes
@@ -32,6 +32,7 @@ class DraftPasses(Protocol):
     """The launches of a drafter, in this order."""
 
     shares_states: bool  # the first pass goes over the target's tokens
+    backend: AttentionBackend
 
     def first_size(self, batch: DraftBatch) -> FirstSize: ...
 
@@ -117,7 +118,8 @@ class DraftGraphs:
         passes, batch = self._passes, self._passes.static_batch(desc, self._setting)
         # A pass over the target's tokens takes its attention state from the target's recording, that of the warm-up
         # for the warm-up: one that initialises itself when first run must do so in the recording as well.
-        pair = self._setting.states(desc) if passes.shares_states else None
+        is_shared = passes.shares_states and type(passes.backend) is type(self._setting.backend)
+        pair = self._setting.states(desc) if is_shared else None
         state = AttentionState(batch) if pair is None else pair.warmup if warmup else pair.captured
 
         def run() -> None:

@@ -115,11 +115,11 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
         step, starts = batch.step, self._seq_starts[: batch.step.attention.seq_lens.shape[0]]
         if metadata is None:
-            metadata = self._backend.build(replace(step.attention, seq_starts=starts))
+            metadata = self.backend.build(replace(step.attention, seq_starts=starts))
         else:
-            metadata = self._backend.starting_at(metadata, starts)
+            metadata = self.backend.starting_at(metadata, starts)
         slot_mapping = step.attention.slot_mapping
-        return AttentionContext(self._backend, metadata, self.kv_caches, step.positions, slot_mapping)
+        return AttentionContext(self.backend, metadata, self.kv_caches, step.positions, slot_mapping)
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         head, num_tokens = self._head, input_ids.shape[0]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from slipstream.attention.backend import AttentionBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.interface import Device, GraphPool
 from slipstream.graphs.descriptor import AttentionStatePair, BatchExecutionDescriptor
@@ -128,6 +129,7 @@ class GraphSetting(NamedTuple):
     max_len: int
     pool: GraphPool  # shared: the two never run at the same time
     memory: GraphMemory
+    backend: AttentionBackend  # a drafter with another has attention states of its own
     batch: DraftBatch  # any; recordings read its addresses
     # The target's batch of a size, its inputs filled for nobody, and the attention states of its recording; None until
     # there is one.

@@ -115,7 +115,11 @@ def test_sampling_parameter_out_of_range(cli: RunCli, option: str, value: str, p
         ("--block-size", "3", "block_size must be a power of two"),
         ("--dtype", "float8", "dtype must be one of auto, float64"),
         ("--device", "cdu", "device must be one of auto, cpu"),
-        ("--attention-backend", "flash", "attention_backend must be one of auto, cpu, triton, reference"),
+        (
+            "--attention-backend",
+            "flash",
+            "attention_backend must be one of auto, cpu, triton, flashinfer, flex, reference",
+        ),
         ("--kv-cache-memory-bytes", "10", "raise kv_cache_memory_bytes"),
         ("--num-gpu-blocks-override", "1", "lower max_tokens or raise kv_cache_memory_bytes"),
     ],

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import EngineOptions, resolve
+from slipstream.config import EngineOptions
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.process import EngineProcess
+from slipstream.engine.resolve import resolve
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.wire import Ready, Refused, Stats, decode, encode
 from slipstream.errors import ConfigError, EngineError, ModelError

@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slipstream.config import EngineConfig, EngineOptions, Hardware, resolve
+from slipstream.config import EngineConfig, EngineOptions, Hardware
 from slipstream.device.cpu import CpuDevice
+from slipstream.engine.resolve import resolve
 from slipstream.runner.request_state import RequestRows
 from slipstream.types import MAX_DEVICE_STOP_IDS, PageDiff, Request, RowInit, RowStatus, SamplingParams
 from tests.test_config import MODEL

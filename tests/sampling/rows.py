@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.config import EngineOptions, Hardware, resolve
+from slipstream.config import EngineOptions, Hardware
 from slipstream.device.cpu import CpuDevice
+from slipstream.engine.resolve import resolve
 from slipstream.runner.request_state import RequestRows
 from slipstream.sampling.sampler import Positions, SamplingNeeds, SamplingRows
 from slipstream.types import Request, RowInit, SamplingParams

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ def make(
     caching: bool = True,
     num_drafts: int = 0,
     own_keys: bool = False,
+    exact_lengths: Literal["never", "prefill", "always"] = "never",
 ) -> Scheduler:
     config = SchedulerConfig(
         *(max_num_seqs, max(budget, max_num_seqs * (1 + num_drafts)), chunk, max_len),
@@ -35,6 +37,7 @@ def make(
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if own_keys else 0,
         drafts_in_pages=own_keys,
+        exact_lengths=exact_lengths,
     )
     return Scheduler(config, CacheConfig(page_size=4, num_pages=pages + 1))
 
@@ -381,3 +384,33 @@ def test_under_pressure_the_oldest_always_moves() -> None:
         scheduler.add(request(f"{chr(97 + i)}", 12, 16))
     assert run_to_end(scheduler, device) == ["a", "b", "c", "d", "e", "f"]
     assert scheduler.stats.num_preemptions > 0
+
+
+def test_steps_that_want_true_lengths_are_launched_alone() -> None:
+    """With prompts alone that is so for prompts; decodes run ahead of each other."""
+    scheduler = make(exact_lengths="prefill")
+    device = Device(scheduler, 2)
+    scheduler.add(request("a", 4))
+    first = scheduler.schedule()
+    assert first is not None and first.composition.lengths_are_exact
+    second = scheduler.schedule()
+    assert second is not None and not second.composition.lengths_are_exact, "a decode"
+    scheduler.add(request("b", 4))
+    assert scheduler.schedule() is None and scheduler.stats.num_drains == 1
+    scheduler.collect(device.run(first))
+    assert scheduler.schedule() is None
+    scheduler.collect(device.run(second))
+    third = scheduler.schedule()
+    assert third is not None and third.composition.lengths_are_exact and third.composition.num_reqs == 2
+
+
+def test_always_means_one_step_at_a_time() -> None:
+    scheduler = make(exact_lengths="always")
+    device = Device(scheduler, 2)
+    scheduler.add(request("a", 4))
+    for _ in range(4):
+        plan = scheduler.schedule()
+        assert plan is not None and plan.composition.lengths_are_exact
+        assert scheduler.schedule() is None
+        scheduler.collect(device.run(plan))
+    assert scheduler.stats.num_drains == 4

@@ -7,10 +7,11 @@ from typing import Any
 
 import httpx
 
-from slipstream.config import EngineOptions, resolve
+from slipstream.config import EngineOptions
 from slipstream.engine.build import EngineInfo
 from slipstream.engine.client import EngineClient
 from slipstream.engine.driver import Deliver
+from slipstream.engine.resolve import resolve
 from slipstream.engine.stats import EngineStats
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.server.app import Server, create_app

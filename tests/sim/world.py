@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from slipstream.attention.backend import AttentionBackend
-from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, resolve, speculation_of
+from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, speculation_of
 from slipstream.device.sim import SimDevice
 from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
+from slipstream.engine.resolve import resolve
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.scheduler import Scheduler

@@ -13,9 +13,10 @@ from torch import Tensor
 from slipstream.attention.backend import AttentionBackend, AttentionContext
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.attention.triton import TritonBackend
-from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig, resolve
+from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device import open_device
 from slipstream.engine.core import EngineCore
+from slipstream.engine.resolve import resolve
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator

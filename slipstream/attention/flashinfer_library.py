@@ -1,0 +1,213 @@
+"""What is asked of FlashInfer, and the package itself behind it. Signatures are those of 0.6.14.
+
+The package is an optional extra. It is imported when ``FlashInferLibrary`` is made, never before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.flashinfer_paths import NOT_INSTALLED, PACKAGE, Choice, Paths, is_installed
+from slipstream.errors import ConfigError
+
+_WORKSPACE_BYTES = 128 << 20  # what the library recommends
+_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads of a key head; for more of them tensor cores are faster
+
+
+class LayerShape(NamedTuple):
+    """What a plan is made for. Layers with the same share it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window: int
+    dtype: torch.dtype
+
+    @property
+    def window_left(self) -> int:
+        return self.window - 1
+
+
+class PlanPages(NamedTuple):
+    """What a native plan reads: three tensors of the host, and the pages, request by request, on the device."""
+
+    query_starts: Tensor  # [num_reqs + 1] int32
+    page_starts: Tensor  # [num_reqs + 1] int32
+    last_page_lens: Tensor  # [num_reqs] int32
+    page_ids: Tensor  # [page_starts[-1]] int32, device
+
+
+class Planned(Protocol):
+    def run(self, q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], out: Tensor) -> None:
+        """Attend as planned. ``page_ids`` are those of the plan: only the device may look at them."""
+        ...
+
+
+class Library(Protocol):
+    """All that is asked of FlashInfer. Keys are stored as [num_pages, 2, num_kv_heads, page_size, head_dim] ("HND")."""
+
+    def plan_decode(self, shape: LayerShape, pages: PlanPages) -> Planned:
+        """One query token a request."""
+        ...
+
+    def plan_prefill(self, role: str, shape: LayerShape, pages: PlanPages) -> Planned:
+        """Any number of them, causal. A step makes at most one plan of each role and shape."""
+        ...
+
+    def plan_cascade(self, shape: LayerShape, levels: tuple[PlanPages, ...]) -> Planned:
+        """The last level is causal, those before are seen by all."""
+        ...
+
+    def trtllm_decode(
+        self,
+        q: Tensor,  # [num_reqs * query_len, num_heads, head_dim]
+        kv_cache: Tensor,
+        block_table: Tensor,  # [num_reqs, max_pages] int32
+        key_lens: Tensor,  # [num_reqs] int32, query tokens included
+        mask: Tensor | None,  # [num_reqs, query_len, 1] int32: bit j is key key_len - query_len + j; None: causal
+        out: Tensor,
+        query_len: int,
+        max_seq_len: int,
+        scale: float,
+        window_left: int,
+    ) -> None: ...
+
+    def trtllm_context(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        key_lens: Tensor,
+        query_starts: Tensor,  # [num_reqs + 1] int32
+        page_starts: Tensor,  # [num_reqs + 1] int32
+        out: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        window_left: int,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    """A wrapper of the library's holds its last plan. On a GPU a step's launches follow its plan at once."""
+
+    wrapper: Any
+    options: dict[str, Any]
+
+    def run(self, q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], out: Tensor) -> None:
+        self.wrapper.run(q, kv_cache, out=out, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class _CascadeWrapper:
+    wrapper: Any
+
+    def run(self, q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], out: Tensor) -> None:
+        out.copy_(self.wrapper.run(q, kv_cache))
+
+
+class FlashInferLibrary:
+    """The package's own functions, imported when this is made.
+
+    Its kernels neither start early nor let others do so (``enable_pdl``): the engine's count on everything but their
+    immediate predecessor, and nobody has shown that these wait before they let the next one go.
+    """
+
+    def __init__(self, paths: Paths, device: torch.device) -> None:
+        if not is_installed():
+            raise ConfigError(f"attention_backend flashinfer: {NOT_INSTALLED}")
+        self._decode, self._prefill, self._cascade = (
+            importlib.import_module(f"{PACKAGE}.{name}") for name in ("decode", "prefill", "cascade")
+        )
+        # The trtllm kernels count arrivals in the front of theirs: it starts as zeros, and nobody else may write there.
+        self._counted = self._memory(device, paths.prefill, paths.decode, of="trtllm")
+        self._scratch = self._memory(device, paths.prefill, paths.decode, paths.cascade, of="native")
+        self._wrappers: dict[tuple[str, LayerShape], Any] = {}
+
+    @staticmethod
+    def _memory(device: torch.device, *choices: Choice, of: str) -> Tensor:
+        used = any((c.is_trtllm if of == "trtllm" else c.path == "native") for c in choices)
+        return torch.zeros(_WORKSPACE_BYTES if used else 0, dtype=torch.uint8, device=device)
+
+    def plan_decode(self, shape: LayerShape, pages: PlanPages) -> Planned:
+        group = shape.num_heads // shape.num_kv_heads
+        wrapper = self._wrappers.get(("decode", shape))
+        if wrapper is None:
+            make, with_cores = self._decode.BatchDecodeWithPagedKVCacheWrapper, group not in _CUDA_CORE_GROUPS
+            wrapper = self._wrappers["decode", shape] = make(self._scratch, "HND", use_tensor_cores=with_cores)
+        numbers = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
+        tables = (pages.page_starts, pages.page_ids, pages.last_page_lens)
+        wrapper.plan(*tables, *numbers, **self._options(shape))
+        return _Wrapper(wrapper, {"enable_pdl": False})
+
+    def plan_prefill(self, role: str, shape: LayerShape, pages: PlanPages) -> Planned:
+        wrapper = self._wrappers.get((role, shape))
+        if wrapper is None:
+            make = self._prefill.BatchPrefillWithPagedKVCacheWrapper
+            wrapper = self._wrappers[role, shape] = make(self._scratch, "HND")
+        numbers = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
+        tables = (pages.query_starts, pages.page_starts, pages.page_ids, pages.last_page_lens)
+        wrapper.plan(*tables, *numbers, causal=True, **self._options(shape))
+        return _Wrapper(wrapper, {"enable_pdl": False})
+
+    def plan_cascade(self, shape: LayerShape, levels: tuple[PlanPages, ...]) -> Planned:
+        wrapper = self._wrappers.get(("cascade", shape))
+        if wrapper is None:
+            make = self._cascade.MultiLevelCascadeAttentionWrapper
+            wrapper = self._wrappers["cascade", shape] = make(len(levels), self._scratch, "HND")
+        numbers = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
+        query_starts, page_starts, last_page_lens, page_ids = (list(column) for column in zip(*levels, strict=True))
+        tables = (query_starts, page_starts, page_ids, last_page_lens)
+        wrapper.plan(*tables, *numbers, causal=True, **self._options(shape))
+        return _CascadeWrapper(wrapper)
+
+    @staticmethod
+    def _options(shape: LayerShape) -> dict[str, Any]:
+        types = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype}
+        return {"sm_scale": shape.scale, "window_left": shape.window_left, **types}
+
+    def trtllm_decode(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        key_lens: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        query_len: int,
+        max_seq_len: int,
+        scale: float,
+        window_left: int,
+    ) -> None:
+        options: dict[str, Any] = {"kv_layout": "HND", "q_len_per_req": query_len, "enable_pdl": False, "out": out}
+        if mask is not None:
+            options["mask"] = mask.view(torch.uint16)
+        tables, scales = (block_table, key_lens, max_seq_len), (scale, 1.0, window_left)
+        self._decode.trtllm_batch_decode_with_kv_cache(q, kv_cache, self._counted, *tables, *scales, **options)
+
+    def trtllm_context(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        key_lens: Tensor,
+        query_starts: Tensor,
+        page_starts: Tensor,
+        out: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        window_left: int,
+    ) -> None:
+        sizes, scales = (max_query_len, max_seq_len), (scale, 1.0)
+        tables = (block_table, key_lens, *sizes, *scales, key_lens.shape[0], query_starts, page_starts, window_left)
+        options = {"kv_layout": "HND", "enable_pdl": False, "out": out}
+        self._prefill.trtllm_batch_context_with_kv_cache(q, kv_cache, self._counted, *tables, **options)

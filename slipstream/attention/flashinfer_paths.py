@@ -1,0 +1,235 @@
+"""Which of FlashInfer's kernels serve a model on a machine, and what a batch must be told for them.
+
+Pure decisions: nothing here imports torch or FlashInfer. What is said of the library is true of 0.6.14.
+
+Prefill and decode choose apart, and each may end on its own path:
+
+native   plans on the host: page counts and true lengths go into a work list, which is staged through one pinned buffer
+         that the next plan overwrites. So a plan is made only while no other step is under way.
+trtllm   reads lengths and page tables on the device. Needs sm_100 or sm_103.
+xqa      what the trtllm decode entry runs on sm_90: the same promises, its own way to mask drafts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from slipstream.errors import ConfigError
+
+PathName = Literal["native", "trtllm", "xqa", "none"]
+GraphSupport = Literal["never", "decode", "always"]
+HostLengths = Literal["none", "bound", "exact"]
+ExactLengths = Literal["never", "prefill", "always"]
+
+PACKAGE = "flashinfer"
+NOT_INSTALLED = "FlashInfer is not installed; pip install 'slipstream[flashinfer]'"
+DTYPES = ("bfloat16", "float16")
+_HEAD_DIMS = (64, 128, 256)
+_TRTLLM_PAGE_SIZES = (16, 32, 64)
+_XQA_PAGE_SIZES = (16, 32, 64, 128)
+_MAX_XQA_GROUP = 32  # query heads of a key head: rows of one tile
+MAX_XQA_QUERY = 32  # bits of the one word a query's mask has here
+
+
+class HeadShape(NamedTuple):
+    """What kernels are compiled for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+
+
+class Features(NamedTuple):
+    """What a model and its engine ask of attention."""
+
+    query_len: int = 1  # most tokens of a request that decodes: its last one and its drafts
+    window: int = 0  # of any layer; 0: no layer has one
+    cascade: bool = False
+    context_parallel: bool = False
+    seq_starts: bool = False  # a drafter with keys of its own, and gaps in them
+
+
+class Choice(NamedTuple):
+    """A path and why. What it promises follows from the path."""
+
+    path: PathName
+    reason: str
+
+    @property
+    def is_trtllm(self) -> bool:
+        return self.path in ("trtllm", "xqa")
+
+    @property
+    def host_lengths(self) -> HostLengths:
+        return "exact" if self.path == "native" else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    prefill: Choice
+    decode: Choice
+    cascade: Choice  # for batches that begin alike; "none" where each request reads the beginning for itself
+    context_parallel: bool = False
+
+    @property
+    def problem(self) -> str | None:
+        """Why FlashInfer cannot serve, if it cannot."""
+        return next((c.reason for c in (self.prefill, self.decode) if c.path == "none"), None)
+
+    @property
+    def host_lengths(self) -> HostLengths:
+        return "none" if self.exact_lengths == "never" else "exact"
+
+    @property
+    def exact_lengths(self) -> ExactLengths:
+        """Which batches must be launched with no step before them under way. A batch with a common beginning always."""
+        if self.decode.path == "native" or self.context_parallel:
+            return "always"
+        return "prefill" if self.prefill.path == "native" else "never"
+
+    @property
+    def decode_graphs(self) -> GraphSupport:
+        """A plan is made on the host in every step, so no recording can hold it."""
+        return "decode" if self.decode.is_trtllm and not self.context_parallel else "never"
+
+    @property
+    def prefill_graphs(self) -> GraphSupport:
+        """How many requests of a mixed batch decode is the host's knowledge: a recording would freeze it."""
+        return "never"
+
+    @property
+    def graph_support(self) -> GraphSupport:
+        return self.decode_graphs
+
+    def lines(self) -> tuple[str, ...]:
+        """For people."""
+        named = (("prefill", self.prefill), ("decode", self.decode), ("cascade", self.cascade))
+        return tuple(f"{part}: {choice.path} ({choice.reason})" for part, choice in named)
+
+    def check(self) -> Paths:
+        if self.problem is not None:
+            raise ConfigError(f"attention_backend flashinfer: {self.problem}")
+        return self
+
+
+def is_installed() -> bool:
+    """Without importing it, which takes seconds."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def choose_paths(
+    capability: tuple[int, int] | None,  # of the GPU; None without one
+    shape: HeadShape,
+    features: Features,
+    installed: bool,
+) -> Paths:
+    if (problem := _problem(capability, shape, features, installed)) is not None:
+        nothing = Choice("none", problem)
+        return Paths(nothing, nothing, nothing, features.context_parallel)
+    assert capability is not None
+    return Paths(
+        _choose_prefill(capability, shape),
+        _choose_decode(capability, shape, features),
+        _choose_cascade(features),
+        features.context_parallel,
+    )
+
+
+def _problem(capability: tuple[int, int] | None, shape: HeadShape, features: Features, installed: bool) -> str | None:
+    if not installed:
+        return NOT_INSTALLED
+    if capability is None:
+        return "FlashInfer needs an NVIDIA GPU"
+    if capability < (8, 0):
+        return f"FlashInfer needs sm_80 or newer, this is {_sm(capability)}"
+    if shape.dtype not in DTYPES:
+        return f"FlashInfer has no kernels for {shape.dtype}; use {' or '.join(DTYPES)}"
+    if shape.head_dim not in _HEAD_DIMS:
+        return f"FlashInfer has no kernels for heads of {shape.head_dim}; use attention_backend triton"
+    if shape.num_heads % shape.num_kv_heads:
+        return "query heads must be a multiple of key heads"
+    if features.seq_starts:
+        return "FlashInfer reads a sequence from its first slot on; a drafter whose keys have gaps needs triton"
+    return None
+
+
+def _choose_prefill(capability: tuple[int, int], shape: HeadShape) -> Choice:
+    if not _has_trtllm(capability):
+        return Choice("native", f"trtllm context kernels need sm_100 or sm_103, this is {_sm(capability)}")
+    if shape.page_size not in _TRTLLM_PAGE_SIZES:
+        return Choice(
+            "native", f"trtllm kernels have no pages of {shape.page_size}; {_list(_TRTLLM_PAGE_SIZES)} they have"
+        )
+    return Choice("trtllm", f"{_sm(capability)}: lengths stay on the device")
+
+
+def _choose_decode(capability: tuple[int, int], shape: HeadShape, features: Features) -> Choice:
+    if _has_trtllm(capability):
+        if shape.page_size not in _TRTLLM_PAGE_SIZES:
+            return Choice(
+                "native", f"trtllm kernels have no pages of {shape.page_size}; {_list(_TRTLLM_PAGE_SIZES)} they have"
+            )
+        return Choice("trtllm", f"{_sm(capability)}: lengths stay on the device")
+    if capability != (9, 0):
+        return Choice(
+            "native", f"trtllm decode is used on sm_90 (as XQA), sm_100 and sm_103, this is {_sm(capability)}"
+        )
+    if shape.page_size not in _XQA_PAGE_SIZES:
+        return Choice("native", f"XQA has no pages of {shape.page_size}; {_list(_XQA_PAGE_SIZES)} it has")
+    if shape.num_heads // shape.num_kv_heads > _MAX_XQA_GROUP:
+        return Choice("native", f"XQA has at most {_MAX_XQA_GROUP} query heads for a key head")
+    if features.query_len > MAX_XQA_QUERY:
+        return Choice("native", f"XQA is asked for at most {MAX_XQA_QUERY} tokens of a request")
+    if features.query_len > 1 and features.window:
+        # It measures the window from the last token of a request and masks no older key of the tile it begins in.
+        return Choice(
+            "native", "XQA measures a window from a request's last draft, so earlier ones would see too little"
+        )
+    return Choice("xqa", "sm_90: trtllm decode runs as XQA; lengths stay on the device")
+
+
+def _choose_cascade(features: Features) -> Choice:
+    if not features.cascade:
+        return Choice("none", "not asked for")
+    if features.window:
+        return Choice("none", "a layer has a window, and the common beginning is read without one")
+    return Choice("native", "a common beginning is read once, by a plan of two levels")
+
+
+def _has_trtllm(capability: tuple[int, int]) -> bool:
+    return capability in ((10, 0), (10, 3))
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def _list(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes[:-1])) + f" and {sizes[-1]}"
+
+
+# --- of a batch -----------------------------------------------------------------------------------
+
+
+class Needs(NamedTuple):
+    """What must be built for a batch, judged over all of it."""
+
+    all_uses_trtllm: bool
+    seq_lens_cpu: bool  # the exact ones
+    paged_kv_indices: bool
+
+
+def needs_of(
+    paths: Paths, num_prefills: int, num_decodes: int, cascade: bool = False, context_parallel: bool = False
+) -> Needs:
+    """A guard that looked at decodes alone would be wrong in a mixed batch."""
+    all_uses_trtllm = (num_prefills == 0 or paths.prefill.is_trtllm) and (num_decodes == 0 or paths.decode.is_trtllm)
+    return Needs(
+        all_uses_trtllm,
+        seq_lens_cpu=context_parallel or cascade or not all_uses_trtllm,
+        paged_kv_indices=cascade or not all_uses_trtllm,
+    )

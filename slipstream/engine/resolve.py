@@ -1,0 +1,247 @@
+"""From wishes, machine and model to the one configuration that the engine runs with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from slipstream.config import (
+    DTYPE_BYTES,
+    GIB,
+    GRAPH_MODES,
+    CacheConfig,
+    DraftModel,
+    DTypeName,
+    EngineConfig,
+    EngineOptions,
+    Hardware,
+    ModelConfig,
+    SchedulerConfig,
+    draft_bytes_per_token,
+    poison_enabled,
+    speculation_of,
+)
+from slipstream.engine.backends import BACKENDS, choose_backend, flashinfer_paths
+from slipstream.errors import ConfigError, nearest
+from slipstream.speculative_config import SpeculativeConfig
+
+
+def resolve(
+    options: EngineOptions,
+    hardware: Hardware,
+    model: ModelConfig,
+    num_params: int = 0,
+    draft: DraftModel | None = None,
+) -> EngineConfig:
+    """Turn wishes, machine and model into the one configuration the engine runs with."""
+    _check_choice("device", options.device, ("auto", "cpu", "cuda", "sim"))
+    _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
+    _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
+    _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
+    dtype = _resolve_dtype(options.dtype, hardware, model)
+    has_gpu = hardware.device == "cuda"
+    max_model_len = _positive("max_model_len", options.max_model_len, model.max_position)
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the model's context of {model.max_position}; lower it"
+        )
+    if draft is not None and draft.config.max_position < max_model_len:
+        raise ConfigError(
+            f"the draft model's context of {draft.config.max_position} is shorter than the target's {max_model_len}; "
+            f"set max_model_len to at most {draft.config.max_position} or use another draft model"
+        )
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 256 if has_gpu else 32)
+    speculative = _fitting_speculation(options, max_num_seqs)
+    num_drafts = 0 if speculative is None else speculative.num_drafts
+    budget = _resolve_budget(options, max_num_seqs, num_drafts, 8192 if has_gpu else 512)
+    if options.block_size < 1 or options.block_size & (options.block_size - 1):
+        raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
+    backend = choose_backend(options.attention_backend, hardware.device).name
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_prefill_chunk=_positive("long_prefill_token_threshold", options.long_prefill_token_threshold, budget),
+        max_model_len=max_model_len,
+        mixed_prefill_tokens=_positive(
+            "mixed_prefill_tokens",
+            options.mixed_prefill_tokens,
+            _mixed_prefill(num_params, budget) if has_gpu else budget,
+        ),
+        prefix_caching=options.enable_prefix_caching,
+        exact_lengths=_exact_lengths(backend, options, hardware, model, dtype, num_drafts),
+        num_drafts=num_drafts,
+        num_draft_slots=num_drafts if draft is not None else 0,
+        drafts_in_pages=draft is not None,
+        drafts_look_ahead=speculative is not None and speculative.takes_hidden_states,
+    )
+    return EngineConfig(
+        model=model,
+        cache=_resolve_cache(options, hardware, model, dtype, scheduler, num_params, draft),
+        scheduler=scheduler,
+        device=hardware.device,
+        dtype=dtype,
+        attention_backend=backend,
+        steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
+        seed=options.seed,
+        cudagraph_mode=_resolve_graph_mode(options.cudagraph_mode, hardware),
+        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs),
+        poison=poison_enabled(),
+        speculative=speculative,
+        draft_model=None if draft is None else draft.config,
+        num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
+    )
+
+
+def _resolve_budget(options: EngineOptions, max_num_seqs: int, num_drafts: int, usual: int) -> int:
+    """Tokens of a step: everybody who runs has at least one, and places for drafts."""
+    least = max_num_seqs * (1 + num_drafts)
+    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(usual, least))
+    if budget < least:
+        each = f"a token and {num_drafts} drafts a step" if num_drafts else "a token a step"
+        times = f" x {1 + num_drafts}" if num_drafts else ""
+        raise ConfigError(
+            f"max_num_batched_tokens {budget} is below max_num_seqs {max_num_seqs}{times}; "
+            f"every running request needs {each}"
+        )
+    return budget
+
+
+def _exact_lengths(
+    backend: str, options: EngineOptions, hardware: Hardware, model: ModelConfig, dtype: str, num_drafts: int
+) -> Literal["never", "prefill", "always"]:
+    """For which steps FlashInfer plans on the host; refuses what it cannot do at all."""
+    if backend != "flashinfer":
+        return "never"
+    return flashinfer_paths(model, hardware, dtype, options.block_size, num_drafts).check().exact_lengths
+
+
+def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> SpeculativeConfig | None:
+    """A draft length that adapts stays within the tokens that a step may have."""
+    speculative = speculation_of(options)
+    if speculative is None or options.max_num_batched_tokens is None:
+        return speculative
+    return speculative.lowered(options.max_num_batched_tokens // max_num_seqs - 1)
+
+
+def _resolve_dtype(wish: str, hardware: Hardware, model: ModelConfig) -> DTypeName:
+    if hardware.device == "cuda":
+        if wish == "float64":
+            raise ConfigError("dtype float64 runs on a CPU only; use bfloat16, float16 or float32")
+        # A checkpoint in float16 may have weights that bfloat16 would round; every other one fits.
+        return ("float16" if model.dtype == "float16" else "bfloat16") if wish == "auto" else wish  # type: ignore[return-value]
+    if wish == "auto":
+        return "float32"  # the safe and, without matrix units, the fast choice on a CPU
+    if not hardware.dtype_works:
+        raise ConfigError(f"{wish} matrix products crash on this CPU; use dtype float32")
+    return wish  # type: ignore[return-value]
+
+
+def _resolve_graph_mode(wish: str, hardware: Hardware) -> str:
+    if hardware.device != "cpu":
+        return "full" if wish == "auto" else wish
+    if wish not in ("auto", "none"):
+        raise ConfigError(f"cudagraph_mode {wish} needs a GPU; a CPU has no graphs, use auto or none")
+    return "none"
+
+
+def _resolve_graph_sizes(wish: tuple[int, ...] | None, max_num_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
+    """Close together where batches are small, because padding is a share of the batch."""
+    # The full batch has a size of its own; beyond 512 there are decodes only.
+    large = range(544, max_num_seqs + 1, 32)
+    sizes: Iterable[int] = wish or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *large, max_num_seqs)
+    for size in sizes:
+        _positive("cudagraph_capture_sizes", size, 1)
+    return tuple(sorted({size for size in sizes if size <= max_num_tokens}))
+
+
+def _mixed_prefill(num_params: int, budget: int) -> int:
+    """Tokens that a Hopper GPU computes in about 20 ms, at two operations a parameter and 600 TFLOP/s."""
+    tokens = int(6e12 / max(1, num_params))
+    return min(budget, max(256, 1 << (tokens.bit_length() - 1) if tokens else 0))
+
+
+def _resolve_cache(
+    options: EngineOptions,
+    hardware: Hardware,
+    model: ModelConfig,
+    dtype: str,
+    scheduler: SchedulerConfig,
+    num_params: int,
+    draft: DraftModel | None,
+) -> CacheConfig:
+    token_bytes = model.kv_bytes_per_token(dtype)
+    if draft is not None:
+        num_modules = min(draft.num_modules, scheduler.num_drafts)
+        token_bytes += draft_bytes_per_token(draft.config, num_modules, dtype)
+    page_bytes = token_bytes * options.block_size
+    if options.num_gpu_blocks_override is not None:
+        num_pages = _positive("num_gpu_blocks_override", options.num_gpu_blocks_override, 0)
+    else:
+        wish = min(hardware.free_memory_bytes // 4, 4 * GIB)
+        if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
+            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, num_params, draft)
+        memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
+        pages_per_request = -(-scheduler.max_model_len // options.block_size)
+        num_pages = min(memory // page_bytes, scheduler.max_num_seqs * pages_per_request)
+        if num_pages < 1:
+            raise ConfigError(
+                f"the KV cache of {memory} bytes holds no page of {page_bytes} bytes; raise kv_cache_memory_bytes"
+            )
+    return CacheConfig(page_size=options.block_size, num_pages=num_pages + 1)
+
+
+def _gpu_cache_bytes(
+    options: EngineOptions,
+    hardware: Hardware,
+    model: ModelConfig,
+    dtype: str,
+    scheduler: SchedulerConfig,
+    num_params: int,
+    draft: DraftModel | None,
+) -> int:
+    """What is left of the share of the GPU's memory that the engine may use, others' use of it subtracted."""
+    share = options.gpu_memory_utilization
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
+    others = hardware.total_memory_bytes - hardware.free_memory_bytes
+    weights = (num_params + (draft.num_params if draft else 0)) * DTYPE_BYTES[dtype]
+    working = working_memory_bytes(model, dtype, scheduler)
+    if draft is not None:
+        # Its activations, and the logits of all drafts where they are kept.
+        working += working_memory_bytes(draft.config, dtype, scheduler) - GIB
+        working += (scheduler.max_num_seqs + 1) * scheduler.num_drafts * draft.config.vocab_size * 4
+    left = int(hardware.total_memory_bytes * share) - others - weights - working
+    if left <= 0:
+        raise ConfigError(
+            f"no GPU memory is left for the KV cache: of {hardware.total_memory_bytes / GIB:.1f} GiB times "
+            f"gpu_memory_utilization {share}, weights in {dtype} take {weights / GIB:.1f} GiB, "
+            f"work {working / GIB:.1f} and other processes {others / GIB:.1f}; raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens or max_num_seqs, or use a smaller model"
+        )
+    return left
+
+
+def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerConfig) -> int:
+    """An upper bound of what a step needs beside weights and cache: activations, logits, rows, and torch's own."""
+    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    widest = 2 * model.intermediate_size
+    if model.experts is not None:
+        widest = max(widest, model.experts.num_experts_per_token * (3 * model.experts.intermediate_size))
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = tokens * (4 * model.hidden_size + heads + 2 * widest) * DTYPE_BYTES[dtype]
+    # Float32, and copies that sampling parameters make.
+    logits = 6 * rows * (1 + scheduler.num_drafts) * model.vocab_size * 4
+    return activations + logits + rows * scheduler.max_model_len * 8 + GIB
+
+
+def _positive(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+    return value
+
+
+def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ConfigError(f"{name} must be one of {', '.join(valid)}, not '{value}'{nearest(value, valid)}")
