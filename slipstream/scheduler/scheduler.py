@@ -113,12 +113,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch before older steps are collected."""
         steady = self._steady
-        if (
-            steady is None
-            or self._config.exact_lengths == "always"
-            or steady.lengths != self._draft_length.wanted()
-            or not steady.can_repeat()
-        ):
+        if steady is None or steady.lengths != self._draft_length.wanted() or not steady.can_repeat():
             return self._decide()
         return self._launch(steady.repeat(self._next_step_id), steady.states, decodes_only=True)
 
@@ -158,7 +153,8 @@ class Scheduler:
         self._composition = plan.composition
         decodes_only = len(opened.states) == len(decodes)
         # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
-        if decodes_only and num_drafts == num_made and not prefills and not (self.waiting and self._free_rows):
+        may_repeat = num_drafts == num_made and not is_exact and not (self.waiting and self._free_rows)
+        if decodes_only and not prefills and may_repeat:
             self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
         return self._launch(plan, opened.states, decodes_only)
 
