@@ -84,6 +84,9 @@ class Job:
     finished: bool = False
 
 
+GAP_EVENTS = {"draft_limits", "draft_vocabulary", "follow_ups", "graphs", "noise", "prefix_caching", "shared_prefixes"}
+
+
 class RandomLength(FixedLength):
     """Whatever a step checks and makes, the tokens must be right: any lengths, drawn anew every few steps."""
 
@@ -146,6 +149,11 @@ class World:
         self._generations: dict[str, int] = {}
         self._drafted: dict[str, Drafted] = {}
         drawn = frozenset(event for event in EVENTS if self._random.random() < 0.6)
+        # In every fifth world short prompts are followed by long answers, with a drafter that keeps keys of its own and
+        # lengths that are drawn: elsewhere there are few gaps in its cache, for it is shown all prompts.
+        self.is_for_gaps = not self.events and not self.overrides and self.seed % 5 == 1
+        if self.is_for_gaps:
+            drawn = (drawn & GAP_EVENTS) | {"drafts"}
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
         self.head = self._draw_head()
@@ -195,7 +203,7 @@ class World:
             "num_speculative_tokens": rng.choice([1, 2, 3, 5, 5, 16]),
             "verify": rng.choice(["match", "rejection"]),
         }
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and not self.is_for_gaps:
             least = rng.randint(1, 3)
             return drawn | {
                 "method": "ngram",
@@ -221,14 +229,15 @@ class World:
         bases = [[rng.randrange(VOCAB_SIZE) for _ in range(limit)] for _ in range(2)]
         jobs = []
         for i in range(rng.randint(4, 14)):
-            prompt_len = rng.randint(1, rng.choice([4, limit - 2, limit - 1]))
+            prompt_len = rng.randint(1, 4 if self.is_for_gaps else rng.choice([4, limit - 2, limit - 1]))
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
             if "shared_prefixes" in self.events and rng.random() < 0.7:
                 shared = rng.randint(1, prompt_len)
                 if rng.random() < 0.5:  # where a page ends
                     shared = max(1, shared - shared % self.options.block_size)
                 prompt = rng.choice(bases)[:shared] + prompt[shared:]
-            jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(1, limit - prompt_len)))
+            fewest = (limit - prompt_len) // 2 if self.is_for_gaps else 1
+            jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(fewest, limit - prompt_len)))
             if "follow_ups" in self.events and rng.random() < 0.5:
                 jobs += self._draw_follow_up(jobs[-1])
         return jobs
