@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.pages import PagePool, page_hashes
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepPlan, StepResult
@@ -414,3 +415,36 @@ def test_always_means_one_step_at_a_time() -> None:
         assert scheduler.schedule() is None
         scheduler.collect(device.run(plan))
     assert scheduler.stats.num_drains == 4
+
+
+class Wanted(FixedLength):
+    """Whatever a test asks for."""
+
+    def __init__(self, check: int, make: int) -> None:
+        self._lengths = Lengths(check, make)
+
+    def want(self, check: int, make: int) -> None:
+        self._lengths = Lengths(check, make)
+
+
+def test_steps_check_what_was_made_and_make_what_is_wanted() -> None:
+    """A drafter with keys of its own is shown every prompt, even where no drafts are wanted."""
+    config = SchedulerConfig(4, 32, 16, 64, num_drafts=5, num_draft_slots=5, drafts_in_pages=True)
+    length = Wanted(5, 0)
+    scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), length)
+    scheduler.add(request("a", 4, 40))
+
+    def next_step() -> tuple[int, int]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        return plan.composition.num_drafts[0], plan.composition.num_next_drafts
+
+    assert next_step() == (0, 1), "a prompt"
+    assert next_step() == (1, 0), "what the prompt's step has made is checked"
+    length.want(5, 3)
+    assert next_step() == (0, 3), "nothing was made for it to check"
+    length.want(2, 2)
+    assert next_step() == (2, 2), "fewer at once"
+    assert next_step() == (2, 2)
+    length.want(5, 5)
+    assert [next_step(), next_step()] == [(2, 5), (5, 5)], "more take a step"

@@ -256,28 +256,10 @@ MUTATIONS = [
         "*(drafts[:, 0], idx, batch.rows,",
     ),
     Mutation(
-        "lengths: what was drafted further than is checked counts as checked",
-        "scheduler/scheduler.py",
-        "num_drafts = min(lengths.check, self._num_made) if any",
-        "num_drafts = lengths.check if any",
-    ),
-    Mutation(
-        "lengths: a prompt is computed without the drafter",
-        "scheduler/scheduler.py",
-        "num_made = max(lengths.make, fewest)",
-        "num_made = lengths.make",
-    ),
-    Mutation(
         "lengths: pages of tokens that the drafter has missed count as his",
         "scheduler/scheduler.py",
         "for state in states:\n                state.has_draft_gap = True",
         "pass",
-    ),
-    Mutation(
-        "lengths: a steady batch goes on with the length it had",
-        "scheduler/scheduler.py",
-        "steady.lengths != self._draft_length.wanted() or ",
-        "",
     ),
     Mutation(
         "lengths: a step with another number of drafts runs in the same graph",
