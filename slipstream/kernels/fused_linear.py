@@ -55,7 +55,7 @@ def _sum_shape(x: Tensor, residual: Tensor, gain: Tensor) -> tuple[TensorSpec, T
 @operation(_sum_shape)
 def add_scaled(
     x: Tensor,  # [num_tokens, size]
-    residual: Tensor,  # [num_tokens, size]
+    residual: Tensor,  # [num_tokens, size], tokens may lie apart
     gain: Tensor,  # [size], of the norm that follows
 ) -> tuple[Tensor, Tensor, Tensor]:  # the sum; the same with the gain; its sums of squares
     if runs_triton(x):
@@ -67,11 +67,12 @@ def add_scaled(
 def _scale(x: Tensor, residual: Tensor | None, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What is scaled, which is new where there is something to add; the same with the gain; its sums of squares."""
     num_tokens, size = x.shape
-    out, scaled = x if residual is None else torch.empty_like(residual), torch.empty_like(x)
+    out, scaled = x if residual is None else torch.empty_like(x), torch.empty_like(x)
     squares = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
     _scale_kernel[(num_tokens,)](
-        *(x, x if residual is None else residual, gain, out, scaled, squares, size),
+        *(x, x if residual is None else residual, gain, out, scaled, squares),
+        *(size, 0 if residual is None else residual.stride(0)),
         SUM=residual is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
@@ -206,7 +207,17 @@ def linear_add_scaled(
 
 @jit
 def _scale_kernel(
-    x, residual, gain, out, scaled, squares, size, SUM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x,
+    residual,
+    gain,
+    out,
+    scaled,
+    squares,
+    size,
+    residual_stride,
+    SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     exists, at = column < size, token * size + column
@@ -215,7 +226,8 @@ def _scale_kernel(
     let_next_start(EARLY)
     value = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
     if SUM:
-        total = (value + tl.load(residual + at, mask=exists, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+        before = tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
+        total = (value + before).to(out.dtype.element_ty)
         tl.store(out + at, total, mask=exists)
         value = total.to(tl.float32)  # as stored: the norm behind it is that of the stream
     tl.store(scaled + at, (value * factors).to(scaled.dtype.element_ty), mask=exists)

@@ -170,7 +170,7 @@ class StepGraphs:
         if self._is_complete:
             return False
         self._choice = None
-        with self._device.use_stream(self._device.compute_stream):
+        with self._waiting():  # nobody else does, if there turns out to be nothing to record
             self._program.buffers.stage_nothing()
         if (desc := self._manager.capture_one_more(self._create_forward)) is not None:
             self._measure(desc)

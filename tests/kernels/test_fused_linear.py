@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels import triton_jit
+from slipstream.kernels import fused_linear, triton_jit
 from slipstream.kernels.fused_linear import linear_add_scaled, linear_scaled, scale_tokens, scaled_gated, scaled_linear
 from slipstream.kernels.rms_norm import rms_norm
 from tests.kernels.triton_check import quietly_interpreted
@@ -57,3 +57,20 @@ def test_a_product_without_a_residual_hands_its_norm_on_too(
         torch.testing.assert_close(actual.double(), double, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(expected[0].float(), torch.nn.functional.linear(x, weight, shift), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(expected[2], expected[0].square().sum(1, keepdim=True))
+
+
+@pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_a_product_of_the_librarys_is_added_to_a_stream_that_lies_apart(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """An EAGLE-3 head's residual stream may be half of a wider tensor."""
+    torch.manual_seed(0)
+    x, weight, gain = torch.randn(num_tokens, 24), torch.randn(40, 24), torch.randn(40)
+    residual = torch.randn(num_tokens, 80)[:, 40:]
+    expected = linear_add_scaled(x, weight, None, residual, gain)
+    monkeypatch.setattr(fused_linear, "prefers_library", lambda x, out_size: True)
+    with quietly_interpreted():
+        found = linear_add_scaled(x, weight, None, residual, gain)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
