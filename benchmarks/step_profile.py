@@ -2,7 +2,7 @@
 
 A kernel that starts early counts from its start, so the times of neighbours add up to more than the step.
 
-python benchmarks/step_profile.py [--shape smollm2-135m] [--batch 1,128] [--k 3] [--trace FOLDER]
+python benchmarks/step_profile.py [--shape smollm2-135m] [--batch 1,128] [--k 3 [--ngram]] [--trace FOLDER]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_STEPS = 30
 GROUPS = {
     "products": ("_tile_kernel", "_vector_kernel", "nvjet", "gemm", "splitKreduce", "cutlass"),
     "attention": ("_decode_kernel", "attention"),
-    "sampling": ("_draw_kernel", "_accept_kernel", "_force_kernel", "argmax"),
+    "sampling": ("_draw_kernel", "_accept_kernel", "_force_kernel", "argmax", "_find_kernel"),
     "norms": ("_rms_norm", "_scale_kernel", "_gated_kernel", "_join_kernel", "_keep_kernel"),
     "inputs": ("_prepare", "_pass_kernel", "_slots_kernel", "_rotation", "_gaps", "_commit", "_place", "ndexSelect"),
 }
@@ -63,14 +63,17 @@ def group_of(name: str) -> str:
     return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), "other")
 
 
-def print_groups(ranges: list[tuple[str, float, float]], shape: str, batch: int, k: int, context: int) -> None:
+def print_groups(
+    ranges: list[tuple[str, float, float]], shape: str, batch: int, k: int, ngram: bool, context: int
+) -> None:
     """Time, bytes that have to be moved, and the share of the memory's bandwidth that this is."""
-    config, draft_vocab = SHAPES[shape], HEAD_SHAPES[f"{shape}-eagle3"]["draft_vocab_size"]
+    by_head = 0 if ngram else k
+    config, draft_vocab = SHAPES[shape], HEAD_SHAPES.get(f"{shape}-eagle3", {}).get("draft_vocab_size", 0)
     kv = 4 * config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
-    num_logits = (1 + k) * config["vocab_size"] + k * draft_vocab
+    num_logits = (1 + k) * config["vocab_size"] + by_head * draft_vocab
     num_bytes = {
-        "products": step_bytes(shape, k),
-        "attention": batch * context * kv * (config["num_hidden_layers"] + k),
+        "products": step_bytes(shape, by_head),
+        "attention": batch * context * kv * (config["num_hidden_layers"] + by_head),
         "sampling": 4 * batch * num_logits,  # read once, in float32
     }
     times: dict[str, float] = defaultdict(float)
@@ -84,7 +87,8 @@ def print_groups(ranges: list[tuple[str, float, float]], shape: str, batch: int,
         print(line)
 
 
-def profile_batch(core: Any, shape: str, batch: int, k: int, num_layers: int, trace: Path | None) -> None:
+def profile_batch(core: Any, options: argparse.Namespace, batch: int, num_layers: int) -> None:
+    shape, k, trace = options.shape, options.k, options.trace
     params = SamplingParams(temperature=0.0, seed=0).with_defaults(SamplingParams())
     for i in range(batch):
         core.add(Request(f"{batch}-{i}", tuple(range(100, 228)), params, (), 128 + 800))
@@ -113,7 +117,7 @@ def profile_batch(core: Any, shape: str, batch: int, k: int, num_layers: int, tr
     print(f"GPU busy {total / NUM_STEPS:.0f} us, gaps {(span - total) / NUM_STEPS:.0f} us a step")
     # Prompts of 128 tokens, and what the steps before the middle of the profile have brought.
     a_step = 1 + sum(FORCED_RATES[:k])
-    print_groups(ranges, shape, batch, k, int(128 + 105 * a_step))
+    print_groups(ranges, shape, batch, k, options.ngram, int(128 + 105 * a_step))
     for name, times in sorted(busy.items(), key=lambda item: -sum(item[1]))[:14]:
         a_step, each = sum(times) / NUM_STEPS, sum(times) / len(times)
         print(f"  {a_step:8.1f} us  {len(times) / NUM_STEPS:6.1f} x {each:7.2f} us  {name[:90]}")
@@ -128,19 +132,27 @@ def main() -> int:
     parser.add_argument("--shape", default="smollm2-135m")
     parser.add_argument("--batch", default="1,8,128")
     parser.add_argument("--k", type=int, default=0, help="tokens drafted by an EAGLE-3 head, accepted at fixed rates")
+    parser.add_argument("--ngram", action="store_true", help="the drafts are n-grams, and stand if they are right")
     parser.add_argument("--trace", type=Path, help="where to leave a Chrome trace of every batch")
     options = parser.parse_args()
     batches = [int(size) for size in options.batch.split(",")]
+    speculative = None
+    if options.k:
+        speculative = (
+            {"method": "ngram", "num_speculative_tokens": options.k}
+            if options.ngram
+            else forced_eagle3(options.shape, options.k)
+        )
     engine_options = EngineOptions(
         device="cuda",
         dtype="bfloat16",
         max_num_seqs=max(batches),
         max_model_len=1024,
-        speculative_config=forced_eagle3(options.shape, options.k) if options.k else None,
+        speculative_config=speculative,
     )
     engine = build_shape(engine_options, options.shape)
     for batch in batches:
-        profile_batch(engine.core, options.shape, batch, options.k, engine.config.model.num_layers, options.trace)
+        profile_batch(engine.core, options, batch, engine.config.model.num_layers)
     return 0
 
 

@@ -20,6 +20,7 @@ from slipstream.graphs.descriptor import (
     Tier,
 )
 from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.kernels.triton_jit import compile_ahead, compiles_ahead, num_compilers
 
 logger = logging.getLogger("slipstream.graphs")
 
@@ -86,6 +87,7 @@ class CudaGraphManager:
         ranked.sort(key=lambda item: (item[0], -item[1].num_tokens))
         self._urgent = [desc for place, desc in ranked if place == 0]
         self._missing = [desc for place, desc in ranked if place != 0]
+        self._num_compiled = 0  # of the missing ones, the first, whose kernels are there
         self._by_kind: dict[GraphKind, list[BatchExecutionDescriptor]] = {}  # sorted by size
         for desc in self._urgent:
             self._offer(desc)
@@ -115,6 +117,7 @@ class CudaGraphManager:
 
         A pass in pieces records itself: it alone knows where its attention layers are.
         """
+        self._compile(self._urgent, create_forward_fn)
         return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
 
     @property
@@ -133,6 +136,11 @@ class CudaGraphManager:
             logger.info("graphs have taken %d MiB; %d more are left out", self._memory.used >> 20, len(self._missing))
             self._missing.clear()
             return None
+        if self._num_compiled == 0:
+            some = self._missing[: num_compilers()]
+            self._compile(some, create_forward_fn)
+            self._num_compiled = len(some)
+        self._num_compiled -= 1
         desc = self._missing.pop(0)
         try:
             self._capture_one(desc, create_forward_fn)
@@ -148,6 +156,16 @@ class CudaGraphManager:
 
     def replay(self, desc: BatchExecutionDescriptor) -> None:
         self._graphs[desc].replay()
+
+    def _compile(self, descs: Sequence[BatchExecutionDescriptor], create_forward_fn: CreateForwardFn) -> None:
+        """The kernels of these, where kernels are compiled: one after the other would take as long as all of them."""
+        device = self._device
+        if not descs or not compiles_ahead(device.torch_device):
+            return
+        allowed = device.sync_guard.allow("capture")
+        with device.use_stream(device.compute_stream), allowed, device.warm_up(), compile_ahead():
+            for desc in descs:
+                create_forward_fn(desc, warmup=True).run()
 
     def _capture_one(self, desc: BatchExecutionDescriptor, create_forward_fn: CreateForwardFn) -> AttentionStatePair:
         device = self._device

@@ -7,13 +7,16 @@ and take the reference's path.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 triton: Any = None
 tl: Any = None
@@ -21,22 +24,79 @@ gpu: Any = None
 with suppress(ImportError):  # no GPU, or a platform without Triton
     triton, tl = import_module("triton"), import_module("triton.language")
     gpu = import_module("triton.language.extra.cuda")
+_background: Any = None
+with suppress(ImportError):  # a Triton that compiles one kernel after the other
+    _background = import_module("triton.runtime._async_compile")
 
 _interpreted = False
+_compiles_only = False
+_MOST_COMPILERS = 16
+
+
+def _kernel(function: Callable[..., None], **options: Any) -> Any:
+    if triton is None:
+        return function
+    if _background is None or triton.knobs.runtime.interpret:
+        return triton.jit(**options)(function)
+    return _kernel_class()(function, **options)
+
+
+@functools.cache
+def _kernel_class() -> type:
+    class Kernel(triton.runtime.JITFunction):  # type: ignore[misc]
+        """A kernel that can be told to be compiled and not to run (``compile_ahead``)."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return super().run(*args, grid=grid, warmup=warmup or _compiles_only, **kwargs)
+
+        def _do_compile(self, key: Any, signature: Any, device: Any, *rest: Any, **kwargs: Any) -> Any:
+            kernel = super()._do_compile(key, signature, device, *rest, **kwargs)
+            if _compiles_only and kernel is not None:
+                # Asked for again before it is there, it is not looked up by its source a second time.
+                self.device_caches[device][0].setdefault(key, kernel)
+            return kernel
+
+    return Kernel
 
 
 def jit(function: Callable[..., None]) -> Any:
     """``triton.jit``, or nothing where there is no Triton."""
-    return function if triton is None else triton.jit(function)
+    return _kernel(function)
 
 
 def jit_general(*names: str) -> Callable[[Callable[..., None]], Any]:
     """``jit`` of one kernel for all values of these arguments: Triton makes another one where a number is 1."""
+    return lambda function: _kernel(function, do_not_specialize=list(names))
 
-    def decorate(function: Callable[..., None]) -> Any:
-        return function if triton is None else triton.jit(do_not_specialize=list(names))(function)
 
-    return decorate
+class _Zeroed(TorchFunctionMode):
+    """What a kernel would fill is zero instead: numbers that something else may look up by."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else out
+
+
+def num_compilers() -> int:
+    """How many kernels are compiled at a time."""
+    return max(1, min(_MOST_COMPILERS, os.cpu_count() or 1))
+
+
+def compiles_ahead(device: torch.device) -> bool:
+    return device.type == "cuda" and _background is not None
+
+
+@contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Kernels launched inside do not run, and are compiled when the context ends, many at a time."""
+    global _compiles_only
+    _compiles_only = True
+    try:
+        # By threads: most of a compilation is C++ and another program's, which let Python go on.
+        with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _Zeroed():
+            yield
+    finally:
+        _compiles_only = False
 
 
 def runs_triton(tensor: Tensor) -> bool:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.sim import SimDevice
+from slipstream.graphs import manager as manager_module
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, GraphKind
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode
@@ -121,3 +125,31 @@ def test_mixed_batches_are_recorded_up_to_512_tokens() -> None:
     assert manager.dispatch(2, 500, query_len=None).mode is M.FULL
     assert manager.dispatch(2, 520, query_len=None).mode is M.NONE
     assert manager.dispatch(520, 520, query_len=1).mode is M.FULL
+
+
+def test_kernels_are_compiled_before_anything_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Urgent ones all at once, those for idle time as many as are compiled at a time."""
+    device, calls = SimDevice(1), list[str]()
+
+    @contextmanager
+    def compile_ahead() -> Iterator[None]:
+        calls.append("compile")
+        yield
+        calls.append("compiled")
+
+    monkeypatch.setattr(manager_module, "compiles_ahead", lambda _device: True)
+    monkeypatch.setattr(manager_module, "num_compilers", lambda: 2)
+    monkeypatch.setattr(manager_module, "compile_ahead", compile_ahead)
+    sizes = (1, 2, 4, 8, 16)
+    manager = CudaGraphManager(device, M.FULL_DECODE_ONLY, sizes, 16, order=lambda desc: desc.num_tokens < 8)
+
+    def create(desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
+        return Forward(lambda: calls.append(f"{desc.num_tokens}{'' if warmup else '!'}"), AttentionState(desc))
+
+    manager.capture(create, "recording")
+    assert calls == ["compile", "16", "8", "compiled", "16", "16!", "8", "8!"]
+    calls.clear()
+    while manager.capture_one_more(create):
+        pass
+    first = ["compile", "4", "2", "compiled", "4", "4!", "2", "2!"]
+    assert calls == [*first, "compile", "1", "compiled", "1", "1!"]
