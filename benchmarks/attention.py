@@ -6,7 +6,7 @@ keys are in the cache already. Only `triton` does more, for that is how the engi
 the projection left them, rotates and stores them on the way. `triton-mixed` is its kernel for mixed batches, over keys
 in the cache as the others. Results are compared. The share is of the time that reading all keys and values once takes.
 
-    python benchmarks/attention.py [--backends triton,triton-mixed,flashinfer,flex] [--batch 1,8,64] [--context 512,4096]
+    python benchmarks/attention.py [--backends triton,triton-mixed,flashinfer,flex] [--batch 1,8] [--context 512,4096]
 """
 
 from __future__ import annotations

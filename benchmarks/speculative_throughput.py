@@ -133,8 +133,8 @@ def follow_change(arguments: argparse.Namespace, batches: list[int]) -> list[dic
                 lengths.append(core.stats.draft_length)
             settled = sorted(lengths[-60:])[30]
             near = [i for i, k in enumerate(lengths) if k == settled]
-            row = {"case": f"to {name}", "batch": batch, "tok_s": None}  # not what this is about
-            rows.append({**row, "settles_at": settled, "after_steps": near[0], "lengths": lengths})
+            row = {"case": f"to {name}", "batch": batch, "settles_at": settled, "after_steps": near[0]}
+            rows.append({**row, "lengths": lengths})
             print(f"batch {batch}, to {name}: {settled} after {near[0]} steps", file=sys.stderr, flush=True)
         for i in range(batch):
             core.finish(f"{batch}-{i}")

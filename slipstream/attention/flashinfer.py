@@ -5,7 +5,8 @@ plan on the host, from lengths that are exact only while no step is under way: t
 (``num_computed_cpu``), and without them such a batch is refused. The other paths take every length from the device.
 
 Drafts that were not made are tokens like others to the library, so a request's keys are counted as if all of its
-query tokens lived. What such tokens read belongs to nobody, living tokens see none of it, and their results are zeroed.
+query tokens lived. Such tokens' results are zeroed, and so are their keys: living tokens see none of them, but a weight
+of zero does not remove a NaN that somebody may have left there.
 """
 
 from __future__ import annotations
@@ -87,6 +88,15 @@ def flashinfer_context(
     out.masked_fill_(dead[:, None, None], 0.0)
 
 
+@operation(writes_only, writes=("kv_cache",))
+def clear_slots(
+    kv_cache: Tensor,  # [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
+    page_ids: Tensor,  # [n] int64; -1 is the page that nobody reads
+    offsets: Tensor,  # [n] int64
+) -> None:
+    kv_cache[page_ids, :, :, offsets] = torch.zeros((), dtype=kv_cache.dtype, device=kv_cache.device)
+
+
 @operation(lambda block_table, key_lens, page_size, num_pages: TensorSpec((num_pages,), torch.int32))
 def pages_in_a_row(
     block_table: Tensor,  # [num_reqs, max_pages] int32
@@ -135,6 +145,7 @@ class FlashInferMetadata:
     prefill: Part | None = None
     cascade: Part | None = None  # of the whole batch, in place of both
     seq_lens_cpu: Int32s | None = None  # exact
+    dead_slots: tuple[Tensor, Tensor] | None = None  # page and offset of each; None: no draft can be missing
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -200,7 +211,7 @@ class FlashInferBackend:
         if has_cascade:
             assert exact is not None and lens is not None
             cascade = self._cascade(common, common.num_common_pages, lens)
-            return FlashInferMetadata(common.num_actual_tokens, cascade=cascade, seq_lens_cpu=lens)
+            return FlashInferMetadata(common.num_actual_tokens, None, None, cascade, lens, self._dead_slots(common))
         decode = prefill = None
         if num_decodes:
             reqs, tokens = slice(0, num_decodes), slice(0, num_decode_tokens)
@@ -208,7 +219,20 @@ class FlashInferBackend:
         if num_prefills:
             reqs, tokens = slice(num_decodes, num_reqs), slice(num_decode_tokens, common.num_actual_tokens)
             prefill = self._prefill(common, _Range(reqs, tokens, 0, None if lens is None else lens[reqs]))
-        return FlashInferMetadata(common.num_actual_tokens, decode, prefill, seq_lens_cpu=lens)
+        return FlashInferMetadata(common.num_actual_tokens, decode, prefill, None, lens, self._dead_slots(common))
+
+    def _dead_slots(self, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor] | None:
+        """Where the keys of drafts that were not made would be: behind a request's last one."""
+        width, table = max(self._decode_lens), common.block_table
+        if min(width, common.max_query_len) == 1:
+            return None
+        alive, planned = common.query_lens[:, None], common.query_start_loc.diff()[:, None]
+        idx = torch.arange(width, dtype=torch.int32, device=table.device)
+        at = common.seq_lens[:, None] + idx
+        # A request that has stopped has a length of 0, and may share its pages with others.
+        is_dead = (idx < planned - alive) & (alive > 0) & (planned <= width) & (at < table.shape[1] * self._page_size)
+        page_ids = table.gather(1, (at // self._page_size).clamp(max=table.shape[1] - 1).long())
+        return torch.where(is_dead, page_ids, -1).long().flatten(), (at % self._page_size).long().flatten()
 
     def _leading_decodes(self, starts: Int32s) -> tuple[int, int]:
         """How many requests at the front have equally many tokens, and that as decodes do; and how many tokens."""
@@ -311,6 +335,8 @@ class FlashInferBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: FlashInferMetadata) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if metadata.dead_slots is not None:
+            clear_slots(kv_cache, *metadata.dead_slots)
         for part in metadata.parts:
             self._run_part(layer, q[part.tokens], kv_cache, part, out[part.tokens])
         if metadata.num_tokens < q.shape[0]:

@@ -20,7 +20,7 @@ from slipstream import __version__
 from slipstream.commands.machine import describe_hardware
 from slipstream.errors import ConfigError
 
-Row = dict[str, Any]  # at least case, batch and tok_s
+Row = dict[str, Any]  # at least case and batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Results:
 def collect_results(rows: Sequence[Row], *, device: str = "cpu") -> Results:
     """Put rows together with the machine, the versions and the time."""
     for row in rows:
-        if missing := {"case", "batch", "tok_s"} - row.keys():
+        if missing := {"case", "batch"} - row.keys():
             raise ValueError(f"a row lacks {', '.join(sorted(missing))}")
     commit, dirty = _checkout()
     return Results(

@@ -3,7 +3,8 @@
 A program takes the query heads of one key head of one request. The keys are cut into chunks: those in the cache by
 position, then the new tokens as one more, whose keys come from the projection itself and are stored on the way. Chunk c
 belongs to program c modulo the number of programs; partial results are joined in the programs' order by the last to
-arrive. So a step needs no launch between the projection and attention, and nobody waits for a key to be stored.
+arrive. So a step needs no launch between the projection and attention, and nobody waits for a key to be stored. How
+many of the programs work, a request's length says, on the device: what few have left is joined sooner.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from slipstream.kernels.triton_jit import (
     arrival_counts,
     early_start,
     jit,
+    jit_general,
     let_next_start,
     next_power_of_2,
     runs_triton,
@@ -31,13 +33,14 @@ from slipstream.kernels.triton_jit import (
 
 _MAX_SPLITS = 64
 _WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
-_JOINED_A_THREAD = 64  # numbers of partial results at once
+_JOINED_A_THREAD = 128  # numbers of partial results at once
 
 
 class Cut(NamedTuple):
     """How the keys of a request are shared out."""
 
-    splits: int  # programs for each key head
+    splits: int  # programs for each key head, at most
+    each: int  # chunks that a program should have before there are more programs
     chunk: int  # keys at a time
     num_warps: int
     num_stages: int
@@ -50,12 +53,12 @@ def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
     if num_tiles < _WANTED_PROGRAMS * 3 // 4:
         splits = min(_MAX_SPLITS, next_power_of_2(-(-_WANTED_PROGRAMS // num_tiles)))
     if rows > 64 or head_bytes >= 512:
-        return Cut(splits, 64 if head_bytes < 1024 else 32, 4 if rows <= 64 else 8, 1)
+        return Cut(splits, 1, 64 if head_bytes < 1024 else 32, 4 if rows <= 64 else 8, 1)
     if splits == 1:
-        return Cut(1, 64, 2 if rows <= 16 else 4, 2)
+        return Cut(1, 1, 64, 2 if rows <= 16 else 4, 2)
     if head_bytes <= 128:
-        return Cut(splits, 64, 2, 1, hold=True) if query_len == 1 else Cut(splits, 128, 4, 1, hold=True)
-    return Cut(splits, 64, 2, 2) if query_len == 1 else Cut(splits, 128, 4, 1)
+        return Cut(splits, 1, 64, 2, 1, hold=True) if query_len <= 2 else Cut(splits, 1, 128, 2, 1)
+    return Cut(splits, 1, 64, 2, 2) if query_len == 1 else Cut(splits, 1, 128, 2, 2)
 
 
 def _shape(q: Tensor, *_args: Any, **_kwargs: Any) -> TensorSpec:
@@ -136,7 +139,7 @@ def _launch(
         (kv_cache, kv_cache.stride(0), block_table, block_table.stride(0)),
         (query_lens, seq_lens, page_ids, offsets, seq_starts),
         (out, partial, weight, arrival_counts(q.device, num_reqs * num_kv_heads)),
-        *(scale * 1.4426950408889634, window, eps),
+        *(scale * 1.4426950408889634, window, eps, splits, cut.each),
         QUERY_LEN=query_len,
         GROUP=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -147,8 +150,8 @@ def _launch(
         BLOCK_T=max(16, next_power_of_2(query_len)),
         BLOCK_R=next_power_of_2(rows),
         BLOCK_N=cut.chunk,
-        SPLITS=splits,
-        AT_ONCE=min(splits, max(1, _JOINED_A_THREAD * 32 * cut.num_warps // held)),
+        SPLIT=splits > 1,
+        AT_ONCE=min(4, max(1, _JOINED_A_THREAD * 32 * cut.num_warps // held)),
         HOLD=cut.hold,
         WINDOW=window > 0,
         STARTS=seq_starts is not None,
@@ -244,6 +247,7 @@ def _add_cached(
     held,  # the first chunk, where chunks are held
     begin,
     end,
+    step,
     table,
     keys,
     first_slot,
@@ -259,7 +263,6 @@ def _add_cached(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
     HOLD: tl.constexpr,
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
@@ -268,11 +271,11 @@ def _add_cached(
     q_low, q_high = queries
     largest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc_low, acc_high = tl.zeros([BLOCK_M, BLOCK_H], tl.float32), tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    for chunk in range(begin, end, SPLITS):
+    for chunk in range(begin, end, step):
         if HOLD:
             k_low, k_high, v_low, v_high = held
             held = _load_chunk(
-                *(chunk + SPLITS, table, keys, first_slot, num_cached, page_stride),
+                *(chunk + step, table, keys, first_slot, num_cached, page_stride),
                 *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS),
             )
         else:
@@ -351,7 +354,7 @@ def _add_new(
     return _add_chunk(scores, v_low, v_high, largest, total, acc_low, acc_high)
 
 
-@jit
+@jit_general("splits", "each")
 def _decode_kernel(
     new,  # q, k, v, cos, sin, gains of queries and of keys
     strides,  # of tokens and heads of q, k, v
@@ -361,6 +364,8 @@ def _decode_kernel(
     scale,  # times log2(e): weights are powers of two
     window,
     eps,
+    splits,
+    each,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -371,7 +376,7 @@ def _decode_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HOLD: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -386,9 +391,11 @@ def _decode_kernel(
     num_cached = tl.load(tables[1] + request, cache_modifier=".cg") - query_len
     first_slot = tl.load(tables[4] + request, cache_modifier=".cg") if STARTS else 0
     first_chunk, last_chunk = _chunks(first_slot, num_cached, window, BLOCK_N, WINDOW, STARTS)
-    begin = first_of(split, first_chunk, SPLITS)
-    if begin > last_chunk:
+    # Never more programs than chunks, so every one of them has something to hand in.
+    parts = tl.minimum(splits, (last_chunk - first_chunk + each) // each) if SPLIT else 1
+    if SPLIT and split >= parts:
         return
+    begin = first_of(split, first_chunk, parts)
     keys, table = cache[0] + kv_head * PAGE_SIZE * 2 * HALF, cache[2] + request * cache[3]
     VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies behind its key
     held = begin
@@ -404,21 +411,22 @@ def _decode_kernel(
     from_q = (new[0] + token * strides[0] + head * strides[1])[:, None]
     queries = _rotated(*(from_q, new[3], new[4], token[:, None], new[5], sees[:, None], eps), HALF, BLOCK_H, NORMS)
     state = _add_cached(
-        *(queries, held, begin, last_chunk, table, keys, first_slot, num_cached, cache[1], query, sees, scale, window),
-        *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_M, BLOCK_N, SPLITS, HOLD, WINDOW, STARTS),
+        *(queries, held, begin, last_chunk, parts, table, keys, first_slot, num_cached, cache[1]),
+        *(query, sees, scale, window),
+        *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_M, BLOCK_N, HOLD, WINDOW, STARTS),
     )
-    if last_chunk % SPLITS == split:
+    if last_chunk % parts == split:
         state = _add_new(
             *(state, queries, new, strides, keys, cache[1], (tables[2], tables[3]), request, kv_head),
             *(first_slot - num_cached, query_len, query, sees, scale, window, eps),
             *(QUERY_LEN, VALUES, HALF, BLOCK_H, BLOCK_T, WINDOW, STARTS, NORMS),
         )
-    if SPLITS > 1 and last_chunk > first_chunk:
+    if SPLIT and parts > 1:
         r, pair = tl.arange(0, BLOCK_R), request * NUM_KV_HEADS + kv_head
         place = (request * QUERY_LEN + r // GROUP) * NUM_KV_HEADS * GROUP + kv_head * GROUP + r % GROUP
         hand_in(
-            *(state, results, pair, place * 2 * HALF, split, first_chunk, last_chunk),
-            *(ROWS, HALF, BLOCK_M, BLOCK_H, BLOCK_R, SPLITS, AT_ONCE),
+            *(state, results, pair, place * 2 * HALF, split, parts, splits),
+            *(ROWS, HALF, BLOCK_M, BLOCK_H, BLOCK_R, AT_ONCE),
         )
     else:
         store_whole(state, results[0], (token * NUM_KV_HEADS * GROUP + head) * 2 * HALF, m < ROWS, HALF, BLOCK_H)

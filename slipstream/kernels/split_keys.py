@@ -11,9 +11,9 @@ from slipstream.kernels.triton_jit import jit, tl
 
 
 @jit
-def first_of(split, first_chunk, SPLITS: tl.constexpr):
+def first_of(split, first_chunk, splits):
     """A program's first chunk. By the chunk's own number: a first one that moves on moves none to another program."""
-    return first_chunk + (split - first_chunk % SPLITS + SPLITS) % SPLITS
+    return first_chunk + (split - first_chunk % splits + splits) % splits
 
 
 @jit
@@ -29,44 +29,58 @@ def store_whole(state, out, place, is_row, HALF: tl.constexpr, BLOCK_H: tl.const
 
 
 @jit
+def _part(partial, weight, row, there, HALF: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What one program has left for these rows."""
+    d = tl.arange(0, BLOCK_D)
+    peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    mass = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    kept = there[:, None] & (d < 2 * HALF)[None, :]
+    values = tl.load(partial + row[:, None] * (2 * HALF) + d[None, :], mask=kept, other=0.0, cache_modifier=".cg")
+    return peak, mass, values
+
+
+@jit
+def _merged(state, part):
+    largest, total, acc = state
+    peak, mass, values = part
+    higher = tl.maximum(largest, peak)
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink, grow = tl.exp2(largest - anchor), tl.exp2(peak - anchor)
+    return higher, total * shrink + mass * grow, acc * shrink[:, None] + values * grow[:, None]
+
+
+@jit
 def _join(
     partial,
     weight,
-    pair,
-    first_chunk,
-    last_chunk,
+    first_row,  # of the first program's
+    parts,
     out,
     place,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # 1, 2 or 4
 ):
-    """What the programs of a tile have left, joined and stored."""
+    """What the programs of a tile have left, joined in their order and stored. Several are read before one is added."""
     r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    s = tl.arange(0, SPLITS)
-    # Programs whose first chunk is behind the last one have left nothing.
-    there = (first_of(s, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
-    row = (pair * SPLITS + s)[:, None] * ROWS + r[None, :]
-    peaks = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-    masses = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    largest = tl.max(peaks, 0)
-    anchor = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(masses * tl.exp2(peaks - anchor[None, :]), 0)
+    largest, total = tl.full([BLOCK_R], float("-inf"), tl.float32), tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    # From chunk 0 on those that have left something are the first ones.
-    end = SPLITS if first_chunk > 0 else tl.minimum(SPLITS, last_chunk + 1)
-    for begin in range(0, end, AT_ONCE):
-        few = begin + tl.arange(0, AT_ONCE)
-        left = (first_of(few, first_chunk, SPLITS) <= last_chunk)[:, None] & (r < ROWS)[None, :]
-        at = (pair * SPLITS + few)[:, None] * ROWS + r[None, :]
-        peak = tl.load(weight + at * 2, mask=left, other=float("-inf"), cache_modifier=".cg")
-        kept = left[:, :, None] & (d < 2 * HALF)[None, None, :]
-        from_part = partial + at[:, :, None] * (2 * HALF) + d[None, None, :]
-        part = tl.load(from_part, mask=kept, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(part * tl.exp2(peak - anchor[None, :])[:, :, None], 0)
+    for i in range(0, parts, AT_ONCE):
+        is_row, row = r < ROWS, first_row + i * ROWS + r
+        one = _part(partial, weight, row, is_row, HALF, BLOCK_D)
+        if AT_ONCE > 1:
+            two = _part(partial, weight, row + ROWS, is_row & (i + 1 < parts), HALF, BLOCK_D)
+        if AT_ONCE > 2:
+            three = _part(partial, weight, row + 2 * ROWS, is_row & (i + 2 < parts), HALF, BLOCK_D)
+            four = _part(partial, weight, row + 3 * ROWS, is_row & (i + 3 < parts), HALF, BLOCK_D)
+        largest, total, acc = _merged((largest, total, acc), one)
+        if AT_ONCE > 1:
+            largest, total, acc = _merged((largest, total, acc), two)
+        if AT_ONCE > 2:
+            largest, total, acc = _merged((largest, total, acc), three)
+            largest, total, acc = _merged((largest, total, acc), four)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     exists = (r < ROWS)[:, None] & (d < 2 * HALF)[None, :]
     tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=exists)
@@ -79,14 +93,13 @@ def hand_in(
     pair,
     place,
     split,
-    first_chunk,
-    last_chunk,
+    parts,  # programs that hand in something, from the first on
+    splits,  # for which there is room
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """Leave a partial result; the program that is the last of its tile to do so joins them all."""
@@ -94,17 +107,14 @@ def hand_in(
     out, partial, weight, arrivals = results
     m, h = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
     is_low = (m < ROWS)[:, None] & (h < HALF)[None, :]
-    mine = (pair * SPLITS + split) * ROWS + m
+    first_row = pair * splits * ROWS
+    mine = first_row + split * ROWS + m
     part = partial + mine[:, None] * (2 * HALF) + h[None, :]
     tl.store(part, acc_low, mask=is_low)
     tl.store(part + HALF, acc_high, mask=is_low)
     tl.store(weight + mine * 2, largest, mask=m < ROWS)
     tl.store(weight + mine * 2 + 1, total, mask=m < ROWS)
     tl.debug_barrier()
-    parts = tl.minimum(SPLITS, last_chunk - first_chunk + 1)
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == parts - 1:
         tl.store(arrivals + pair, 0)
-        _join(
-            *(partial, weight, pair, first_chunk, last_chunk, out, place),
-            *(ROWS, HALF, 2 * BLOCK_H, BLOCK_R, SPLITS, AT_ONCE),
-        )
+        _join(*(partial, weight, first_row, parts, out, place), *(ROWS, HALF, 2 * BLOCK_H, BLOCK_R, AT_ONCE))

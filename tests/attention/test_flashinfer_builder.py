@@ -41,16 +41,16 @@ DEVICE_TENSORS = ("query_start_loc", "query_lens", "seq_lens", "block_table", "s
 
 
 def attend(q: Tensor, kv_cache: Tensor, page_ids: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """[n, heads, dim] over the visible keys alone, a row of ``visible`` for each; NaN for who sees none."""
-    out = torch.full_like(q, torch.nan)
-    for row, seen in enumerate(visible):
-        slots = seen.nonzero()[:, 0]
-        if len(slots):
-            keys, values = kv_cache[page_ids[slots // PAGE].long(), :, :, slots % PAGE].double().unbind(1)
-            query = q[row].double().view(KV_HEADS, -1, DIM)
-            weights = torch.softmax(torch.einsum("hgd,khd->hgk", query, keys) * scale, dim=-1)
-            out[row] = torch.einsum("hgk,khd->hgd", weights, values).reshape(HEADS, DIM).to(q.dtype)
-    return out
+    """[n, heads, dim] over the visible keys, a row of ``visible`` for each; NaN for who sees none.
+
+    As in a kernel, what one of the rows sees is read for all of them: a weight of zero does not remove a NaN.
+    """
+    slots = visible.any(0).nonzero()[:, 0]
+    keys, values = kv_cache[page_ids[slots // PAGE].long(), :, :, slots % PAGE].double().unbind(1)
+    query = q.double().view(len(q), KV_HEADS, -1, DIM)
+    scores = torch.einsum("nhgd,khd->nhgk", query, keys) * scale
+    scores = scores.masked_fill(~visible[:, slots][:, None, None], -torch.inf)
+    return torch.einsum("nhgk,khd->nhgd", torch.softmax(scores, dim=-1), values).reshape(q.shape).to(q.dtype)
 
 
 def causal(num_query: int, num_keys: int, window_left: int) -> Tensor:

@@ -37,8 +37,8 @@ def test_no_git_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collect_results([ROW]).commit is None
 
 
-def test_row_without_its_rate_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="lacks batch, tok_s"):
+def test_row_without_its_batch_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="lacks batch"):
         collect_results([{"case": "tiny"}])
 
 
