@@ -13,6 +13,7 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.kernels.prepare_inputs import prepare_inputs
+from slipstream.runner.recent import Recent
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
 from slipstream.sampling.sampler import Positions
@@ -37,10 +38,11 @@ class InputBatch:
 
 
 class _StagedBatch(NamedTuple):
-    """The batch that the device holds the composition of."""
+    """A batch for all steps with one composition."""
 
     composition: Composition
     batch: InputBatch
+    columns: tuple[Int32s, ...]  # what the device is told of it: rows, and where their tokens and logits begin
     num_tokens: Int32s
     draft_bounds: Int32s | None  # the batch's, where the engine drafts
 
@@ -75,7 +77,8 @@ class InputBuffers:
         self.logit_positions = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.logit_drafts = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
         self.rows = rows
-        self._staged: _StagedBatch | None = None
+        self._staged: _StagedBatch | None = None  # that the device holds the composition of
+        self._made: Recent[Composition, _StagedBatch] = Recent()
         self._one_each = np.arange(max_reqs + 1, dtype=np.int32)
         # What a step without drafts has for them; others are made from it.
         step = TargetPass(self._attention(0, 0, 0, _NOTHING, _NOTHING), self.positions, rows.query_start_loc, None)
@@ -89,28 +92,29 @@ class InputBuffers:
 
     def stage(self, plan: StepPlan) -> InputBatch:
         """Send the batch's composition to the device. The batch that comes back has the plan's own size."""
-        if self._staged is None or plan.composition is not self._staged.composition:
-            self._staged = self._stage(plan.composition)
+        composition = plan.composition
+        if self._staged is None or composition is not self._staged.composition:
+            self._staged = self._made.get(composition) or self._made.put(composition, self._make(composition))
+            self.rows.stage_batch(*self._staged.columns)
         self.rows.flush()
         self._staged.set_bounds(plan, self.max_model_len)
         return self._staged.batch
 
-    def _stage(self, composition: Composition) -> _StagedBatch:
-        """A batch for all steps with this composition; the bounds are missing."""
+    def _make(self, composition: Composition) -> _StagedBatch:
+        """The bounds are missing."""
         num_reqs = composition.num_reqs
         batch_rows = np.array(composition.rows, dtype=np.int32)
         num_tokens = np.array(composition.num_tokens, dtype=np.int32)
         starts, bounds = _starts(num_tokens), np.empty_like(num_tokens)
         logit_starts, drafting = self._one_each[: num_reqs + 1], self.no_drafting
-        if self._max_logits == 1:
-            self.rows.stage_batch(batch_rows, starts, logit_starts)
-        else:
+        columns: tuple[Int32s, ...] = (batch_rows, starts, logit_starts)
+        if self._max_logits > 1:
             num_logits = np.array(composition.num_drafts, dtype=np.int32) + 1
             logit_starts = _starts(num_logits)
             # The drafter goes over the known tokens and the new one.
             in_pass = num_tokens - num_logits + 2 + composition.num_caught_up
             pass_starts = _starts(in_pass)
-            self.rows.stage_batch(batch_rows, starts, logit_starts, pass_starts)
+            columns = (batch_rows, starts, logit_starts, pass_starts)
             drafting = DraftBatch(
                 *(self.rows.batch_rows, num_reqs, self.rows.draft_start_loc, pass_starts, int(pass_starts[-1])),
                 *(int(in_pass.max()), np.empty_like(num_tokens), drafting.step),
@@ -121,7 +125,8 @@ class InputBuffers:
         size = (num_reqs, int(starts[-1]), int(logit_starts[-1]))
         exact = np.empty_like(num_tokens) if composition.lengths_are_exact else None
         batch = self._batch(*size, longest, starts, bounds, drafting, decode_len, exact)
-        return _StagedBatch(composition, batch, num_tokens, drafting.seq_lens_bound if self._max_logits > 1 else None)
+        draft_bounds = drafting.seq_lens_bound if self._max_logits > 1 else None
+        return _StagedBatch(composition, batch, columns, num_tokens, draft_bounds)
 
     def stage_nothing(self) -> None:
         """Make the batch on the device one of padding alone, as it was before the first step."""

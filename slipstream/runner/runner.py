@@ -18,6 +18,7 @@ from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep, OutputRing, PromptSpan, StepOutput
 from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.program import Model, StepProgram
+from slipstream.runner.recent import Recent
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import Drafting, DraftSizes, OnCost, StepGraphs
 from slipstream.sampling.logprobs import pack_logprobs
@@ -35,7 +36,6 @@ _SCORED_AT_ONCE = 128
 class _Wishes(NamedTuple):
     """What the requests of a composition want of a step beside their tokens, and where the step leaves those."""
 
-    composition: Composition
     needs: SamplingNeeds
     drafting: Drafting | None
     scores_prompts: bool
@@ -92,7 +92,7 @@ class Runner:
         self._drafts_of_row = [0] * self.rows.num_rows  # how many are made for it at most
         # How many tokens of a row are prompt whose log probabilities are wanted; 0 for most.
         self._scored_prompt_len = [0] * self.rows.num_rows
-        self._wishes: _Wishes | None = None  # of the newest step
+        self._wishes: Recent[Composition, _Wishes] = Recent()
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         # The loop is in this mode from its start; who calls from elsewhere need not know.
@@ -121,10 +121,8 @@ class Runner:
             return self._outputs.send(plan, self._run(plan))
 
     def _run(self, plan: StepPlan) -> StepOutput:
-        batch = self.buffers.stage(plan)
-        wishes = self._wishes
-        if wishes is None or wishes.composition is not plan.composition:
-            wishes = self._wishes = self._wishes_of(plan.composition)
+        batch, composition = self.buffers.stage(plan), plan.composition
+        wishes = self._wishes.get(composition) or self._wishes.put(composition, self._wishes_of(composition))
         hidden, logprobs = self.graphs.run(batch, wishes.needs, wishes.drafting)
         if logprobs is not None:
             logprobs = logprobs[: batch.logit_indices.shape[0]]
@@ -136,7 +134,7 @@ class Runner:
     def _wishes_of(self, composition: Composition) -> _Wishes:
         scores_prompts = any(self._scored_prompt_len[row] for row in composition.rows)
         out = self._out[: composition.num_reqs]
-        return _Wishes(composition, self._needs(composition), self._drafting(composition), scores_prompts, out)
+        return _Wishes(self._needs(composition), self._drafting(composition), scores_prompts, out)
 
     def _drafting(self, composition: Composition) -> Drafting | None:
         """How to draft after the step, if it has a request to draft for.

@@ -18,6 +18,7 @@ from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.graphs.piecewise import PiecewiseForward
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import StepProgram, TargetOutput
+from slipstream.runner.recent import Recent
 from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.speculator import GraphSetting
 
@@ -87,7 +88,6 @@ class Drafting:
 class _Choice(NamedTuple):
     """The graph for a batch. As long as the same batch comes again, it is the same."""
 
-    batch: InputBatch
     needs: SamplingNeeds
     drafting: Drafting | None
     desc: BatchExecutionDescriptor
@@ -135,7 +135,7 @@ class StepGraphs:
         self._logits = logits
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._is_complete = False
-        self._choice: _Choice | None = None  # for the newest step
+        self._choices: Recent[InputBatch, _Choice] = Recent()
         if self.mode is not CUDAGraphMode.NONE:
             buffers = program.buffers
             program.speculator.init_graphs(
@@ -169,7 +169,7 @@ class StepGraphs:
         """With nothing else to do. A warm-up really runs, so the last step's batch must not be there any more."""
         if self._is_complete:
             return False
-        self._choice = None
+        self._choices.clear()
         with self._waiting():  # nobody else does, if there turns out to be nothing to record
             self._program.buffers.stage_nothing()
         if (desc := self._manager.capture_one_more(self._create_forward)) is not None:
@@ -230,14 +230,14 @@ class StepGraphs:
 
     def run(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> tuple[Tensor, Tensor | None]:
         """A step over staged rows: hidden states, and log probabilities if a request wants them."""
-        last = self._choice
-        if last is None or last.batch is not batch or last.needs is not needs or last.drafting is not drafting:
-            last = self._choice = self._choose(batch, needs, drafting)
-        program, desc = self._program, last.desc
+        choice = self._choices.get(batch)
+        if choice is None or choice.needs is not needs or choice.drafting is not drafting:
+            choice = self._choices.put(batch, self._choose(batch, needs, drafting))
+        program, desc = self._program, choice.desc
         if desc.mode is CUDAGraphMode.FULL:
             self._manager.replay(desc)
-            if last.hidden is not None:
-                return last.hidden, None
+            if choice.hidden is not None:
+                return choice.hidden, None
             padded, target = self._batches[desc], TargetOutput(self._hidden[desc], self._logits)
         elif desc.mode is CUDAGraphMode.PIECEWISE:
             padded = program.buffers.pad(batch, desc)
@@ -265,7 +265,7 @@ class StepGraphs:
             # No graph holds all of the step; the target may have one.
             desc = self._manager.dispatch(num_reqs, num_tokens, query_len, "full")
         is_whole = desc.mode is CUDAGraphMode.FULL and desc.tier == "fast"
-        return _Choice(batch, needs, drafting, desc, self._hidden[desc] if is_whole else None)
+        return _Choice(needs, drafting, desc, self._hidden[desc] if is_whole else None)
 
     def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         program = self._program

@@ -24,7 +24,7 @@ _RATE = 1 / 8  # of forgetting
 _HOPE = 0.7  # of a draft of which nothing is known
 _MARGIN = 1.01  # a change has to promise more than this
 _LOOK_EVERY = 4  # collected steps
-_TRIAL_EVERY, _TRIAL_AT_LAST = 16, 64  # steps
+_TRIAL_EVERY, _TRIAL_AT_LAST = 24, 64  # steps
 _TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from slipstream.scheduler.request_state import RequestState
 from slipstream.types import Composition, PageDiff, RowInit, StepPlan
 
+_NUM_RECENT = 8  # compositions that may come again: draft lengths go back and forth
+
 
 @dataclass(slots=True)
 class OpenPlan:
@@ -70,12 +72,12 @@ class OpenPlan:
     def close(
         self,
         step_id: int,
-        last: Composition | None,
+        recent: dict[Composition, Composition],
         num_next_drafts: int,
         num_caught_up: int,
         lengths_are_exact: bool,
     ) -> StepPlan:
-        """The plan. If it has the composition of the step before, it shares the object."""
+        """The plan. If it has the composition of one of the steps before, it shares the object."""
         composition = Composition(
             request_ids=tuple(self._request_ids),
             generations=tuple(self._generations),
@@ -88,7 +90,9 @@ class OpenPlan:
             num_caught_up=num_caught_up,
             lengths_are_exact=lengths_are_exact,
         )
-        if last is not None and composition == last:
-            composition = last
+        if (known := recent.get(composition)) is None:
+            if len(recent) >= _NUM_RECENT:
+                del recent[next(iter(recent))]
+            known = recent[composition] = composition
         bounds = np.array(self._bounds, dtype=np.int32)
-        return StepPlan(step_id, composition, bounds, self.row_inits, self.page_diffs)
+        return StepPlan(step_id, known, bounds, self.row_inits, self.page_diffs)

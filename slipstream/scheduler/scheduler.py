@@ -69,7 +69,7 @@ class Scheduler:
         self._next_step_id = 0
         self._in_flight: dict[int, _Launched] = {}  # by step, oldest first
         self._next_arrival_idx = 0
-        self._composition: Composition | None = None  # of the newest step
+        self._recent: dict[Composition, Composition] = {}  # one object for those that are the same
         self._steady: SteadyBatch | None = None  # if the newest step may repeat itself
         self._totals = SchedulerStats()
 
@@ -149,8 +149,7 @@ class Scheduler:
         has_prompts, exact = len(opened.states) > len(decodes), self._config.exact_lengths
         is_exact = exact == "always" or (exact == "prefill" and has_prompts)
         assert not (is_exact and self._in_flight)
-        plan = opened.close(self._next_step_id, self._composition, num_made, num_behind, is_exact)
-        self._composition = plan.composition
+        plan = opened.close(self._next_step_id, self._recent, num_made, num_behind, is_exact)
         decodes_only = len(opened.states) == len(decodes)
         # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
         may_repeat = num_drafts == num_made and not is_exact and not (self.waiting and self._free_rows)
