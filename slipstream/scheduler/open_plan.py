@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -74,6 +74,7 @@ class OpenPlan:
         num_next_drafts: int,
         num_caught_up: int,
         lengths_are_exact: bool,
+        count_common: Callable[[Sequence[RequestState], int], int],
     ) -> StepPlan:
         """The plan. If it has the composition of the step before, it shares the object."""
         composition = Composition(
@@ -90,5 +91,7 @@ class OpenPlan:
         )
         if last is not None and composition == last:
             composition = last
+        elif num_common := count_common(self.states, self.num_tokens):
+            composition = replace(composition, num_common_pages=num_common)
         bounds = np.array(self._bounds, dtype=np.int32)
         return StepPlan(step_id, composition, bounds, self.row_inits, self.page_diffs)
