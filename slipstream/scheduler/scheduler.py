@@ -348,10 +348,10 @@ class Scheduler:
 
     def _reserve_pages_for_running(self) -> bool:
         """Give every running request the pages of its next token; False when that needs older steps collected first."""
-        # Most have the pages of their next tokens already.
-        needy = [s for s in self.running if s.num_slots_left < 0]
+        # Most have the pages of their next tokens already, and some are launched as far as they may go.
+        needy = [s for s in self.running if s.num_slots_left < 0 and s.wants_step]
         for state in needy:
-            while state.row != NO_ROW and state.wants_step and not self._reserve_pages(state):
+            while state.row != NO_ROW and not self._reserve_pages(state):
                 if self._in_flight:
                     return False  # a step in flight may end a request; bounds only tighten
                 self._preempt(self.running[-1])
