@@ -57,10 +57,6 @@ def test_every_token_is_right(method: str, steps_in_flight: int, mode: str, bloc
     assert run(3, speculative_config=SPECULATION[method], **options).num_cascades > 10
 
 
-def test_never_means_never() -> None:
-    assert run(1, cascade="never", steps_in_flight=2).num_cascades == 0
-
-
 # --- planted faults -----------------------------------------------------------------------------------
 
 
