@@ -5,8 +5,10 @@ attention alone, recorded in a graph where the backend can be and launched where
 keys are in the cache already. Only `triton` does more, for that is how the engine asks it: it takes queries and keys as
 the projection left them, rotates and stores them on the way. `triton-mixed` is its kernel for mixed batches, over keys
 in the cache as the others. Results are compared. The share is of the time that reading all keys and values once takes.
+With `--common` all requests begin with so many of the same tokens, and `cascade` reads those once.
 
     python benchmarks/attention.py [--backends triton,triton-mixed,flashinfer,flex] [--batch 1,8] [--context 512,4096]
+    python benchmarks/attention.py --backends triton,cascade --batch 16,64 --context 2304,8448 --common 2048
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ MAX_ERROR = 2e-2  # of bfloat16, relative to the largest result
 
 
 def make(name: str, query_len: int, batch: int) -> AttentionBackend:
-    if name.startswith("triton"):
+    if name in ("triton", "triton-mixed", "cascade"):
         return TritonBackend()
     if name == "flex":
         return FlexBackend(PAGE_SIZE)
@@ -51,10 +54,11 @@ def make(name: str, query_len: int, batch: int) -> AttentionBackend:
     return FlashInferBackend(paths, FlashInferLibrary(paths, place), PAGE_SIZE, batch, {query_len}, place)
 
 
-def step(batch: int, context: int, query_len: int) -> CommonAttentionMetadata:
-    """All tokens alive, pages in an order of their own."""
+def step(batch: int, context: int, query_len: int, num_common: int) -> CommonAttentionMetadata:
+    """All tokens alive, pages in an order of their own but for the common ones."""
     num_pages = -(-context // PAGE_SIZE)
     table = (1 + torch.randperm(batch * num_pages, device="cuda").int()).view(batch, num_pages)
+    table[:, : num_common // PAGE_SIZE] = table[0, : num_common // PAGE_SIZE]
     starts = np.arange(batch + 1, dtype=np.int32) * query_len
     full = torch.full((batch,), 1, dtype=torch.int32, device="cuda")
     return CommonAttentionMetadata(
@@ -69,13 +73,15 @@ def step(batch: int, context: int, query_len: int) -> CommonAttentionMetadata:
         block_table=table,
         slot_mapping=torch.zeros(batch * query_len, dtype=torch.int64, device="cuda"),
         num_computed_cpu=np.full(batch, context - query_len, dtype=np.int32),
+        num_common_pages=num_common // PAGE_SIZE,
     )
 
 
 def runner(
     name: str, backend: AttentionBackend, q: Tensor, kv_cache: Tensor, common: CommonAttentionMetadata
 ) -> Callable[[], Tensor]:
-    metadata = backend.build(common)
+    num_common = common.num_common_pages if name == "cascade" else 0
+    metadata = backend.build(replace(common, num_common_pages=num_common))
     if name != "triton":
         return lambda: backend.run(LAYER, q, kv_cache, metadata)
     assert isinstance(backend, TritonBackend)
@@ -120,9 +126,9 @@ def microseconds(run: Callable[[], Tensor], in_graph: bool) -> float:
     return statistics.median(times)
 
 
-def measure(names: list[str], batch: int, context: int, query_len: int) -> list[dict[str, Any]]:
+def measure(names: list[str], batch: int, context: int, query_len: int, num_common: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    common = step(batch, context, query_len)
+    common = step(batch, context, query_len, num_common)
     pages = int(common.block_table.numel()) + 2
     shape = (pages, 2, LAYER.num_kv_heads, PAGE_SIZE, LAYER.head_dim)
     kv_cache = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
@@ -145,6 +151,7 @@ def measure(names: list[str], batch: int, context: int, query_len: int) -> list[
                 "batch": batch,
                 "context": context,
                 "query_len": query_len,
+                "common": num_common,
                 "us": round(us, 2),
                 "of_bandwidth": round(least / us, 3),
                 "in_graph": in_graph,
@@ -159,6 +166,7 @@ def main() -> int:
     parser.add_argument("--batch", default="1,8,64")
     parser.add_argument("--context", default="512,4096,32768")
     parser.add_argument("--query-len", default="1,4")
+    parser.add_argument("--common", type=int, default=0, help="tokens that all requests begin with")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     prepare_folder(arguments.output_dir)
@@ -168,7 +176,7 @@ def main() -> int:
     for query_len in sizes[2]:
         for batch in sizes[0]:
             for context in sizes[1]:
-                rows += measure(names, batch, context, query_len)
+                rows += measure(names, batch, context, query_len, arguments.common)
                 print(f"batch {batch}, context {context}, q = {query_len}", file=sys.stderr, flush=True)
     results = collect_results(rows, device="cuda")
     table = Table("backend", title=f"attention of one layer, {results.hardware}")

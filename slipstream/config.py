@@ -90,6 +90,9 @@ class EngineOptions:
     attention_backend: str = _option(
         "auto", "Attention backend: auto, triton, flashinfer or flex (GPU), cpu, or reference (the definition)."
     )
+    cascade: str = _option(
+        "auto", "Read pages that all requests of a step begin with once: auto (where it pays), always or never."
+    )
     steps_in_flight: int | None = _option(
         None, "Most steps launched and not yet read; 1 waits for each, 2 or more run ahead."
     )
@@ -244,6 +247,8 @@ class SchedulerConfig:
     drafts_in_pages: bool = False
     # Steps that attention must know true lengths for: they are launched when every earlier one is collected.
     exact_lengths: Literal["never", "prefill", "always"] = "never"
+    # Pages that all requests of a step begin with are read once if that spares the keys of so many tokens; None: never.
+    least_saved: int | None = None
     # Whether its keys at a slot depend on the token behind. A page is then known by its tokens and the one behind them.
     drafts_look_ahead: bool = False
 

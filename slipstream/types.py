@@ -222,6 +222,7 @@ class Composition:
     num_next_drafts: int = 0  # most drafts that are made behind the step, for the next one to check
     lengths_are_exact: bool = False  # it is launched with no other under way, for its attention wants to know them
     num_caught_up: int = 0  # most tokens of each before the step's own that the drafter, who missed them, goes over too
+    num_common_pages: int = field(default=0, compare=False)  # that all begin with and attention is to read once
 
     @property
     def num_reqs(self) -> int:
@@ -392,10 +393,9 @@ class DraftStats:
 
     def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
         self.num_steps += times
-        missing = num_drafts - len(self.num_drafts_at)
-        if missing > 0:
-            self.num_drafts_at += [0] * missing
-            self.num_accepted_at += [0] * missing
+        missing = num_drafts - len(self.num_drafts_at)  # below 0 none
+        self.num_drafts_at += [0] * missing
+        self.num_accepted_at += [0] * missing
         for i in range(num_drafts):
             self.num_drafts_at[i] += times
         for i in range(num_accepted):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.attention.backend import AttentionLayer, Caps, NewTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.kernels.cascade_attention import cascade_attention
 from slipstream.kernels.decode_attention import decode_attention
 from slipstream.kernels.triton_attention import MAX_ROWS, triton_attention
 
@@ -35,7 +36,7 @@ class TritonBackend:
         return TritonMetadata(common, common.max_query_len if is_uniform else 0)
 
     def starting_at(self, metadata: TritonMetadata, seq_starts: Tensor) -> TritonMetadata:
-        return replace(metadata, common=replace(metadata.common, seq_starts=seq_starts))
+        return replace(metadata, common=replace(metadata.common, seq_starts=seq_starts, num_common_pages=0))
 
     def run_new(
         self, layer: AttentionLayer, new: NewTokens, kv_cache: Tensor, metadata: TritonMetadata
@@ -45,6 +46,8 @@ class TritonBackend:
         if not 0 < rows <= MAX_ROWS or new.cos.shape[-1] != layer.head_dim or layer.head_dim % 2:
             return None
         common, norms = metadata.common, new.norms
+        if _is_cascade(layer, common):
+            return None
         tables = (common.query_lens, common.seq_lens, common.block_table)
         shape = (metadata.query_len, layer.scale, layer.window)
         cache = (kv_cache, new.page_ids, new.offsets)
@@ -53,5 +56,14 @@ class TritonBackend:
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         common = metadata.common
         tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
+        if _is_cascade(layer, common):
+            assert common.seq_starts is None, "a drafter's keys begin anywhere"
+            num_common = common.num_common_pages * kv_cache.shape[3]
+            return cascade_attention(q, kv_cache, *tables, layer.scale, metadata.query_len, num_common)
         shape = (layer.scale, layer.window, metadata.query_len)
         return triton_attention(q, kv_cache, *tables, *shape, common.seq_starts)
+
+
+def _is_cascade(layer: AttentionLayer, common: CommonAttentionMetadata) -> bool:
+    """A layer with a window reads what is near, and little of what is common."""
+    return common.num_common_pages > 0 and not layer.window

@@ -24,6 +24,8 @@ _USABLE = {
     "cuda": ("triton", "flashinfer", "flex"),
     "sim": ("reference", "triton", "flex"),
 }
+# Backends that can read pages which all requests of a step begin with once.
+CASCADING = ("triton",)
 _WHY = {
     "cpu": "batched, in C where there is a compiler; what a CPU is fastest with",
     "cuda": "one launch a layer from projection to result, recorded in every graph, lengths stay on the device",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from slipstream.attention.cascade import least_saved
 from slipstream.config import (
     DTYPE_BYTES,
     GIB,
@@ -21,7 +22,7 @@ from slipstream.config import (
     poison_enabled,
     speculation_of,
 )
-from slipstream.engine.backends import BACKENDS, choose_backend, flashinfer_paths
+from slipstream.engine.backends import BACKENDS, CASCADING, choose_backend, flashinfer_paths
 from slipstream.errors import ConfigError, nearest
 from slipstream.speculative_config import SpeculativeConfig
 
@@ -36,6 +37,7 @@ def resolve(
     """Turn wishes, machine and model into the one configuration the engine runs with."""
     _check_choice("device", options.device, ("auto", "cpu", "cuda", "sim"))
     _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
+    _check_choice("cascade", options.cascade, ("auto", "always", "never"))
     _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
     _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
     dtype = _resolve_dtype(options.dtype, hardware, model)
@@ -57,6 +59,7 @@ def resolve(
     if options.block_size < 1 or options.block_size & (options.block_size - 1):
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
     backend = choose_backend(options.attention_backend, hardware.device).name
+    graph_mode = _resolve_graph_mode(options.cudagraph_mode, hardware)
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -69,6 +72,7 @@ def resolve(
         ),
         prefix_caching=options.enable_prefix_caching,
         exact_lengths=_exact_lengths(backend, options, hardware, model, dtype, num_drafts),
+        least_saved=_least_saved(options, backend, model, dtype, graph_mode),
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if draft is not None else 0,
         drafts_in_pages=draft is not None,
@@ -83,7 +87,7 @@ def resolve(
         attention_backend=backend,
         steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
         seed=options.seed,
-        cudagraph_mode=_resolve_graph_mode(options.cudagraph_mode, hardware),
+        cudagraph_mode=graph_mode,
         cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs),
         poison=poison_enabled(),
         speculative=speculative,
@@ -113,6 +117,20 @@ def _exact_lengths(
     if backend != "flashinfer":
         return "never"
     return flashinfer_paths(model, hardware, dtype, options.block_size, num_drafts).check().exact_lengths
+
+
+def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype: str, graph_mode: str) -> int | None:
+    """From how many tokens on a common beginning is read once; None: never, for nothing can do it or nobody shares."""
+    if options.cascade == "always" and backend not in CASCADING:
+        raise ConfigError(
+            f"cascade always needs attention_backend {' or '.join(CASCADING)}, not {backend}; use cascade auto"
+        )
+    if options.cascade == "never" or backend not in CASCADING or not options.enable_prefix_caching:
+        return None
+    if options.cascade == "always":
+        return 1
+    layer_bytes = model.kv_bytes_per_token(dtype) // model.num_layers
+    return least_saved(layer_bytes, model.num_layers, sum(map(bool, model.windows)), graph_mode)
 
 
 def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> SpeculativeConfig | None:

@@ -99,14 +99,20 @@ class CudaGraphManager:
         return self._pool
 
     def dispatch(
-        self, num_reqs: int, num_tokens: int, query_len: int | None, tier: Tier = "full", num_drafts: int = 0
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        tier: Tier = "full",
+        num_drafts: int = 0,
+        attention_inside: bool = True,  # whether a graph may hold the batch's attention
     ) -> BatchExecutionDescriptor:
         """The smallest graph the batch fits into; mode NONE, at the batch's own size, if there is none."""
         for length in (query_len, None) if query_len is not None else (None,):
             found = self._by_kind.get(GraphKind(length, tier, num_drafts), [])
             start = bisect.bisect_left(found, num_tokens, key=_num_tokens)
             for desc in found[start:]:
-                if desc.num_reqs >= num_reqs:
+                if desc.num_reqs >= num_reqs and (attention_inside or desc.mode is not CUDAGraphMode.FULL):
                     return desc
         return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs, tier=tier)
 

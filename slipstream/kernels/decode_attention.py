@@ -141,7 +141,8 @@ def _launch(
         (kv_cache, kv_cache.stride(0), block_table, block_table.stride(0)),
         (query_lens, seq_lens, page_ids, offsets, seq_starts),
         (out, partial, weight, arrival_counts(q.device, num_reqs * num_kv_heads)),
-        *(scale * 1.4426950408889634, window, eps, splits),
+        (scale * 1.4426950408889634, window, eps),
+        splits,
         QUERY_LEN=query_len,
         GROUP=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -363,9 +364,7 @@ def _decode_kernel(
     cache,  # keys and values with the stride of a page, and the table of pages with that of a request
     tables,  # query_lens, seq_lens, page_ids, offsets, and seq_starts if there are
     results,  # out, partial, weight, arrivals
-    scale,  # times log2(e): weights are powers of two
-    window,
-    eps,
+    numbers,  # scale, times log2(e), for weights are powers of two; window; eps
     splits,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -387,6 +386,7 @@ def _decode_kernel(
 ):
     ROWS: tl.constexpr = QUERY_LEN * GROUP
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    scale, window, eps = numbers
     # Lengths, pages and all keys but the new ones were there before the kernel right before this one, the projection.
     query_len = tl.load(tables[0] + request, cache_modifier=".cg")
     num_cached = tl.load(tables[1] + request, cache_modifier=".cg") - query_len
@@ -399,11 +399,8 @@ def _decode_kernel(
     begin = first_of(split, first_chunk, parts)
     keys, table = cache[0] + kv_head * PAGE_SIZE * 2 * HALF, cache[2] + request * cache[3]
     VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies behind its key
-    held = begin
-    if HOLD:
-        held = _load_chunk(
-            *(begin, table, keys, first_slot, num_cached, cache[1], VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS)
-        )
+    first = (begin, table, keys, first_slot, num_cached, cache[1])
+    held = _load_chunk(*first, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS) if HOLD else begin
     wait_for_last(EARLY)
     let_next_start(EARLY)
     m = tl.arange(0, BLOCK_M)

@@ -18,8 +18,9 @@ from slipstream.kernels.split_keys import first_of
 from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
 
 _SPLITS = 16
-_CHUNK = 64
+CHUNK = 64
 MAX_ROWS = 128  # of a tile: query tokens times heads of a group
+LOG2_E = 1.4426950408889634
 
 
 def _shape(
@@ -53,31 +54,53 @@ def triton_attention(
     tables = (query_start_loc, query_lens, seq_lens, block_table)
     if not runs_triton(q):
         return paged_attention.body(q, kv_cache, *tables, scale, window, seq_starts)
+    has_splits = can_split(query_len, q.shape[1] // kv_cache.shape[2])
+    out = torch.empty_like(q) if has_splits else torch.zeros_like(q)
+    launch_attention(q, kv_cache, tables, scale, window, query_len, out, seq_starts)
+    return out
+
+
+def can_split(query_len: int, group: int) -> bool:
+    """Whether the keys of a request are shared out among programs. If so, every row of the result is written."""
+    return 0 < query_len * group <= MAX_ROWS
+
+
+def launch_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor],  # query_start_loc, query_lens, seq_lens, block_table
+    scale: float,
+    window: int,
+    query_len: int,
+    out: Tensor,  # as q, in any type; where keys are not shared out, rows that see nothing are left as they are
+    seq_starts: Tensor | None = None,
+    num_common: int = 0,  # of a cascade: the first slot of every request
+    lse: Tensor
+    | None = None,  # [num_tokens, num_heads] float32, written as out: logarithm of the sum of weights, base 2
+) -> None:
     num_tokens, num_heads, head_dim = q.shape
-    num_reqs, num_kv_heads = seq_lens.shape[0], kv_cache.shape[2]
+    num_reqs, num_kv_heads = tables[2].shape[0], kv_cache.shape[2]
     group = num_heads // num_kv_heads
     q = q.contiguous()
     # Tiles of wide heads are smaller, for the shared memory of small GPUs.
     row_bytes = next_power_of_2(head_dim) * q.element_size()
     is_wide = row_bytes >= 512
-    splits = _SPLITS if 0 < query_len * group <= MAX_ROWS else 1
+    splits = _SPLITS if can_split(query_len, group) else 1
     if splits > 1:
         assert num_reqs * query_len == num_tokens, "a batch of equal queries pads requests and tokens together"
         block_m = max(16, next_power_of_2(query_len * group))
         num_tiles = num_reqs
-        out = torch.empty_like(q)
     else:
         block_m = max(32 if is_wide else 64, next_power_of_2(group))
         num_tiles = num_tokens // (block_m // group) + num_reqs
-        out = torch.zeros_like(q)
     rows = query_len * group if splits > 1 else 1
     shape = (num_tiles, num_kv_heads, splits, rows) if splits > 1 else (1, 1, 1, 1)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     _attention_kernel[(num_tiles, num_kv_heads, splits)](
-        *(q, kv_cache, (*tables, seq_starts)),
-        (out, partial, weight, arrival_counts(q.device, num_tiles * num_kv_heads)),
-        *(scale * 1.4426950408889634, window, num_reqs, block_table.stride(0), kv_cache.stride(0)),
+        *(q, (kv_cache, kv_cache.stride(0)), (*tables, seq_starts, tables[3].stride(0))),
+        (out, partial, weight, arrival_counts(q.device, num_tiles * num_kv_heads), lse),
+        *(scale * LOG2_E, window, num_common, num_reqs),
         QUERY_LEN=query_len if splits > 1 else 0,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
@@ -85,14 +108,14 @@ def triton_attention(
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         PAGE_SIZE=kv_cache.shape[3],
         BLOCK_M=block_m,
-        BLOCK_N=_CHUNK if row_bytes < 1024 else _CHUNK // 2,
+        BLOCK_N=CHUNK if row_bytes < 1024 else CHUNK // 2,
         SPLITS=splits,
         WINDOW=window > 0,
         STARTS=seq_starts is not None,
+        REST=lse is not None,
         num_warps=8 if block_m > 64 else 4,
         num_stages=1 if is_wide or block_m > 64 else 2,
     )
-    return out
 
 
 @jit
@@ -114,7 +137,7 @@ def _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES: tl.constexpr):
 
 
 @jit
-def _attend(
+def attend_tile(
     queries,
     sees,
     position,
@@ -133,7 +156,7 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    splits,
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
 ):
@@ -142,7 +165,7 @@ def _attend(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for chunk in range(begin, end_chunk, SPLITS):
+    for chunk in range(begin, end_chunk, splits):
         n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
         is_key = n < end
         if STARTS:
@@ -180,10 +203,24 @@ def _arrive(weight, largest, total, is_row, arrivals, num_chunks, SPLITS: tl.con
 
 
 @jit
-def _store(out, acc, total, is_value):
+def _store(
+    out,
+    lse,
+    place,
+    largest,
+    total,
+    acc,
+    is_row,
+    is_value,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+):
     """Weighted values by the sum of weights; zero for rows that saw nothing."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
+    tl.store(out + place[:, None] + tl.arange(0, BLOCK_D)[None, :], result.to(out.dtype.element_ty), mask=is_value)
+    if REST:
+        tl.store(lse + place // HEAD_DIM, tl.where(total == 0.0, float("-inf"), largest + tl.log2(total)), mask=is_row)
 
 
 @jit
@@ -200,7 +237,7 @@ def _join(
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """What the programs of a tile have left, in their order: sum of weights and weighted values."""
+    """What the programs of a tile have left, in their order: largest score, sum of weights and weighted values."""
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -219,20 +256,19 @@ def _join(
         total = total * shrink + mass * grow
         acc = acc * shrink[:, None] + part * grow[:, None]
         largest = higher
-    return total, acc
+    return largest, total, acc
 
 
 @jit
 def _attention_kernel(
     q,
-    kv_cache,
-    tables,  # query_start_loc, query_lens, seq_lens, block_table, and seq_starts if there are
-    results,  # out, partial, weight, arrivals
+    cache,  # keys and values, and how far pages lie apart
+    tables,  # query_start_loc, query_lens, seq_lens, block_table, seq_starts if there are; how far requests lie apart
+    results,  # out, partial, weight, arrivals, and lse if it is wanted
     scale,  # times log2(e): weights are powers of two
     window,
+    num_common,
     num_reqs,
-    table_stride,
-    page_stride,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -244,11 +280,12 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
+    REST: tl.constexpr,  # of a cascade: all requests begin at num_common, and how much a row weighs is left as well
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
-    query_start_loc, query_lens, seq_lens, block_table, seq_starts = tables
-    out, partial, weight, arrivals = results
+    query_start_loc, query_lens, seq_lens, block_table, seq_starts, table_stride = tables
+    out, partial, weight, arrivals, lse = results
     request = tile if QUERY_LEN > 0 else _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
     start = tl.load(query_start_loc + request)
     query_len, seq_len = tl.load(query_lens + request), tl.load(seq_lens + request)
@@ -266,18 +303,18 @@ def _attention_kernel(
     # Keys from the first that the tile's first query sees to the one of its last query.
     end = tl.where(seq_len > 0, tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES), 0)
     first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
-    first_slot = tl.load(seq_starts + request) if STARTS else 0
-    first_chunk = tl.maximum(first_chunk, first_slot // BLOCK_N) if STARTS else first_chunk
+    first_slot = num_common if REST else tl.load(seq_starts + request) if STARTS else 0
+    first_chunk = tl.maximum(first_chunk, first_slot // BLOCK_N) if STARTS or REST else first_chunk
     end_chunk = tl.where(num_rows > 0, (end + BLOCK_N - 1) // BLOCK_N, 0)
     begin = first_of(split, first_chunk, SPLITS)
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
-    largest, total, acc = _attend(
-        *(queries, sees, seq_len - query_len + query, kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
+    largest, total, acc = attend_tile(
+        *(queries, sees, seq_len - query_len + query, cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
         *(block_table + request.to(tl.int64) * table_stride, begin, end_chunk),
-        *(first_slot, end, scale, window, page_stride),
+        *(first_slot, end, scale, window, cache[1]),
         *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
-        *(SPLITS, WINDOW, STARTS),
+        *(SPLITS, WINDOW, STARTS or REST),
     )
     # The only program with keys, or program 0 of a request without any, is all there is.
     is_all = (end_chunk - first_chunk <= 1) & ((begin < end_chunk) | (end_chunk <= first_chunk))
@@ -287,9 +324,9 @@ def _attention_kernel(
         tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_value)
         is_all = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair, num_chunks, SPLITS)
         if is_all:
-            total, acc = _join(
+            largest, total, acc = _join(
                 *(partial, weight, pair, first_chunk, end_chunk, is_row),
                 *(QUERY_LEN * GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS),
             )
     if SPLITS == 1 or is_all:
-        _store(out + place[:, None] + d[None, :], acc, total, is_value)
+        _store(out, lse, place, largest, total, acc, is_row, is_value, HEAD_DIM, BLOCK_D, REST)

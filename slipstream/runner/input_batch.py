@@ -125,6 +125,9 @@ class InputBuffers:
         size = (num_reqs, int(starts[-1]), int(logit_starts[-1]))
         exact = np.empty_like(num_tokens) if composition.lengths_are_exact else None
         batch = self._batch(*size, longest, starts, bounds, drafting, decode_len, exact)
+        if composition.num_common_pages:  # not for the drafter, whose step this is as well
+            common = replace(batch.attention, num_common_pages=composition.num_common_pages)
+            batch = replace(batch, attention=common)
         draft_bounds = drafting.seq_lens_bound if self._max_logits > 1 else None
         return _StagedBatch(composition, batch, columns, num_tokens, draft_bounds)
 
@@ -155,6 +158,7 @@ class InputBuffers:
             num_computed_cpu=common.num_computed_cpu,
         )
         drafting = batch.drafting.of(batch.drafting.step._replace(attention=attention, positions=padded.positions))
+        attention = replace(attention, num_common_pages=common.num_common_pages)
         return replace(padded, attention=attention, drafting=drafting, decode_len=batch.decode_len)
 
     def static(self, desc: BatchExecutionDescriptor) -> InputBatch:

@@ -260,10 +260,11 @@ class StepGraphs:
         num_drafts = batch.drafting.num_drafts if drafting and tier == "fast" else 0
         if batch.drafting.num_caught_up:  # no recording has room for that
             tier, num_drafts = "full", 0
-        desc = self._manager.dispatch(num_reqs, num_tokens, query_len, tier, num_drafts)
+        inside = not common.num_common_pages  # that number changes from batch to batch; recordings have none
+        desc = self._manager.dispatch(num_reqs, num_tokens, query_len, tier, num_drafts, inside)
         if desc.mode is CUDAGraphMode.NONE and tier == "fast":
             # No graph holds all of the step; the target may have one.
-            desc = self._manager.dispatch(num_reqs, num_tokens, query_len, "full")
+            desc = self._manager.dispatch(num_reqs, num_tokens, query_len, "full", attention_inside=inside)
         is_whole = desc.mode is CUDAGraphMode.FULL and desc.tier == "fast"
         return _Choice(needs, drafting, desc, self._hidden[desc] if is_whole else None)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -76,6 +76,7 @@ class OpenPlan:
         num_next_drafts: int,
         num_caught_up: int,
         lengths_are_exact: bool,
+        count_common: Callable[[Sequence[RequestState], int], int],
     ) -> StepPlan:
         """The plan. If it has the composition of one of the steps before, it shares the object."""
         composition = Composition(
@@ -91,6 +92,8 @@ class OpenPlan:
             lengths_are_exact=lengths_are_exact,
         )
         if (known := recent.get(composition)) is None:
+            if num_common := count_common(self.states, self.num_tokens):
+                composition = replace(composition, num_common_pages=num_common)
             if len(recent) >= _NUM_RECENT:
                 del recent[next(iter(recent))]
             known = recent[composition] = composition

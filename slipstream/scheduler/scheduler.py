@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
+from slipstream.scheduler.common_pages import count_common_pages
 from slipstream.scheduler.draft_length import DraftLength, FixedLength
 from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool, check_fits, page_hashes
@@ -149,13 +150,16 @@ class Scheduler:
         has_prompts, exact = len(opened.states) > len(decodes), self._config.exact_lengths
         is_exact = exact == "always" or (exact == "prefill" and has_prompts)
         assert not (is_exact and self._in_flight)
-        plan = opened.close(self._next_step_id, self._recent, num_made, num_behind, is_exact)
+        plan = opened.close(self._next_step_id, self._recent, num_made, num_behind, is_exact, self._count_common)
         decodes_only = len(opened.states) == len(decodes)
         # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
         may_repeat = num_drafts == num_made and not is_exact and not (self.waiting and self._free_rows)
         if decodes_only and not prefills and may_repeat:
             self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
         return self._launch(plan, opened.states, decodes_only)
+
+    def _count_common(self, states: Sequence[RequestState], num_tokens: int) -> int:
+        return count_common_pages(states, num_tokens, self.pool.page_size, self._config.least_saved)
 
     def _must_know_lengths(self) -> bool:
         """Whether the next step's lengths must be true ones, and are bounds as long as steps are in flight."""
@@ -343,10 +347,10 @@ class Scheduler:
 
     def _reserve_pages_for_running(self) -> bool:
         """Give every running request the pages of its next token; False when that needs older steps collected first."""
-        # Most have the pages of their next tokens already.
-        needy = [s for s in self.running if s.num_slots_left < 0]
+        # Most have the pages of their next tokens already, and some are launched as far as they may go.
+        needy = [s for s in self.running if s.num_slots_left < 0 and s.wants_step]
         for state in needy:
-            while state.row != NO_ROW and state.wants_step and not self._reserve_pages(state):
+            while state.row != NO_ROW and not self._reserve_pages(state):
                 if self._in_flight:
                     return False  # a step in flight may end a request; bounds only tighten
                 self._preempt(self.running[-1])

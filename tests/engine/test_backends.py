@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from slipstream.attention.flashinfer_paths import NOT_INSTALLED
-from slipstream.config import EngineOptions, Hardware
+from slipstream.config import EngineOptions, Hardware, ModelConfig
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine import backends
 from slipstream.engine.backends import choose_backend, make_backend
@@ -44,6 +45,24 @@ def test_how_far_flashinfer_runs_ahead(
     options = EngineOptions(attention_backend="flashinfer", max_model_len=64)
     assert resolve(options, replace(H200, capability=capability), model).scheduler.exact_lengths == exact
     assert resolve(replace(options, attention_backend="triton"), H200, model).scheduler.exact_lengths == "never"
+
+
+def test_who_reads_a_common_beginning_once() -> None:
+    def least(model: ModelConfig = MODEL, **options: Any) -> int | None:
+        return resolve(EngineOptions(max_model_len=64, **options), H200, model).scheduler.least_saved
+
+    auto = least()
+    assert auto is not None and auto > 10_000
+    assert least(cascade="always") == 1 and least(cascade="never") is None
+    assert least(enable_prefix_caching=False) is None, "nobody shares a page"
+    assert least(attention_backend="flex") is None
+    assert least(replace(MODEL, windows=(0, 32))) == pytest.approx(2 * auto, abs=1)
+    assert least(replace(MODEL, windows=(32, 32))) is None
+    with pytest.raises(ConfigError, match="cascade always needs attention_backend triton, not flex; use cascade auto"):
+        least(cascade="always", attention_backend="flex")
+    with pytest.raises(ConfigError, match="cascade must be one of auto, always, never"):
+        least(cascade="sometimes")
+    assert resolve(EngineOptions(), CPU, MODEL).scheduler.least_saved is None
 
 
 def test_a_drafter_with_gaps_has_a_backend_that_can_begin_behind_them() -> None:

@@ -19,7 +19,7 @@ from slipstream.config import GRAPH_MODES, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
 from slipstream.llm import LLM
-from slipstream.types import Request, SamplingParams
+from slipstream.types import Request, SamplingParams, StepPlan
 from tests.engine.drive import make_request, run
 
 try:
@@ -109,6 +109,30 @@ def tokens_of(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
 def expected(folder: Path) -> dict[str, list[int]]:
     options = {"model": str(folder), "device": "cpu", "dtype": "float64", "max_num_seqs": 16}
     return tokens_of(build_engine(EngineOptions.from_dict(options)), some_requests())
+
+
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+@pytest.mark.parametrize("mode", ["none", "full", "full_and_piecewise"])
+def test_a_common_beginning_that_is_read_once(make_engine: MakeEngine, mode: str, speculate: str | None) -> None:
+    rng = random.Random(9)
+    stem = [rng.randrange(256) for _ in range(80)]
+    alone = [make_request("first", [*stem, 1], 3)]
+    others = [make_request(f"r{i}", [*stem, *range(i, 2 * i)], 24, seed=i, **_SAMPLING["greedy"]) for i in range(1, 13)]
+    found, num_common = {}, []
+    for cascade in ("never", "always"):
+        engine = make_engine(cascade=cascade, cudagraph_mode=mode, speculate=speculate, k=3 if speculate else None)
+        tokens_of(engine, alone)
+        launch = engine.core.runner.launch
+
+        def noted(plan: StepPlan, launch: Any = launch) -> Any:
+            num_common.append(plan.composition.num_common_pages)
+            return launch(plan)
+
+        num_common.clear()
+        engine.core.runner.launch = noted  # type: ignore[method-assign]
+        found[cascade] = tokens_of(engine, others)
+        assert (max(num_common) == 5) is (cascade == "always")
+    assert found["always"] == found["never"]
 
 
 def test_a_closed_engine_leaves_its_memory_to_the_next(folder: Path) -> None:

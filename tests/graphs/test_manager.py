@@ -51,6 +51,15 @@ def test_decodes_without_a_graph_of_their_own_use_a_mixed_one() -> None:
     assert manager.dispatch(3, 3, query_len=1) == BatchExecutionDescriptor(M.FULL, 8, 6)
 
 
+@pytest.mark.parametrize("query_len", [1, None])
+def test_attention_that_no_graph_may_hold_runs_in_pieces_or_without_a_graph(query_len: int | None) -> None:
+    for mode, expected in ((M.FULL, M.NONE), (M.FULL_DECODE_ONLY, M.NONE), (M.FULL_AND_PIECEWISE, M.PIECEWISE)):
+        manager = make(mode)
+        assert manager.dispatch(3, 3, query_len, attention_inside=False).mode is expected
+        if query_len is not None:
+            assert manager.dispatch(3, 3, query_len).mode is M.FULL
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_uniform_batches_pad_requests_and_tokens_together(query_len: int) -> None:
     manager = CudaGraphManager(CpuDevice(), M.FULL_DECODE_ONLY, (1, 3, 6, 8, 12), 8, [GraphKind(query_len)])

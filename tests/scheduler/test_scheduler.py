@@ -39,6 +39,7 @@ def make(
         num_draft_slots=num_drafts if own_keys else 0,
         drafts_in_pages=own_keys,
         exact_lengths=exact_lengths,
+        least_saved=1,
     )
     return Scheduler(config, CacheConfig(page_size=4, num_pages=pages + 1))
 
@@ -80,12 +81,22 @@ class Device:
             self.rows[diff.row].pages.update(enumerate(diff.page_ids, diff.first_idx))
         assert 0 < plan.num_tokens <= config.max_num_batched_tokens
         assert len({r.row for r in plan.requests}) == len(plan.requests) <= config.max_num_seqs
+        self._check_common(plan)
         tokens, statuses = [], []
         for scheduled in plan.requests:
             row = self.rows[scheduled.row]
             tokens.append(self._advance(row, scheduled) if row.status == RowStatus.RUNNING else [])
             statuses.append(row.status)
         return StepResult(plan, tokens, statuses, [0] * len(tokens), [max(0, len(new) - 1) for new in tokens])
+
+    def _check_common(self, plan: StepPlan) -> None:
+        """As many leading pages as all have, filled, and every query token behind them."""
+        rows = [self.rows[row] for row in plan.composition.rows]
+        longest = min(len(row.pages) for row in rows) if len(rows) > 1 else 0
+        shared = (i for i in range(longest) if len({row.pages[i] for row in rows}) > 1)
+        num_common = plan.composition.num_common_pages
+        assert num_common == next(shared, longest)
+        assert all(row.computed >= num_common * self.scheduler.pool.page_size for row in rows)
 
     def _advance(self, row: Row, scheduled: ScheduledRequest) -> list[int]:
         page_size = self.scheduler.pool.page_size

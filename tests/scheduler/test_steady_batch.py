@@ -44,6 +44,7 @@ def assert_same_plan(one: StepPlan | None, other: StepPlan | None) -> None:
     if one is not None and other is not None:
         assert one.step_id == other.step_id and one.num_tokens == other.num_tokens
         assert one.requests == other.requests
+        assert one.composition.num_common_pages == other.composition.num_common_pages
         assert one.row_inits == other.row_inits
         assert one.page_diffs == other.page_diffs
 

@@ -72,6 +72,7 @@ def hash_attention(
     max_query_len: int,
     layer_idx: int,
     seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
+    num_common_pages: int = 0,  # read for all from the first request's table, as a kernel that reads them once would
 ) -> Tensor:
     """[num_tokens, 1, 4]: hash of the keys up to each token and of itself, position, sum of those keys' hashes.
 
@@ -91,10 +92,13 @@ def hash_attention(
             raise ValueError(f"{end - begin} queries, {length} keys, a bound of {max_seq_len}")
         if end - begin > max_query_len:
             raise ValueError(f"{end - begin} queries, a bound of {max_query_len}")
+        if length - (end - begin) < num_common_pages * page_size:
+            raise ValueError(f"{end - begin} of {length} tokens begin within {num_common_pages} common pages")
         begin = max(begin, end - (length - first_slots[i]))  # tokens before the first slot see nothing
         if begin >= end:
             continue
-        keys = _read_keys(cache, block_table[i].numpy(), first_slots[i], length)
+        table = torch.cat([block_table[0, :num_common_pages], block_table[i, num_common_pages:]])
+        keys = _read_keys(cache, table.numpy(), first_slots[i], length)
         # A head's keys are those of the tokens behind: at slot p that of the token at p + 1.
         index = np.arange(first_slots[i], length, dtype=np.uint64) + np.uint64(layer_idx == HEAD_LAYER)
         sums = np.cumsum(scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index))
@@ -159,6 +163,7 @@ def hash_logits(
 
 class HashBackend:
     caps: ClassVar[Caps] = Caps(dtypes=("float64",), host_lengths="none", graph_support="always")
+    num_cascades: int = 0  # layers that were asked to read common pages once
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         return ()
@@ -173,7 +178,9 @@ class HashBackend:
         tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
         layer_idx = HEAD_LAYER if layer.scale == HEAD_SCALE else layer.idx
         bounds = (metadata.max_seq_len, metadata.max_query_len)
-        return hash_attention(q, kv_cache, *tables, *bounds, layer_idx, metadata.seq_starts)
+        num_common = metadata.num_common_pages
+        self.num_cascades += num_common > 0
+        return hash_attention(q, kv_cache, *tables, *bounds, layer_idx, metadata.seq_starts, num_common)
 
 
 def attend(

@@ -369,6 +369,30 @@ MUTATIONS = [
         "known = runs[request] & (next_position < num_tokens[rows][request])",
         "known = runs[request] & (next_position < num_computed[rows][request])",
     ),
+    Mutation(
+        "cascade: a page too many",
+        "scheduler/common_pages.py",
+        "return num_common if pays(",
+        "return num_common + 1 if pays(",
+    ),
+    Mutation(
+        "cascade: only two requests are compared",
+        "scheduler/common_pages.py",
+        "for state in states:\n        own",
+        "for state in states[:2]:\n        own",
+    ),
+    Mutation(
+        "cascade: a recording serves the step",
+        "runner/step_graphs.py",
+        "inside = not common.num_common_pages",
+        "inside = True",
+    ),
+    Mutation(
+        "cascade: lost where the batch is padded",
+        "runner/input_batch.py",
+        "attention = replace(attention, num_common_pages=common.num_common_pages)",
+        "pass",
+    ),
 ]
 
 

@@ -40,7 +40,7 @@ from slipstream.types import (
     TokenUpdate,
 )
 from tests.sim.hash_head import HashHead, HeadShape
-from tests.sim.hash_model import MODEL_CONFIG, VOCAB_SIZE, HashBackend, HashModel
+from tests.sim.hash_model import MODEL_CONFIG, NUM_LAYERS, VOCAB_SIZE, HashBackend, HashModel
 from tests.sim.oracle import (
     expected_continuation,
     expected_guesses,
@@ -136,11 +136,13 @@ class World:
     overrides: Mapping[str, Any] = field(default_factory=dict)  # engine options that are not drawn
     events: frozenset[str] = frozenset()  # drawn if empty
     make_backend: Callable[[EngineConfig, SimDevice], AttentionBackend] = lambda _config, _device: HashBackend()
+    is_alike: bool | None = None  # all prompts begin as the first does, which comes alone; None: drawn
     max_turns: int = 1500  # of the loop, before it counts as endless
     trace: list[str] = field(default_factory=list)
     num_steps: int = 0
     num_launched: int = 0  # by those steps
     num_preemptions: int = 0
+    num_cascades: int = 0  # steps that were to read common pages once
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -148,12 +150,18 @@ class World:
         self._collected: dict[str, tuple[ScheduledRequest, bool]] = {}
         self._generations: dict[str, int] = {}
         self._drafted: dict[str, Drafted] = {}
+        self._backends: list[AttentionBackend] = []  # the target's, and the drafter's if it has one
         drawn = frozenset(event for event in EVENTS if self._random.random() < 0.6)
         # In every fifth world short prompts are followed by long answers, with a drafter that keeps keys of its own and
         # lengths that are drawn: elsewhere there are few gaps in its cache, for it is shown all prompts.
         self.is_for_gaps = not self.events and not self.overrides and self.seed % 5 == 1
         if self.is_for_gaps:
             drawn = (drawn & GAP_EVENTS) | {"drafts"}
+        # In every tenth world all of a batch mostly begin with common pages: elsewhere there are few such steps.
+        if self.is_alike is None:
+            self.is_alike = not self.events and not self.overrides and self.seed % 10 == 4
+        if self.is_alike:
+            drawn |= {"prefix_caching"}
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
         self.head = self._draw_head()
@@ -166,17 +174,20 @@ class World:
     def _draw_options(self) -> EngineOptions:
         rng = self._random
         max_num_seqs = rng.randint(1, 6)
+        if self.is_alike:
+            max_num_seqs = max(2, max_num_seqs)
         speculative = self._draw_speculation()
         if speculative and self.seed % 5 < 3:  # not drawn, so that a world is otherwise what it was before they adapted
             speculative["adaptive"] = True
         num_drafts = speculative["num_speculative_tokens"] if speculative else 0
         budget = max(max_num_seqs * (1 + num_drafts), rng.choice([1, 2, 7, 16, 24, 48]))
         max_model_len = rng.choice([24, 40, 64])
-        block_size = rng.choice([1, 2, 4, 8, 16])
+        block_size = rng.choice([1, 2, 4, 8, 4 if self.is_alike else 16])
         wanted = -(-max_model_len // block_size)
         num_pages = wanted + (rng.randint(0, wanted) if "few_pages" in self.events else wanted * max_num_seqs)
         sizes = sorted({*rng.sample(range(1, 13), 2), *rng.sample(range(1, 49), 2)})
         mode = rng.choice(GRAPH_MODES) if "graphs" in self.events else "none"
+        apart = random.Random(~self.seed)  # so that a world is otherwise what it was before there was what it draws
         return EngineOptions(
             device="sim",
             dtype="float64",
@@ -184,8 +195,9 @@ class World:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=rng.choice([1, 3, 8, 64]),
-            # Drawn apart, so that a world is otherwise what it was before there was this limit.
-            mixed_prefill_tokens=random.Random(~self.seed).choice([None, 1, 5, 16]),
+            mixed_prefill_tokens=apart.choice([None, 1, 5, 16]),
+            attention_backend="triton",  # in name: of those that run here the one with a cascade
+            cascade="always" if self.is_alike else apart.choice(["always", "always", "never"]),
             block_size=block_size,
             num_gpu_blocks_override=num_pages,
             steps_in_flight=rng.randint(1, 4),
@@ -227,6 +239,8 @@ class World:
         rng, limit = self._random, self.options.max_model_len
         assert limit is not None
         bases = [[rng.randrange(VOCAB_SIZE) for _ in range(limit)] for _ in range(2)]
+        if self.is_alike:
+            return self._draw_alike(bases[0])
         jobs = []
         for i in range(rng.randint(4, 14)):
             prompt_len = rng.randint(1, 4 if self.is_for_gaps else rng.choice([4, limit - 2, limit - 1]))
@@ -240,6 +254,16 @@ class World:
             jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(fewest, limit - prompt_len)))
             if "follow_ups" in self.events and rng.random() < 0.5:
                 jobs += self._draw_follow_up(jobs[-1])
+        return jobs
+
+    def _draw_alike(self, base: list[int]) -> list[Job]:
+        rng, limit = self._random, len(base)
+        jobs = []
+        for i in range(rng.randint(6, 14)):
+            own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
+            prompt = base[: rng.randint(limit // 4, limit * 2 // 3)] + own
+            jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(1, limit - len(prompt))))
+            jobs[-1].arrives_at = rng.randint(8, 40) if i else 0
         return jobs
 
     def _draw_follow_up(self, job: Job) -> list[Job]:
@@ -317,6 +341,7 @@ class World:
                     self.core.use_idle_time()
                 now += 1
                 assert now < self.max_turns, "the engine does not come to an end"
+            self._check_cascades()
             self.num_launched = self.device.num_launched - num_launched
             self.num_steps, self.num_preemptions = self.core.stats.num_steps, self.core.stats.num_preemptions
             for job in self.jobs:
@@ -336,6 +361,7 @@ class World:
         with device.sync_guard.allow("build"):
             model = HashModel(max_len, device.torch_device, self.num_used)
             backend = self.make_backend(config, device)
+            self._backends = [backend]
 
             def make_speculator(rows: DraftRows) -> Speculator:
                 if config.speculative is None:
@@ -343,6 +369,7 @@ class World:
                 if config.speculative.method == "ngram":
                     return NgramSpeculator(config.speculative, rows)
                 own_backend = self.make_backend(config, device)
+                self._backends.append(own_backend)
                 if config.speculative.takes_hidden_states:
                     head = HashHead(max_len, device.torch_device, self.num_used, self.head)
                     return EagleSpeculator(config, device, head, own_backend, rows)
@@ -362,6 +389,7 @@ class World:
                 r.request_id: (r, self._generations.get(r.request_id) != r.generation) for r in result.plan.requests
             }
             self._generations |= {r.request_id: r.generation for r in result.plan.requests}
+            self.num_cascades += result.plan.composition.num_common_pages > 0
             for init in result.plan.row_inits:
                 lengths = (init.num_computed, len(init.token_ids), init.draft_start, init.num_computed)
                 self._drafted[init.request.request_id] = Drafted(*lengths)
@@ -428,6 +456,12 @@ class World:
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))
         found = (update.num_drafts, update.num_accepted, len(update.token_ids))
         assert found == expected, f"{update.request_id}: drafts, accepted, tokens {found}, expected {expected}"
+
+    def _check_cascades(self) -> None:
+        """What is to be read once is, in no recording, and never by a drafter."""
+        counts = [getattr(backend, "num_cascades", 0) for backend in self._backends]
+        expected = [NUM_LAYERS * self.num_cascades, 0][: len(counts)]
+        assert counts == expected, f"layers that read common pages once: {counts}, expected {expected}"
 
     def _check_idle(self) -> None:
         """Nothing runs: every page, row and slot is home, and nobody wrote where nobody may."""
