@@ -208,10 +208,7 @@ def _conv_kernel(
     added = tl.zeros([1, BLOCK], tl.float32)
     if bias is not None:
         added += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    request, tile = program, program - num_reqs - 1
-    if LATER and program > num_reqs:
-        request = find_request(requests[1], num_reqs, tile, TILE)
-    described = describe(requests, request, num_reqs)
+    described = describe(requests, program, num_reqs)
     wait_for_last(EARLY)
     let_next_start(EARLY)
     if program <= num_reqs:
@@ -219,14 +216,16 @@ def _conv_kernel(
             *(x, weights, added, inputs, out, described, channel, channels, token_stride, ring),
             *(WIDTH, FIRST),
         )
-        begin, end = gap_before(requests, request, num_reqs, num_tokens)
+        begin, end = gap_before(requests, program, num_reqs, num_tokens)
         for at in range(begin, end, FIRST):
             row = at + tl.arange(0, FIRST)
             to = out + row[:, None].to(tl.int64) * channels + channel[None, :]
             zeros = tl.zeros([FIRST, BLOCK], out.dtype.element_ty)
             tl.store(to, zeros, mask=(row < end)[:, None] & (channel < channels)[None, :])
     elif LATER:
-        _, start, count, _ = described
+        tile = program - num_reqs - 1
+        request = find_request(requests[1], num_reqs, tile, TILE)
+        _, start, count, _ = describe(requests, request, num_reqs)
         number = FIRST + (tile - (start // TILE + request)) * TILE
         if number < count:
             _later_tokens(

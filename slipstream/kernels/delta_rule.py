@@ -34,7 +34,9 @@ _COLUMNS = 32  # of a state in one program: a full line of memory
 _EMPTY_ROWS = 16  # rows of nobody at once
 
 
-def _shape(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *_: Any) -> TensorSpec:
+def _shape(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *_args: Any, **_kwargs: Any
+) -> TensorSpec:
     return TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype)
 
 

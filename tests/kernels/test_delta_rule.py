@@ -174,10 +174,10 @@ def test_kernel_of_many_requests(op: Operation[..., Tensor]) -> None:
 @needs_triton
 @pytest.mark.parametrize("op", [recurrent_delta_rule, chunked_delta_rule], ids=lambda op: op.name)
 def test_kernels_read_rows_that_lie_apart(op: Operation[..., Tensor]) -> None:
-    joint, requests = torch.randn(12, 100), (ints(1, 2), ints(0, 8), ints(7, 3), torch.tensor([5, 0]))
-    rows = (joint[:, 7:71], joint[:, 71:73], joint[:, 80:82], torch.rand(2), torch.randn(2))
+    joint, requests = torch.randn(12, 160), (ints(1, 2), ints(0, 8), ints(7, 3), torch.tensor([5, 0]))
+    rows = (joint[:, 7:135], joint[:, 135:139], joint[:, 150:154], torch.rand(4), torch.randn(4))
     limit = (7,) if op is recurrent_delta_rule else ()
-    expected_states = torch.randn(3, 3, 2, 16, 16)
+    expected_states = torch.randn(3, 3, 4, 16, 16)
     states = expected_states.clone()
     expected = op(*rows, expected_states, *requests, *limit)
     with quietly_interpreted(), poisoned_allocations():

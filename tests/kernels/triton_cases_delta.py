@@ -121,7 +121,7 @@ def convolutions() -> Iterator[Case]:
 
 SMALL = Sizes(k_heads=1, v_heads=2, k_dim=24, v_dim=20, ring=4)
 ODD = Sizes(k_heads=3, v_heads=3, k_dim=24, v_dim=40, ring=1)
-REAL = Sizes(k_heads=1, v_heads=2, k_dim=128, v_dim=128, ring=4)
+REAL = Sizes(k_heads=2, v_heads=4, k_dim=128, v_dim=128, ring=4)
 
 
 def recurrences() -> Iterator[Case]:
@@ -129,7 +129,7 @@ def recurrences() -> Iterator[Case]:
         ("decode", DECODE, SMALL),
         ("decode-odd", DECODE, ODD),
         ("verify", VERIFY, SMALL),
-        ("verify-real", Batch([4, 2], [9, 0]), REAL),
+        ("verify-real", Batch([3], [9]), REAL),
         ("longer-than-the-ring", Batch([9, 3], [5, 0], ahead=2, spare=20), SMALL),
         ("nobody", Batch([], [], spare=5, padding=2), SMALL),
     ):
@@ -143,7 +143,7 @@ def recurrences() -> Iterator[Case]:
 def chunks() -> Iterator[Case]:
     for name, batch, sizes in (
         ("prompts", PROMPTS, SMALL),
-        ("prompt-real", Batch([80], [6]), REAL),
+        ("prompt-real", Batch([20], [6]), REAL),
         ("short", VERIFY, SMALL),
         ("ahead", Batch([5, 20], [0, 1], ahead=130, spare=1), SMALL),
     ):
