@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.paged_attention import paged_attention
+from slipstream.kernels.request_rows import find_request
 from slipstream.kernels.split_keys import first_of
 from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
 
@@ -116,24 +117,6 @@ def launch_attention(
         num_warps=8 if block_m > 64 else 4,
         num_stages=1 if is_wide or block_m > 64 else 2,
     )
-
-
-@jit
-def _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES: tl.constexpr):
-    """The request of a tile in a mixed batch.
-
-    A request has one tile more than its tokens may fill, so its first tile is known without counting the others.
-    """
-    low: tl.int32 = 0
-    high: tl.int32 = num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        begins = tl.load(query_start_loc + middle) // TILE_QUERIES + middle
-        if begins <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @jit
@@ -286,7 +269,7 @@ def _attention_kernel(
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     query_start_loc, query_lens, seq_lens, block_table, seq_starts, table_stride = tables
     out, partial, weight, arrivals, lse = results
-    request = tile if QUERY_LEN > 0 else _find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
+    request = tile if QUERY_LEN > 0 else find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
     start = tl.load(query_start_loc + request)
     query_len, seq_len = tl.load(query_lens + request), tl.load(seq_lens + request)
     # Padding of a batch of equal queries has no tokens, but a place where zeros are to be.

@@ -18,6 +18,7 @@ from slipstream.kernels.triton_attention import triton_attention
 from slipstream.types import RowStatus
 from tests.kernels.dense_attention import hide_queries, plant_nan
 from tests.kernels.triton_cases_cascade import cascades
+from tests.kernels.triton_cases_delta import chunks, convolutions, gated_norms, recurrences
 from tests.kernels.triton_cases_drafts import head_passes
 from tests.kernels.triton_cases_fused import decodes, products
 from tests.kernels.triton_cases_moe import experts, norms, routes
@@ -274,4 +275,5 @@ def _attention() -> Iterator[Case]:
 CASES = [
     *(*_gated(), *_write_rows(), *_rope(), *_prepare(), *_commit(), *_attention(), *norms(), *routes(), *experts()),
     *(*products(), *decodes(), *head_passes(), *cascades()),
+    *(*convolutions(), *recurrences(), *chunks(), *gated_norms()),
 ]
