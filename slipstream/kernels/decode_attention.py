@@ -55,6 +55,8 @@ def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
         return Cut(splits, 64 if head_bytes < 1024 else 32, 4 if rows <= 64 else 8, 1)
     if splits == 1:
         return Cut(1, 64, 2 if rows <= 16 else 4, 2)
+    if head_bytes <= 128 and query_len == 1 and num_tiles >= 16:
+        return Cut(splits, 64, 2, 1, hold=True)
     if head_bytes <= 128:
         fewer = 1 << max(1, (_WANTED_PROGRAMS // 2 // num_tiles).bit_length() - 1)  # for they are large
         return Cut(min(splits, fewer), 128, 4, 1, hold=True)
