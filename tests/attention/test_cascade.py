@@ -28,12 +28,12 @@ LAYER_BYTES, LAYERS = 2 * 8 * 128 * 2, 32
 
 
 def test_what_a_step_must_save() -> None:
-    """About 2.5 ms at 4 TB/s are 10 GB, and a token has 128 KiB."""
+    """On an NVIDIA H200 attention of 64 requests over 2,048 common tokens is 85 us a layer, and 73 with a cascade."""
     least = least_saved(LAYER_BYTES, LAYERS, 0, "full")
-    assert least is not None and 60_000 < least < 100_000
+    assert least is not None and 200_000 < least < 300_000
     assert not pays(2, 2, 30_000, least), "two requests with a long document: a graph is worth more"
-    assert pays(64, 64, 2048, least), "many with a long system prompt"
-    assert not pays(64, 64, 128, least), "many with a short one"
+    assert not pays(64, 64, 2048, least), "many with a system prompt: 12 us a layer are not worth a graph"
+    assert pays(64, 64, 8192, least), "many with a document"
     assert not pays(1, 1, 10**9, least), "one has nothing in common with anybody"
 
 
@@ -45,7 +45,7 @@ def test_the_more_of_a_plain_step_is_in_graphs_the_more_there_is_to_lose() -> No
 def test_layers_with_a_window_save_nothing() -> None:
     assert least_saved(LAYER_BYTES, LAYERS, LAYERS, "full") is None
     plain, half = (least_saved(LAYER_BYTES, LAYERS, n, "full") for n in (0, LAYERS // 2))
-    assert plain is not None and half is not None and abs(half - 2 * plain) <= 1
+    assert plain is not None and half is not None and 1.5 * plain < half < 2 * plain
 
 
 def test_a_step_of_prompts_goes_the_plain_way() -> None:

@@ -56,7 +56,7 @@ def test_who_reads_a_common_beginning_once() -> None:
     assert least(cascade="always") == 1 and least(cascade="never") is None
     assert least(enable_prefix_caching=False) is None, "nobody shares a page"
     assert least(attention_backend="flex") is None
-    assert least(replace(MODEL, windows=(0, 32))) == pytest.approx(2 * auto, abs=1)
+    assert 1.5 * auto < (least(replace(MODEL, windows=(0, 32))) or 0) < 2 * auto
     assert least(replace(MODEL, windows=(32, 32))) is None
     with pytest.raises(ConfigError, match="cascade always needs attention_backend triton, not flex; use cascade auto"):
         least(cascade="always", attention_backend="flex")

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that need not be there: ``python -m tests.kernels.compile_cases 90``.
+"""Compile every Triton kernel for a GPU that need not be there: ``python -m tests.kernels.compile_cases 90 bfloat16``.
 
 The interpreter forgives what a compiler does not. Prints one line for each kernel that does not compile.
 """
@@ -68,6 +68,6 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = [line for dtype in (torch.bfloat16, torch.float32) for line in compile_all(int(sys.argv[1]), dtype)]
+    found = [line for name in sys.argv[2:] for line in compile_all(int(sys.argv[1]), getattr(torch, name))]
     print("\n".join(found) or "all compile")
     sys.exit(bool(found))

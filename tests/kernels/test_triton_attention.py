@@ -75,12 +75,13 @@ def test_counts_are_zero_after_a_launch() -> None:
     assert not triton_jit.arrival_counts(torch.device("cpu"), 1).any()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "capability",
     [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100, 120))],
 )
-def test_every_kernel_compiles(capability: int) -> None:
+def test_every_kernel_compiles(capability: int, dtype: str) -> None:
     """For Hopper, and for what came before and after it. In a process of its own: here kernels are interpreted."""
-    command = [sys.executable, "-m", "tests.kernels.compile_cases", str(capability)]
+    command = [sys.executable, "-m", "tests.kernels.compile_cases", str(capability), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
