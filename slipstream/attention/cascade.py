@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-# What a step that does not know of it reads of a common beginning in a second: after the first request the keys come from
-# the GPU's second-level cache. Measured on an NVIDIA H200 with 64 requests over 2,048 common tokens.
+# What a plain step reads of a common beginning in a second: after the first request the keys come from the GPU's
+# second-level cache. Measured on an NVIDIA H200 with 64 requests over 2,048 common tokens.
 BYTES_PER_S = 7.6e12
 # What the kernels themselves take: three launches where there was one, and common keys once. Measured likewise.
 OWN_S_PER_LAYER = 60e-6

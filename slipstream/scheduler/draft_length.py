@@ -23,8 +23,6 @@ from slipstream.types import Composition
 _RATE = 1 / 8  # of forgetting
 _HOPE = 0.7  # of a draft of which nothing is known
 _MARGIN = 1.01  # a change has to promise more than this
-_LOOK_EVERY = 4  # collected steps
-_FEW_ROWS = 8  # of a batch that is looked at in every step: soon done, and with nobody to level out a wrong length
 _TRIAL_EVERY, _TRIAL_AT_LAST = 24, 64  # steps
 _TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
 
@@ -88,7 +86,6 @@ class AdaptiveLength:
         self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
         self._trial: _Trial | None = None
         self._num_since_trial = 0
-        self._num_collected = 0
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
 
     def wanted(self) -> Lengths:
@@ -127,9 +124,7 @@ class AdaptiveLength:
             rows = np.array([composition.rows[i] for i in drafted])
             accepted = np.array([num_accepted[i] for i in drafted])
         self._learn(rows, accepted, num_drafts)
-        self._num_collected += 1
-        if self._num_collected % _LOOK_EVERY == 0 or num_drafts > self.length or len(rows) <= _FEW_ROWS:
-            self._decide()
+        self._decide()
 
     # --- learning ---------------------------------------------------------------------------------
 
