@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -29,7 +30,8 @@ with suppress(ImportError):  # a Triton that compiles one kernel after the other
     _background = import_module("triton.runtime._async_compile")
 
 _interpreted = False
-_compiles_only = False
+# Of a thread: engines in others go on meanwhile.
+_compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 _MOST_COMPILERS = 16
 
 
@@ -47,11 +49,11 @@ def _kernel_class() -> type:
         """A kernel that can be told to be compiled and not to run (``compile_ahead``)."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-            return super().run(*args, grid=grid, warmup=warmup or _compiles_only, **kwargs)
+            return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **kwargs)
 
         def _do_compile(self, key: Any, signature: Any, device: Any, *rest: Any, **kwargs: Any) -> Any:
             kernel = super()._do_compile(key, signature, device, *rest, **kwargs)
-            if _compiles_only and kernel is not None:
+            if _compiles_only.get() and kernel is not None:
                 # Asked for again before it is there, it is not looked up by its source a second time.
                 self.device_caches[device][0].setdefault(key, kernel)
             return kernel
@@ -89,14 +91,13 @@ def compiles_ahead(device: torch.device) -> bool:
 @contextmanager
 def compile_ahead() -> Iterator[None]:
     """Kernels launched inside do not run, and are compiled when the context ends, many at a time."""
-    global _compiles_only
-    _compiles_only = True
+    before = _compiles_only.set(True)
     try:
         # By threads: most of a compilation is C++ and another program's, which let Python go on.
         with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _Zeroed():
             yield
     finally:
-        _compiles_only = False
+        _compiles_only.reset(before)
 
 
 def runs_triton(tensor: Tensor) -> bool:

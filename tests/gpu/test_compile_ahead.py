@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -45,6 +46,13 @@ def test_a_kernel_is_compiled_and_does_not_run(compiled: list[str]) -> None:
     _fill_kernel[(1,)](out, 7, BLOCK=64)
     assert out.tolist() == [7.0] * 64
     assert len(compiled) == 2
+
+
+def test_another_thread_goes_on_meanwhile() -> None:
+    out = torch.zeros(128, device="cuda")
+    with compile_ahead(), ThreadPoolExecutor(1) as other:
+        other.submit(lambda: _fill_kernel[(1,)](out, 9, BLOCK=128)).result()
+    assert out.tolist() == [9.0] * 128
 
 
 def test_nothing_is_left_to_compile_when_graphs_are_recorded(
