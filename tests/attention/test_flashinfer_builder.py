@@ -278,6 +278,25 @@ def test_decodes_are_recorded_once_for_all_lengths(decode: str, query_len: int) 
         torch.testing.assert_close(device.peek(out), batch.expected(layer()), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("prefill", PREFILL)
+def test_pages_of_who_had_the_row_before(prefill: str, decode: str) -> None:
+    """Behind a request's own pages its table may name any. Drafts that were not made lie there: nobody's business."""
+    rows = [Row(11, 4, 2), Row(7, 4, 1), Row(2, 4, 2), Row(3, 7, 7)]
+    batch = make_batch(rows).exact([row.start for row in rows])
+    table, strange = batch.common.block_table, NUM_PAGES - 2
+    for i, row in enumerate(rows):
+        table[i, -(-row.seq_len // PAGE) :] = table[0, 1] if i % 2 else strange
+    batch.kv_cache[strange] = torch.nan
+    bench = Bench(paths_of(prefill, decode))
+    kept, before = table[0, 1].item(), batch.kv_cache.clone()
+    q, kv_cache = upload(bench.device, batch.q), upload(bench.device, batch.kv_cache)
+    out = bench.backend.run(layer(), q, kv_cache, bench.build(batch))
+    torch.testing.assert_close(bench.device.peek(out), batch.expected(layer()), rtol=1e-9, atol=1e-9)
+    for page in (0, kept, strange):
+        assert torch.equal(bench.device.peek(kv_cache)[page].nan_to_num(7.0), before[page].nan_to_num(7.0))
+
+
 def test_sequences_that_start_later_are_refused() -> None:
     bench, batch = Bench(paths_of("trtllm", "trtllm")), make_batch(draw_rows(0, 1, "decodes"))
     starts = torch.zeros(4, dtype=torch.int32)
