@@ -12,7 +12,7 @@ of zero does not remove a NaN that somebody may have left there.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -28,6 +28,7 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.operation import TensorSpec, operation, writes_only
 
 Int32s = npt.NDArray[np.int32]
+DeadSlots = tuple[Tensor, Tensor]  # page and offset of each
 
 _NO_STARTS = "FlashInfer reads a sequence from its first slot on; give a drafter with gaps in its keys another backend"
 
@@ -145,7 +146,7 @@ class FlashInferMetadata:
     prefill: Part | None = None
     cascade: Part | None = None  # of the whole batch, in place of both
     seq_lens_cpu: Int32s | None = None  # exact
-    dead_slots: tuple[Tensor, Tensor] | None = None  # page and offset of each; None: no draft can be missing
+    dead_slots: DeadSlots | None = None  # None: no draft can be missing
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -197,6 +198,7 @@ class FlashInferBackend:
             raise RuntimeError(_NO_STARTS)
         exact = common.num_computed_cpu
         has_cascade = exact is not None and common.num_common_pages > 0 and self.paths.cascade.path != "none"
+        common, dead_slots = self._without_dead(common)
         starts, num_reqs = common.query_start_loc_cpu, common.num_reqs
         num_decodes, query_len = self._leading_decodes(starts)
         num_decode_tokens = num_decodes * query_len
@@ -211,7 +213,7 @@ class FlashInferBackend:
         if has_cascade:
             assert exact is not None and lens is not None
             cascade = self._cascade(common, common.num_common_pages, lens)
-            return FlashInferMetadata(common.num_actual_tokens, None, None, cascade, lens, self._dead_slots(common))
+            return FlashInferMetadata(common.num_actual_tokens, None, None, cascade, lens, dead_slots)
         decode = prefill = None
         if num_decodes:
             reqs, tokens = slice(0, num_decodes), slice(0, num_decode_tokens)
@@ -219,20 +221,27 @@ class FlashInferBackend:
         if num_prefills:
             reqs, tokens = slice(num_decodes, num_reqs), slice(num_decode_tokens, common.num_actual_tokens)
             prefill = self._prefill(common, _Range(reqs, tokens, 0, None if lens is None else lens[reqs]))
-        return FlashInferMetadata(common.num_actual_tokens, decode, prefill, None, lens, self._dead_slots(common))
+        return FlashInferMetadata(common.num_actual_tokens, decode, prefill, None, lens, dead_slots)
 
-    def _dead_slots(self, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor] | None:
-        """Where the keys of drafts that were not made would be: behind a request's last one."""
-        width, table = max(self._decode_lens), common.block_table
+    def _without_dead(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, DeadSlots | None]:
+        """Where the keys of drafts that were not made would be, behind a request's last one; and tables without them.
+
+        They are cleared as far as the last page of the living goes. The pages behind it may not be the request's: what
+        its row of the table says there may be from whoever had the row before. The null page is read instead.
+        """
+        width, table, size = max(self._decode_lens), common.block_table, self._page_size
         if min(width, common.max_query_len) == 1:
-            return None
+            return common, None
         alive, planned = common.query_lens[:, None], common.query_start_loc.diff()[:, None]
+        num_pages = (common.seq_lens[:, None] + (size - 1)) // size
         idx = torch.arange(width, dtype=torch.int32, device=table.device)
         at = common.seq_lens[:, None] + idx
         # A request that has stopped has a length of 0, and may share its pages with others.
-        is_dead = (idx < planned - alive) & (alive > 0) & (planned <= width) & (at < table.shape[1] * self._page_size)
-        page_ids = table.gather(1, (at // self._page_size).clamp(max=table.shape[1] - 1).long())
-        return torch.where(is_dead, page_ids, -1).long().flatten(), (at % self._page_size).long().flatten()
+        is_dead = (idx < planned - alive) & (alive > 0) & (planned <= width) & (at < num_pages * size)
+        page_ids = table.gather(1, (at // size).clamp(max=table.shape[1] - 1).long())
+        slots = torch.where(is_dead, page_ids, -1).long().flatten(), (at % size).long().flatten()
+        columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+        return replace(common, block_table=torch.where(columns < num_pages, table, 0)), slots
 
     def _leading_decodes(self, starts: Int32s) -> tuple[int, int]:
         """How many requests at the front have equally many tokens, and that as decodes do; and how many tokens."""

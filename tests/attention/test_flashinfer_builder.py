@@ -6,7 +6,6 @@ missing argument is a wrong result or an error.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,147 +22,18 @@ from slipstream.attention.flashinfer import (
     FlashInferMetadata,
     Part,
 )
-from slipstream.attention.flashinfer_library import LayerShape, PlanPages
-from slipstream.attention.flashinfer_paths import Choice, Needs, Paths
+from slipstream.attention.flashinfer_paths import Needs, Paths
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.sim import SimDevice, StaleReadError
 from slipstream.device.sync_guard import HostSyncError
+from tests.attention.fake_flashinfer import FakeLibrary, paths_of
 from tests.device.sim_setup import upload
 
 PAGE, HEADS, KV_HEADS, DIM, MAX_REQS = 4, 4, 2, 8, 8
 MAX_LEN = 48  # a multiple of the page size: nothing of a table is behind the context limit
 MAX_PAGES, NUM_PAGES = MAX_LEN // PAGE, MAX_REQS * MAX_LEN // PAGE + 2
 DEVICE_TENSORS = ("query_start_loc", "query_lens", "seq_lens", "block_table", "slot_mapping")
-
-
-# --- the library ----------------------------------------------------------------------------------
-
-
-def attend(q: Tensor, kv_cache: Tensor, page_ids: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """[n, heads, dim] over the visible keys, a row of ``visible`` for each; NaN for who sees none.
-
-    As in a kernel, what one of the rows sees is read for all of them: a weight of zero does not remove a NaN.
-    """
-    slots = visible.any(0).nonzero()[:, 0]
-    keys, values = kv_cache[page_ids[slots // PAGE].long(), :, :, slots % PAGE].double().unbind(1)
-    query = q.double().view(len(q), KV_HEADS, -1, DIM)
-    scores = torch.einsum("nhgd,khd->nhgk", query, keys) * scale
-    scores = scores.masked_fill(~visible[:, slots][:, None, None], -torch.inf)
-    return torch.einsum("nhgk,khd->nhgd", torch.softmax(scores, dim=-1), values).reshape(q.shape).to(q.dtype)
-
-
-def causal(num_query: int, num_keys: int, window_left: int) -> Tensor:
-    position = torch.arange(num_keys - num_query, num_keys)[:, None]
-    key = torch.arange(num_keys)[None]
-    seen = key <= position
-    return seen & (key >= position - window_left) if window_left >= 0 else seen
-
-
-@dataclass(frozen=True)
-class FakePlan:
-    """What the host said when it planned; the device adds pages, queries and keys."""
-
-    shape: LayerShape
-    levels: tuple[tuple[list[int], list[int], list[int]], ...]
-
-    def visible(self, level: int, query_len: int, num_keys: int) -> Tensor:
-        if level == len(self.levels) - 1:
-            return causal(query_len, num_keys, self.shape.window_left)
-        return torch.ones(query_len, num_keys, dtype=torch.bool)
-
-    def run(self, q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], out: Tensor) -> None:
-        assert len(q) == self.levels[-1][0][-1]
-        for begin, end in itertools.pairwise(self.levels[-1][0]):
-            seen: list[Tensor] = []
-            pages: list[Tensor] = []
-            for level, (query_starts, page_starts, last_lens) in enumerate(self.levels):
-                # The request of this level that has the token, as its query_starts say.
-                j = next(j for j in range(len(last_lens)) if query_starts[j] <= begin < max(query_starts[j + 1], 1))
-                first, stop = page_starts[j], page_starts[j + 1]
-                assert stop <= len(page_ids[level])
-                num_keys = (stop - first - 1) * PAGE + last_lens[j]
-                visible = self.visible(level, end - begin, num_keys)
-                # Pages are whole in the row of all pages, so that levels can follow each other.
-                missing = (stop - first) * PAGE - num_keys
-                seen.append(torch.nn.functional.pad(visible, (0, missing)))
-                pages.append(page_ids[level][first:stop])
-            out[begin:end] = attend(q[begin:end], kv_cache, torch.cat(pages), torch.cat(seen, 1), self.shape.scale)
-
-
-class FakeLibrary:
-    def __init__(self, decode: str) -> None:
-        self._decode = decode
-        self.calls: list[str] = []
-
-    def _plan(self, name: str, shape: LayerShape, *levels: PlanPages) -> FakePlan:
-        self.calls.append(name)
-        host = tuple((p.query_starts.tolist(), p.page_starts.tolist(), p.last_page_lens.tolist()) for p in levels)
-        for query_starts, page_starts, last_lens in host:
-            assert query_starts[0] == page_starts[0] == 0
-            assert len(query_starts) == len(page_starts) == len(last_lens) + 1
-            assert all(0 < n <= PAGE for n in last_lens)
-        return FakePlan(shape, host)
-
-    def plan_decode(self, shape: LayerShape, pages: PlanPages) -> FakePlan:
-        assert pages.query_starts.diff().eq(1).all()
-        return self._plan("plan_decode", shape, pages)
-
-    def plan_prefill(self, role: str, shape: LayerShape, pages: PlanPages) -> FakePlan:
-        return self._plan(f"plan_{role}", shape, pages)
-
-    def plan_cascade(self, shape: LayerShape, levels: tuple[PlanPages, ...]) -> FakePlan:
-        return self._plan("plan_cascade", shape, *levels)
-
-    def trtllm_decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        key_lens: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
-    ) -> None:
-        assert (mask is not None) == (self._decode == "xqa" and query_len > 1)
-        for i, num_keys in enumerate(key_lens.tolist()):
-            tokens = slice(i * query_len, (i + 1) * query_len)
-            assert query_len <= num_keys <= max_seq_len
-            assert num_keys <= block_table.shape[1] * PAGE, "reads behind the table"
-            visible = causal(query_len, num_keys, window_left)
-            if mask is not None:
-                assert window_left == -1
-                bits = mask[i] >> torch.arange(query_len) & 1
-                visible = torch.cat([torch.ones(query_len, num_keys - query_len), bits], 1) > 0
-            out[tokens] = attend(q[tokens], kv_cache, block_table[i], visible, scale)
-
-    def trtllm_context(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        key_lens: Tensor,
-        query_starts: Tensor,
-        page_starts: Tensor,
-        out: Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
-    ) -> None:
-        for i, (begin, end) in enumerate(itertools.pairwise(query_starts.tolist())):
-            # A row's pages lie where the counts before it say, as in a kernel that walks them in a row.
-            first, stop = page_starts[i : i + 2].tolist()
-            before = int(((key_lens[:i] + PAGE - 1) // PAGE).sum())
-            num_keys = min(int(key_lens[i]), (stop - first) * PAGE)
-            assert end - begin <= max_query_len and num_keys <= max_seq_len
-            if end > begin and num_keys > 0:
-                pages = block_table[i].roll(before - first)
-                visible = causal(end - begin, num_keys, window_left)
-                out[begin:end] = attend(q[begin:end], kv_cache, pages, visible, scale)
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -239,10 +109,6 @@ def draw_rows(seed: int, query_len: int, shape: str, first: int = 0, may_stop: b
         decodes[3] = Row(9, query_len, 0)
     prefills = [Row(int(rng.integers(first, 30)), n, n) for n in rng.integers(5, 14, size=3).tolist()]
     return {"mixed": decodes + prefills, "decodes": decodes, "prefills": prefills}[shape]
-
-
-def paths_of(prefill: str, decode: str, parallel: bool = False) -> Paths:
-    return Paths(Choice(prefill, ""), Choice(decode, ""), Choice("native", ""), parallel)  # type: ignore[arg-type]
 
 
 class Bench:
@@ -410,6 +276,25 @@ def test_decodes_are_recorded_once_for_all_lengths(decode: str, query_len: int) 
         kv_cache.copy_(upload(device, batch.kv_cache))
         capture.graph.replay()
         torch.testing.assert_close(device.peek(out), batch.expected(layer()), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("prefill", PREFILL)
+def test_pages_of_who_had_the_row_before(prefill: str, decode: str) -> None:
+    """Behind a request's own pages its table may name any. Drafts that were not made lie there: nobody's business."""
+    rows = [Row(11, 4, 2), Row(7, 4, 1), Row(2, 4, 2), Row(3, 7, 7)]
+    batch = make_batch(rows).exact([row.start for row in rows])
+    table, strange = batch.common.block_table, NUM_PAGES - 2
+    for i, row in enumerate(rows):
+        table[i, -(-row.seq_len // PAGE) :] = table[0, 1] if i % 2 else strange
+    batch.kv_cache[strange] = torch.nan
+    bench = Bench(paths_of(prefill, decode))
+    kept, before = table[0, 1].item(), batch.kv_cache.clone()
+    q, kv_cache = upload(bench.device, batch.q), upload(bench.device, batch.kv_cache)
+    out = bench.backend.run(layer(), q, kv_cache, bench.build(batch))
+    torch.testing.assert_close(bench.device.peek(out), batch.expected(layer()), rtol=1e-9, atol=1e-9)
+    for page in (0, kept, strange):
+        assert torch.equal(bench.device.peek(kv_cache)[page].nan_to_num(7.0), before[page].nan_to_num(7.0))
 
 
 def test_sequences_that_start_later_are_refused() -> None:
