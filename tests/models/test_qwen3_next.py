@@ -1,0 +1,90 @@
+"""Qwen3-Next: prompts in chunks, what its config may say, and tensors that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.config import EngineOptions
+from slipstream.engine.build import build_engine
+from slipstream.errors import ModelError
+from slipstream.llm import LLM
+from slipstream.models.load import load_weights
+from slipstream.models.qwen3_next import Qwen3Next
+from slipstream.types import SamplingParams
+from tests import tiny_models
+
+VARIANTS = [name for name in tiny_models.VARIANTS if name.startswith("qwen3-next")]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_whatever_the_chunks(variant: str, tmp_path: Path) -> None:
+    """Chunks of 16 go through the rule again and again, one of 512 holds the prompt, those of 3 are few tokens each."""
+    reference = tiny_models.build(variant)
+    tiny_models.save(reference, tmp_path)
+    prompt = torch.randint(0, 256, (1, 150), generator=torch.Generator().manual_seed(1))
+    reference.generation_config.eos_token_id = None
+    reference.generation_config.pad_token_id = 0
+    told = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 64}
+    expected = reference.generate(prompt, **told)[0, 150:].tolist()
+    for chunk in (3, 16, 512):
+        options = EngineOptions(model=str(tmp_path), dtype="float32", long_prefill_token_threshold=chunk)
+        with LLM(build=lambda options=options: build_engine(options)) as llm:
+            params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+            assert llm.generate(prompt[0].tolist(), params)[0].token_ids == expected, f"chunks of {chunk}"
+    assert len(set(expected)) > 8, "a stuck model would prove nothing"
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    hf: dict[str, Any] = tiny_models.build("qwen3-next").config.to_dict()
+    return {**hf, "architectures": ["Qwen3NextForCausalLM"], **changes}
+
+
+def test_layers_by_interval_and_by_name() -> None:
+    by_interval = Qwen3Next.read_config(config(layer_types=None, full_attention_interval=2))
+    assert by_interval.delta_net is not None
+    assert by_interval.delta_net.layer_ids == (0, 2)
+    usual = Qwen3Next.read_config(config(layer_types=None))
+    assert usual.delta_net is not None
+    assert usual.delta_net.layer_ids == (0, 1, 2)
+    assert (usual.num_attention_layers, [usual.memory_idx(idx) for idx in range(4)]) == (1, [0, 1, 2, 0])
+    named = Qwen3Next.read_config(config(layer_types=["full_attention"] * 4))
+    assert named.delta_net is None
+    assert not named.is_plain, "its attention has a gate"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types must name"),
+        ({"layer_types": ["full_attention"]}, "for each of 4 layers"),
+        ({"layer_types": ["linear_attention"] * 4}, "no layer with full_attention"),
+        ({"linear_num_value_heads": 3}, "3 value heads for 2 key heads"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
+        ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+    ],
+)
+def test_configs_that_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        Qwen3Next.read_config(config(**changes))
+
+
+def test_missing_and_misshapen_tensors_are_named() -> None:
+    reference = tiny_models.build("qwen3-next")
+    tensors = {name: tensor.detach() for name, tensor in reference.state_dict().items()}
+
+    def load(**changes: torch.Tensor | None) -> None:
+        own = {**tensors, **{f"model.layers.{k.replace('__', '.')}": v for k, v in changes.items()}}
+        model = Qwen3Next(Qwen3Next.read_config(config()), 16)
+        load_weights(model, [(name, tensor) for name, tensor in own.items() if tensor is not None])
+
+    load()
+    with pytest.raises(ModelError, match=r"lacks 1 tensors, among them 'model.layers.1.linear_attn.A_log'"):
+        load(**{"1__linear_attn__A_log": None})
+    with pytest.raises(ModelError, match=r"in_proj_qkvz.weight' has shape .* the config says 128 rows"):
+        load(**{"0__linear_attn__in_proj_qkvz__weight": torch.zeros(100, 48)})
+    with pytest.raises(ModelError, match=r"q_proj.weight' has 48 rows, the config says 96"):
+        load(**{"3__self_attn__q_proj__weight": torch.zeros(48, 48)})
