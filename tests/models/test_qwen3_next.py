@@ -16,6 +16,8 @@ from slipstream.models.load import load_weights
 from slipstream.models.qwen3_next import Qwen3Next
 from slipstream.types import SamplingParams
 from tests import tiny_models
+from tests.models.test_draft_heads import Run
+from tests.models.tiny_mtp import random_mtp
 
 VARIANTS = [name for name in tiny_models.VARIANTS if name.startswith("qwen3-next")]
 
@@ -88,3 +90,23 @@ def test_missing_and_misshapen_tensors_are_named() -> None:
         load(**{"0__linear_attn__in_proj_qkvz__weight": torch.zeros(100, 48)})
     with pytest.raises(ModelError, match=r"q_proj.weight' has 48 rows, the config says 96"):
         load(**{"3__self_attn__q_proj__weight": torch.zeros(48, 48)})
+
+
+@torch.inference_mode()
+def test_the_mtp_layer_is_a_decoder_layer_behind_two_norms_and_a_product(tmp_path: Path) -> None:
+    target, mtp = tiny_models.build("qwen3-next"), random_mtp()
+    mtp.write(tiny_models.save(target, tmp_path))
+    speculative = {"method": "mtp", "num_speculative_tokens": 2}
+    engine = build_engine(EngineOptions(model=str(tmp_path), dtype="float32", speculative_config=speculative))
+    head = engine.core.runner.speculator._head  # type: ignore[attr-defined]
+    assert not head.fused, "no kernel for plain layers knows of its gate"
+    ids = torch.randint(0, 256, (18,), generator=torch.Generator().manual_seed(2))
+    hidden = target.model(ids[None, :-1]).last_hidden_state[0]
+    expected = mtp.states(target.get_input_embeddings()(ids[1:]), hidden)
+    run = Run(head, None)  # type: ignore[arg-type]
+    found = []
+    for first, end in ((0, 10), (10, 17)):  # in two chunks
+        context = run.context([0], [first], [end - first])
+        found.append(head.forward(0, ids[1:][first:end].int(), hidden[first:end], context))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.compute_logits(found[0]), target.lm_head(expected[:10]), rtol=1e-4, atol=1e-4)

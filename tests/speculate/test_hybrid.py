@@ -21,6 +21,7 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
 from tests import tiny_models
 from tests.engine.drive import Outcome, make_request, run
+from tests.models.tiny_mtp import random_mtp
 from tests.speculate.test_lossless import IN_GRAPHS, KINDS, random_requests
 
 MakeEngine = Callable[..., Engine]
@@ -34,7 +35,15 @@ def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
                 parameter *= 0.012
-    return tiny_models.save(model, tmp_path_factory.mktemp("hybrid"))
+    folder = tiny_models.save(model, tmp_path_factory.mktemp("hybrid"))
+    # An MTP layer that has the next token from the embedding alone, but for what it adds itself.
+    mtp = random_mtp(scale=0.012, initializer_range=0.3)
+    mtp.fc = torch.cat([torch.eye(mtp.fc.shape[0]), 0.01 * mtp.fc[:, mtp.fc.shape[0] :]], dim=1)
+    mtp.norms["pre_fc_norm_embedding"].zero_()
+    with torch.no_grad():
+        mtp.body.model.norm.weight.copy_(model.model.norm.weight)
+    mtp.write(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +102,7 @@ def folders(last_token_folder: Path) -> dict[str, Path]:
     return {"draft_model": last_token_folder}
 
 
-@pytest.mark.parametrize(("method", "kind"), [("ngram", "greedy"), ("draft_model", "sampled")])
+@pytest.mark.parametrize(("method", "kind"), [("ngram", "greedy"), ("draft_model", "sampled"), ("mtp", "all")])
 def test_the_same_tokens_with_and_without_drafts(
     make_hybrid: MakeEngine, folders: dict[str, Path], method: str, kind: str
 ) -> None:
@@ -114,7 +123,7 @@ def test_the_same_tokens_in_any_batch(make_hybrid: MakeEngine) -> None:
     assert run(few.core, requests[:6]) == run(alone.core, requests[:6])
 
 
-@pytest.mark.parametrize(("method", "kind"), [("ngram", "greedy"), ("draft_model", "sampled")])
+@pytest.mark.parametrize(("method", "kind"), [("ngram", "greedy"), ("draft_model", "sampled"), ("mtp", "greedy")])
 def test_the_same_tokens_in_graphs_on_a_device_that_runs_later(
     make_hybrid: MakeEngine, folders: dict[str, Path], method: str, kind: str
 ) -> None:
@@ -137,7 +146,7 @@ def test_the_same_tokens_in_pieces_with_any_number_of_drafts(
 @pytest.mark.parametrize("where", [{}, IN_GRAPHS], ids=["cpu", "sim"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
 def test_two_hundred_requests(
     make_hybrid: MakeEngine, folders: dict[str, Path], method: str, k: int, kind: str, where: dict[str, Any]
 ) -> None:
