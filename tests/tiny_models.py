@@ -22,6 +22,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -102,6 +106,17 @@ _QWEN3_NEXT: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+_QWEN3_5: dict[str, Any] = {
+    **{key: value for key, value in _QWEN3_NEXT.items() if "linear" in key or "layers" in key},
+    # For text all three kinds of position are the same.
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 
 VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -154,6 +169,8 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_QWEN3_5, "initializer_range": 0.2}),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_QWEN3_NEXT, **_QWEN3_5}),
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -200,7 +217,7 @@ def build(variant: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 parameter.normal_(0, 0.3)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-                if variant.startswith("qwen3-next") and ".linear_attn." not in name:
+                if variant.startswith(("qwen3-next", "qwen3.5")) and ".linear_attn." not in name:
                     parameter -= 1  # stored as what one is to be added to
             elif name.endswith("A_log"):
                 # In float32 transformers loses digits where much is forgotten at once, and we would be told so.

@@ -19,6 +19,8 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": ("slipstream.models.qwen3", "Qwen3"),
     "Qwen3MoeForCausalLM": ("slipstream.models.qwen3_moe", "Qwen3Moe"),
     "Qwen3NextForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
+    "Qwen3_5ForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
+    "Qwen3_5MoeForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
 }
 
 

@@ -1,4 +1,4 @@
-"""A Qwen3-Next checkpoint with an MTP layer. ``transformers`` drops such tensors, but its decoder layer is the same one."""
+"""A Qwen3-Next checkpoint with an MTP layer. ``transformers`` drops its tensors, but has the same decoder layer."""
 
 from __future__ import annotations
 
