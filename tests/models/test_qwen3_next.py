@@ -92,6 +92,14 @@ def test_missing_and_misshapen_tensors_are_named() -> None:
         load(**{"3__self_attn__q_proj__weight": torch.zeros(48, 48)})
 
 
+def test_no_call_for_plain_layers_is_taken(tmp_path: Path) -> None:
+    """A dense model in float32: without its states and gates the C kernels would run all of its layers at once."""
+    tiny_models.save(tiny_models.build("qwen3.5"), tmp_path)
+    model = build_engine(EngineOptions(model=str(tmp_path), dtype="float32")).core.runner.program.model
+    assert isinstance(model, Qwen3Next)
+    assert (model._stack, model._fused) == (None, None)
+
+
 @torch.inference_mode()
 def test_the_mtp_layer_is_a_decoder_layer_behind_two_norms_and_a_product(tmp_path: Path) -> None:
     target, mtp = tiny_models.build("qwen3-next"), random_mtp()
