@@ -126,6 +126,14 @@ class AttentionContext:
         q = rope_and_cache(q, k, v, *turn, kv_cache, *self.slots)
         return self.backend.run(layer, q, kv_cache, self.metadata)
 
+    def prepare_states(self) -> None:
+        """What layers with states share, before the product in front of the first one's.
+
+        Kernels behind that product start early and count on what is written before it, not on what comes between.
+        """
+        if self.recurrence is not None:
+            self.recurrence.prepare()
+
     def recur(self, layer: GDNLayer, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Convolve, and go on from the requests' states: [num_tokens, v_heads, v_dim]."""
         assert self.recurrence is not None, "whoever made this step does not know that the model keeps states"

@@ -55,7 +55,10 @@ class GDNAttentionMetadata:
 
     @classmethod
     def build(cls, common: CommonAttentionMetadata, num_states: int) -> GDNAttentionMetadata:
-        """For any mix of speculative decodes, plain decodes and prefills, from host numbers and launches alone."""
+        """For any mix of speculative decodes, plain decodes and prefills, from host numbers and launches alone.
+
+        Nothing is sorted apart by kind: the operations take any mix, and which tokens are alive they see themselves.
+        """
         assert common.batch_rows is not None, "states lie by rows, and the step names none"
         lens = torch.from_numpy(np.diff(common.query_start_loc_cpu))
         spec = spec_sequence_masks(common)
@@ -127,6 +130,9 @@ class Recurrence:
         if self._metadata is None:
             self._metadata = self.backend.build(self.common)
         return self._metadata
+
+    def prepare(self) -> None:
+        assert self.metadata
 
     def run(self, layer: GDNLayer, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return self.backend.run(layer, qkv, a, b, self.metadata)

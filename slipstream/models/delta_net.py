@@ -40,6 +40,7 @@ class GatedDeltaNet(Layer):
         self.out_proj = Linear(size, {"out_proj": config.hidden_size})
 
     def forward(self, x: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
+        context.prepare_states()
         qkv, gate, b, a = torch.split(self.in_proj(x), self.sizes, dim=1)
         layer = GDNLayer(self.idx, self.conv_weight, self.a_log, self.dt_bias)
         heads = context.recur(layer, qkv, a, b)

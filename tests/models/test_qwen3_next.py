@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.attention import gdn
+from slipstream.attention.gdn import GDNBackend
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
 from slipstream.errors import ModelError
 from slipstream.llm import LLM
+from slipstream.models import delta_net
 from slipstream.models.load import load_weights
 from slipstream.models.qwen3_next import Qwen3Next
 from slipstream.types import SamplingParams
 from tests import tiny_models
 from tests.models.test_draft_heads import Run
+from tests.models.test_parity import all_logits
 from tests.models.tiny_mtp import random_mtp
 
 VARIANTS = [name for name in tiny_models.VARIANTS if name.startswith("qwen3-next")]
@@ -98,6 +102,26 @@ def test_no_call_for_plain_layers_is_taken(tmp_path: Path) -> None:
     model = build_engine(EngineOptions(model=str(tmp_path), dtype="float32")).core.runner.program.model
     assert isinstance(model, Qwen3Next)
     assert (model._stack, model._fused) == (None, None)
+
+
+def test_nothing_stands_between_a_product_and_the_kernels_that_start_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The convolution reads where requests stand before its predecessor has ended: that must be the product."""
+    tiny_models.save(tiny_models.build("qwen3-next"), tmp_path)
+    engine = build_engine(EngineOptions(model=str(tmp_path), dtype="float32"))
+    said: list[str] = []
+
+    def told(owner: Any, name: str) -> None:
+        right = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (said.append(name), right(*args))[1])
+
+    told(GDNBackend, "build")
+    told(delta_net.Linear, "forward")
+    told(gdn, "causal_conv")
+    all_logits(engine, [1, 2, 3])
+    assert said[:3] == ["build", "forward", "causal_conv"]
+    assert said.count("build") == 1, "once a step"
 
 
 @torch.inference_mode()

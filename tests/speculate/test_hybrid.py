@@ -137,7 +137,8 @@ def test_the_same_tokens_in_pieces_with_any_number_of_drafts(
 ) -> None:
     """A delta net's layers are recorded between the pieces' ends, whatever the draft length is from step to step."""
     speculative = {**config_of("draft_model", 5, folders), "adaptive": True}
-    engine = check(make_hybrid, "greedy", 16, speculative, **{**IN_GRAPHS, "cudagraph_mode": "piecewise"})
+    pieces = {**IN_GRAPHS, "cudagraph_mode": "piecewise", "cudagraph_capture_sizes": (16, 80)}
+    engine = check(make_hybrid, "greedy", 16, speculative, **pieces)
     assert engine.core.stats.num_accepted_tokens > 10
 
 
