@@ -177,6 +177,36 @@ class ExpertsConfig:
     intermediate_size: int
     renormalise: bool  # whether the weights of a token's experts sum to one
     layer_ids: tuple[int, ...]  # the other layers have one dense feed-forward
+    shared_size: int = 0  # of an expert that works on every token beside the chosen ones, behind a gate; 0: none
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated delta nets: layers that keep a state of fixed size for each request where others keep keys."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    layer_ids: tuple[int, ...]  # the other layers have attention
+
+    @property
+    def num_channels(self) -> int:
+        """Of queries, keys and values, which go through the convolution."""
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+    def ring_lengths(self, num_drafts: int) -> tuple[int, int]:
+        """Of inputs and of states, so that a step which begins behind any of the last one's tokens finds its own."""
+        num_states = 1 + num_drafts
+        return self.conv_width - 1 + num_states, num_states
+
+    def request_bytes(self, dtype: str, num_drafts: int) -> int:
+        """Of one request, in all layers."""
+        num_inputs, num_states = self.ring_lengths(num_drafts)
+        state = self.num_v_heads * self.k_dim * self.v_dim * max(DTYPE_BYTES[dtype], DTYPE_BYTES["float32"])
+        inputs = num_inputs * self.num_channels * DTYPE_BYTES[dtype]
+        return len(self.layer_ids) * (inputs + num_states * state)
 
 
 @dataclass(frozen=True)
@@ -205,6 +235,8 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # per layer, how many positions a token sees, 0 for all; empty: all in every layer
     window_rope: RopeConfig | None = None  # of layers with a window, where it differs from the others'
     experts: ExpertsConfig | None = None
+    attention_gate: bool = False  # whether a head's result is multiplied by the sigmoid of a gate of its own
+    delta_net: DeltaNetConfig | None = None
     dtype: str = "float32"  # as stored in the checkpoint
 
     def window(self, layer_idx: int) -> int:
@@ -213,8 +245,26 @@ class ModelConfig:
     def has_experts(self, layer_idx: int) -> bool:
         return self.experts is not None and layer_idx in self.experts.layer_ids
 
+    def is_recurrent(self, layer_idx: int) -> bool:
+        """Whether the layer has a state in place of keys."""
+        return self.delta_net is not None and layer_idx in self.delta_net.layer_ids
+
+    def memory_idx(self, layer_idx: int) -> int:
+        """Which of the key caches is the layer's, or which of the states: each kind is counted for itself."""
+        kind = self.is_recurrent(layer_idx)
+        return sum(self.is_recurrent(idx) == kind for idx in range(layer_idx))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all layers have attention, and nothing stands between it and the product behind it."""
+        return self.delta_net is None and not self.attention_gate
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - (len(self.delta_net.layer_ids) if self.delta_net else 0)
+
     def kv_bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 
 # --- what the components get ----------------------------------------------------------------------
@@ -238,6 +288,8 @@ class SchedulerConfig:
     max_model_len: int
     mixed_prefill_tokens: int = 1 << 30  # of all prompts, in a step that decodes as well
     prefix_caching: bool = True
+    # Why pages are not shared although that was asked for; empty where nothing was refused.
+    prefix_caching_refused: str = ""
     # Pages taken beyond the need while the pool is well filled, so that most decode steps change no page table.
     lookahead_pages: int = 4
     num_drafts: int = 0  # most drafts a step checks for one request
@@ -277,11 +329,12 @@ class EngineConfig:
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values, the draft model's included."""
+        """Of keys and values, the draft model's included, and of states."""
         of_a_token = self.model.kv_bytes_per_token(self.dtype)
         if self.draft_model is not None:
             of_a_token += draft_bytes_per_token(self.draft_model, self.num_draft_modules, self.dtype)
-        return self.cache.num_pages * self.cache.page_size * of_a_token
+        states = state_bytes(self.model, self.dtype, self.scheduler)
+        return self.cache.num_pages * self.cache.page_size * of_a_token + states
 
 
 class DraftModel(NamedTuple):
@@ -295,6 +348,13 @@ class DraftModel(NamedTuple):
 def draft_bytes_per_token(model: ModelConfig, num_modules: int, dtype: str) -> int:
     """Keys and values, and what each module but the last leaves for the next one."""
     return model.kv_bytes_per_token(dtype) + (num_modules - 1) * model.hidden_size * DTYPE_BYTES[dtype]
+
+
+def state_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerConfig) -> int:
+    """Of all request rows, the scratch row included, in layers that keep no keys."""
+    if model.delta_net is None:
+        return 0
+    return (scheduler.max_num_seqs + 1) * model.delta_net.request_bytes(dtype, scheduler.num_drafts)
 
 
 def speculation_of(options: EngineOptions) -> SpeculativeConfig | None:

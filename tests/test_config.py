@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir
+from slipstream.config import DeltaNetConfig, EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir
 from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
 
@@ -113,3 +113,41 @@ def test_the_cache_of_a_gpu_is_what_others_and_weights_leave() -> None:
 def test_what_a_gpu_cannot_do(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(EngineOptions.from_dict(options), GPU, MODEL)
+
+
+HYBRID = replace(
+    MODEL,
+    num_layers=4,
+    attention_gate=True,
+    delta_net=DeltaNetConfig(num_k_heads=2, num_v_heads=4, k_dim=8, v_dim=16, conv_width=4, layer_ids=(0, 1, 2)),
+)
+# Of a request without drafts: the last three inputs and one more, 96 channels of two bytes, and one state in float32.
+STATE_BYTES = 3 * (4 * 96 * 2 + 4 * 8 * 16 * 4)
+
+
+def test_states_and_pages_are_sized_together() -> None:
+    assert HYBRID.delta_net is not None
+    assert HYBRID.delta_net.request_bytes("bfloat16", 0) == STATE_BYTES
+    # With three drafts a row keeps four states, and three inputs more.
+    assert HYBRID.delta_net.request_bytes("bfloat16", 3) == 3 * (7 * 96 * 2 + 4 * 4 * 8 * 16 * 4)
+    assert HYBRID.kv_bytes_per_token("bfloat16") == MODEL.kv_bytes_per_token("bfloat16") // 2, "one layer has keys"
+    page_bytes = 16 * HYBRID.kv_bytes_per_token("bfloat16")
+    given = {"dtype": "bfloat16", "max_num_seqs": 31, "max_model_len": 512}
+    memory = 32 * STATE_BYTES + 10 * page_bytes
+    config = resolve(EngineOptions.from_dict({**given, "kv_cache_memory_bytes": memory}), GPU, HYBRID)
+    assert config.cache.num_pages == 10 + 1
+    assert config.cache_bytes == 11 * page_bytes + 32 * STATE_BYTES
+    with pytest.raises(ConfigError, match=r"the states of 31 requests with 0 drafts .* \(at most 28 fit\)"):
+        given["kv_cache_memory_bytes"] = 30 * STATE_BYTES - 1
+        resolve(EngineOptions.from_dict(given), GPU, HYBRID)
+
+
+def test_prefix_caching_of_states_is_refused() -> None:
+    asked = resolve(EngineOptions(), GPU, HYBRID).scheduler
+    assert not asked.prefix_caching
+    assert "recurrent layers" in asked.prefix_caching_refused
+    assert asked.least_saved is None, "nobody shares pages, so none are read once"
+    silent = resolve(EngineOptions(enable_prefix_caching=False), GPU, HYBRID).scheduler
+    assert (silent.prefix_caching, silent.prefix_caching_refused) == (False, "")
+    usual = resolve(EngineOptions(), GPU, MODEL).scheduler
+    assert (usual.prefix_caching, usual.prefix_caching_refused) == (True, "")

@@ -22,10 +22,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB_SIZE = 272
@@ -85,6 +91,32 @@ _QWEN3_MOE = {
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
+_QWEN3_NEXT: dict[str, Any] = {
+    # Norms of small states make rounding large where weights are.
+    "initializer_range": 0.1,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "partial_rotary_factor": 0.5,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+_QWEN3_5: dict[str, Any] = {
+    **{key: value for key, value in _QWEN3_NEXT.items() if "linear" in key or "layers" in key},
+    # For text all three kinds of position are the same.
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 
 VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -120,6 +152,25 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
         Qwen3MoeForCausalLM,
         {**_QWEN3_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []},
     ),
+    "qwen3-next": (Qwen3NextConfig, Qwen3NextForCausalLM, _QWEN3_NEXT),
+    "qwen3-next-tied-dense-bias": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {
+            **_QWEN3_NEXT,
+            "initializer_range": 0.2,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "mlp_only_layers": [1, 3],
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_QWEN3_5, "initializer_range": 0.2}),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_QWEN3_NEXT, **_QWEN3_5}),
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -166,6 +217,11 @@ def build(variant: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 parameter.normal_(0, 0.3)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+                if variant.startswith(("qwen3-next", "qwen3.5")) and ".linear_attn." not in name:
+                    parameter -= 1  # stored as what one is to be added to
+            elif name.endswith("A_log"):
+                # In float32 transformers loses digits where much is forgotten at once, and we would be told so.
+                parameter.uniform_(-3, 1)
     return model.eval()
 
 

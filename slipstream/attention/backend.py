@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from slipstream.attention.gdn import GDNLayer, Recurrence
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
@@ -100,11 +101,12 @@ class AttentionContext:
 
     backend: AttentionBackend
     metadata: Any
-    kv_caches: list[Tensor]  # one a layer: [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
+    kv_caches: list[Tensor]  # one an attention layer: [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
     positions: Tensor  # [padded_tokens] int64
     slot_mapping: Tensor  # [padded_tokens] int64
     # Where a drafter wants the residual stream after so many layers, or behind the final norm: [padded_tokens, hidden].
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+    recurrence: Recurrence | None = None  # of layers that keep states, where the model has any
     # Made by the first layer that needs them, shared by the rest.
     _slots: tuple[Tensor, Tensor] | None = None
     _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -123,6 +125,19 @@ class AttentionContext:
             q, k = rms_norm(q, norms.query, norms.eps), rms_norm(k, norms.key, norms.eps)
         q = rope_and_cache(q, k, v, *turn, kv_cache, *self.slots)
         return self.backend.run(layer, q, kv_cache, self.metadata)
+
+    def prepare_states(self) -> None:
+        """What layers with states share, before the product in front of the first one's.
+
+        Kernels behind that product start early and count on what is written before it, not on what comes between.
+        """
+        if self.recurrence is not None:
+            self.recurrence.prepare()
+
+    def recur(self, layer: GDNLayer, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Convolve, and go on from the requests' states: [num_tokens, v_heads, v_dim]."""
+        assert self.recurrence is not None, "whoever made this step does not know that the model keeps states"
+        return self.recurrence.run(layer, qkv, a, b)
 
     def tap(self, num_layers: int, hidden: Tensor, residual: Tensor | None = None) -> None:
         """The model has come so far: hidden + residual is the stream after so many layers."""

@@ -14,7 +14,7 @@ from slipstream.config import CacheConfig, ModelConfig
 def allocate_kv_caches(
     model: ModelConfig, cache: CacheConfig, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """One tensor a layer: [num_pages + 1, 2, num_kv_heads, page_size, head_dim].
+    """One tensor a layer that has attention: [num_pages + 1, 2, num_kv_heads, page_size, head_dim].
 
     A page of one head is contiguous, which is what decode kernels read, and a page is addressed by bytes that only the
     element size changes, so that a cache of lower precision keeps page ids, tables and kernels' index arithmetic. The
@@ -24,7 +24,6 @@ def allocate_kv_caches(
     shape = (cache.num_pages + 1, 2, model.num_kv_heads, cache.page_size, model.head_dim)
     if device.type == "cpu":
         num_bytes = math.prod(shape) * dtype.itemsize
-        return [
-            torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(model.num_layers)
-        ]
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)]
+        zeros = (np.zeros(num_bytes, np.uint8) for _ in range(model.num_attention_layers))
+        return [torch.from_numpy(memory).view(dtype).view(shape) for memory in zeros]
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_attention_layers)]

@@ -31,6 +31,10 @@ class CommonAttentionMetadata:
     # [num_reqs]: computed tokens of each before the step, where the host knows them for certain, for no other step is
     # under way. Not cut to the context limit.
     num_computed_cpu: npt.NDArray[np.int32] | None = None
+    # [padded_reqs] int32, device: the requests' rows, where layers keep states by them; padding names the scratch row.
+    batch_rows: Tensor | None = None
+    # [num_reqs]: of each one's query tokens, how many are places for drafts. None: nobody has any.
+    num_drafts_cpu: npt.NDArray[np.int32] | None = None
     num_common_pages: int = 0  # all requests of the batch begin with these pages, and none of its tokens stands there
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import SamplingParams
+
+logger = logging.getLogger("slipstream.engine")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def plan_engine(options: EngineOptions, hf_config: dict[str, Any], draft: DraftM
     config = resolve(options, hardware, model, num_params, draft)
     if draft is not None:
         num_params += draft.num_params
+    if config.scheduler.prefix_caching_refused:
+        logger.warning(config.scheduler.prefix_caching_refused)
     needed = num_params * DTYPE_BYTES[config.dtype] + config.cache_bytes
     free = hardware.free_memory_bytes
     if needed > free:

@@ -19,7 +19,7 @@ class EngineCore:
         self.runner = runner
         self._max_in_flight = steps_in_flight
         self._in_flight: deque[InFlightStep] = deque()
-        self._stats = EngineStats()
+        self._stats = EngineStats(prefix_cache_refused=int(scheduler.prefix_caching_is_refused))
         self._trace = open_trace(runner.device)
 
     def add(self, request: Request) -> None:

@@ -21,6 +21,7 @@ from slipstream.config import (
     draft_bytes_per_token,
     poison_enabled,
     speculation_of,
+    state_bytes,
 )
 from slipstream.engine.backends import BACKENDS, CASCADING, choose_backend, flashinfer_paths
 from slipstream.errors import ConfigError, nearest
@@ -60,6 +61,7 @@ def resolve(
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
     backend = choose_backend(options.attention_backend, hardware.device).name
     graph_mode = _resolve_graph_mode(options.cudagraph_mode, hardware)
+    refusal = _prefix_refusal(options, model)
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -70,9 +72,10 @@ def resolve(
             options.mixed_prefill_tokens,
             _mixed_prefill(num_params, budget) if has_gpu else budget,
         ),
-        prefix_caching=options.enable_prefix_caching,
+        prefix_caching=options.enable_prefix_caching and not refusal,
+        prefix_caching_refused=refusal,
         exact_lengths=_exact_lengths(backend, options, hardware, model, dtype, num_drafts),
-        least_saved=_least_saved(options, backend, model, dtype, graph_mode),
+        least_saved=None if refusal else _least_saved(options, backend, model, dtype, graph_mode),
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if draft is not None else 0,
         drafts_in_pages=draft is not None,
@@ -93,6 +96,16 @@ def resolve(
         speculative=speculative,
         draft_model=None if draft is None else draft.config,
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
+    )
+
+
+def _prefix_refusal(options: EngineOptions, model: ModelConfig) -> str:
+    """Why pages cannot be shared, if they were to be."""
+    if model.delta_net is None or not options.enable_prefix_caching:
+        return ""
+    return (
+        "prefix caching is off: the model's recurrent layers keep one state of a request, at its end, so a page that "
+        "is found again has no state to go on from; set enable_prefix_caching to false to say so yourself"
     )
 
 
@@ -129,8 +142,9 @@ def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype
         return None
     if options.cascade == "always":
         return 1
-    layer_bytes = model.kv_bytes_per_token(dtype) // model.num_layers
-    return least_saved(layer_bytes, model.num_layers, sum(map(bool, model.windows)), graph_mode)
+    num_layers = model.num_attention_layers
+    layer_bytes = model.kv_bytes_per_token(dtype) // num_layers
+    return least_saved(layer_bytes, num_layers, sum(map(bool, model.windows)), graph_mode)
 
 
 def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> SpeculativeConfig | None:
@@ -199,6 +213,7 @@ def _resolve_cache(
         if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
             wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, num_params, draft)
         memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
+        memory = _without_states(memory, page_bytes, model, dtype, scheduler)
         pages_per_request = -(-scheduler.max_model_len // options.block_size)
         num_pages = min(memory // page_bytes, scheduler.max_num_seqs * pages_per_request)
         if num_pages < 1:
@@ -206,6 +221,20 @@ def _resolve_cache(
                 f"the KV cache of {memory} bytes holds no page of {page_bytes} bytes; raise kv_cache_memory_bytes"
             )
     return CacheConfig(page_size=options.block_size, num_pages=num_pages + 1)
+
+
+def _without_states(memory: int, page_bytes: int, model: ModelConfig, dtype: str, scheduler: SchedulerConfig) -> int:
+    """What is left for pages when every row has the states of its recurrent layers."""
+    taken = state_bytes(model, dtype, scheduler)
+    if taken == 0 or taken + page_bytes <= memory:
+        return memory - taken
+    of_a_row = taken // (scheduler.max_num_seqs + 1)
+    raise ConfigError(
+        f"the states of {scheduler.max_num_seqs} requests with {scheduler.num_drafts} drafts take "
+        f"{taken / GIB:.2f} GiB of the {memory / GIB:.2f} GiB for states and KV cache, and leave no page: lower "
+        f"max_num_seqs (at most {max(0, (memory - page_bytes) // of_a_row - 1)} fit), draft fewer tokens, or raise "
+        "gpu_memory_utilization or kv_cache_memory_bytes"
+    )
 
 
 def _gpu_cache_bytes(
@@ -246,6 +275,10 @@ def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerCon
     if model.experts is not None:
         widest = max(widest, model.experts.num_experts_per_token * (3 * model.experts.intermediate_size))
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    if (net := model.delta_net) is not None:
+        # The product in front, what is convolved, the heads; and what a token sees of the 64 of its chunk, twice in
+        # the model's type and once in float32.
+        heads = max(heads, 2 * net.num_channels + 3 * net.num_v_heads * net.v_dim + 4 * 64 * net.num_v_heads)
     activations = tokens * (4 * model.hidden_size + heads + 2 * widest) * DTYPE_BYTES[dtype]
     # Float32, and copies that sampling parameters make.
     logits = 6 * rows * (1 + scheduler.num_drafts) * model.vocab_size * 4

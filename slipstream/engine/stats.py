@@ -36,6 +36,7 @@ class EngineStats:
     num_pages: int = 0
     num_prompt_tokens: int = 0  # of all requests admitted so far
     num_cached_tokens: int = 0  # of those, found in the prefix cache
+    prefix_cache_refused: int = 0  # 1 where the model cannot share what the user wanted shared
     num_graphs: int = 0  # that are recorded
     num_missing_graphs: int = 0  # that will be, when the engine is idle
     graph_bytes: int = 0  # of the device's memory, for all of them

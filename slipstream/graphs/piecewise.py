@@ -60,6 +60,7 @@ class PiecewiseForward:
         splitting = _SplittingContext(
             *(context.backend, context.metadata, context.kv_caches, context.positions, context.slot_mapping),
             taps=context.taps,
+            recurrence=context.recurrence,  # goes into the pieces: it reads every length on the device
             recorder=self,
         )
         self.begin_piece()

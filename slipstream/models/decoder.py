@@ -14,6 +14,7 @@ from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
 from slipstream.kernels.linear import PackedWeight, Weight, head_logits, pack, project
 from slipstream.models.cpu_stack import stack_of
+from slipstream.models.delta_net import GatedDeltaNet
 from slipstream.models.experts import Experts, ExpertWeights, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse
 from slipstream.models.layers import Attention, Embedding, FeedForward, Layer, Linear, RMSNorm
@@ -24,7 +25,7 @@ class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, idx)
+        self.self_attn = GatedDeltaNet(config, idx) if config.is_recurrent(idx) else Attention(config, idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Experts(config) if config.has_experts(idx) else FeedForward(config)
 
@@ -117,7 +118,7 @@ class Decoder(nn.Module):
     def pack(self) -> None:
         """After loading: bring every weight into the layout that multiplies fastest on this device."""
         pack_layers(self)
-        if self.layer_class is DecoderLayer:
+        if self.layer_class is DecoderLayer and self.config.is_plain:
             self._stack = stack_of(self.config, self.model.layers)
             self._fused = fuse(self.model.layers, self.config)
         self._packed_head = pack(self.model.embed_tokens.weight.data) if self.lm_head is None else self.lm_head.packed
@@ -139,7 +140,7 @@ class Decoder(nn.Module):
 def checkpoint_slots(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that the network's layers want of a checkpoint, by its name there."""
     for name, module in network.named_modules():
-        if isinstance(module, ExpertWeights):
+        if isinstance(module, ExpertWeights | GatedDeltaNet):
             yield from module.slots(f"{name}.")
         elif isinstance(module, Linear):
             yield from module.slots(name.rpartition(".")[0] + "." if "." in name else "")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.config import ExpertsConfig, ModelConfig
 from slipstream.errors import ModelError
 from slipstream.kernels.moe import expert_mlp, route_tokens
-from slipstream.models.layers import Linear
+from slipstream.models.layers import FeedForward, Linear
 
 
 class ExpertWeights(nn.Module):
@@ -41,10 +41,18 @@ class Experts(nn.Module):
         self.config = config.experts
         self.gate = Linear(config.hidden_size, {"gate": self.config.num_experts})
         self.experts = ExpertWeights(self.config, config.hidden_size)
+        self.shared_expert: FeedForward | None = None
+        self.shared_expert_gate: Linear | None = None
+        if self.config.shared_size:
+            self.shared_expert = FeedForward(config, self.config.shared_size)
+            self.shared_expert_gate = Linear(config.hidden_size, {"shared_expert_gate": 1})
 
     def forward(self, x: Tensor) -> Tensor:
         weights, expert_ids = route_tokens(self.gate(x), self.config.num_experts_per_token, self.config.renormalise)
-        return expert_mlp(x, weights, expert_ids, self.experts.gate_up_proj, self.experts.down_proj)
+        out = expert_mlp(x, weights, expert_ids, self.experts.gate_up_proj, self.experts.down_proj)
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return out
+        return torch.addcmul(out, torch.sigmoid(self.shared_expert_gate(x)), self.shared_expert(x))
 
 
 def split_experts(name: str, tensor: Tensor, experts: ExpertsConfig) -> Iterator[tuple[str, Tensor]]:

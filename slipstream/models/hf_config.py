@@ -124,14 +124,16 @@ def layer_windows(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> tup
     return tuple(sizes[kind] for kind in types)
 
 
-def read_experts(hf: dict[str, Any], size: int, renormalise: bool, layer_ids: Iterable[int]) -> ExpertsConfig:
+def read_experts(
+    hf: dict[str, Any], size: int, renormalise: bool, layer_ids: Iterable[int], shared_size: int = 0
+) -> ExpertsConfig:
     num_experts = require(hf, "num_experts" if "num_experts" in hf else "num_local_experts")
     num_chosen = require(hf, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise ModelError(f"config.json gives a token {num_chosen} of {num_experts} experts")
     if hf.get("hidden_act", "silu") != "silu":
         raise ModelError(f"activation '{hf['hidden_act']}' in config.json is not supported for experts; only silu is")
-    return ExpertsConfig(num_experts, num_chosen, size, renormalise, tuple(layer_ids))
+    return ExpertsConfig(num_experts, num_chosen, size, renormalise, tuple(layer_ids), shared_size)
 
 
 def require(hf: dict[str, Any], key: str) -> int:

@@ -98,12 +98,12 @@ class Attention(Layer):
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self.layer = AttentionLayer(idx, heads, kv_heads, head_dim, scale, config.window(idx))
-        self.qkv_proj = Linear(
-            config.hidden_size,
-            {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim},
-            config.qkv_bias,
-        )
+        self.layer = AttentionLayer(config.memory_idx(idx), heads, kv_heads, head_dim, scale, config.window(idx))
+        parts = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        self.has_gate = config.attention_gate
+        if self.has_gate:
+            parts["q_proj_gate"] = heads * head_dim
+        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(heads * head_dim, {"o_proj": config.hidden_size}, config.output_bias)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -115,19 +115,20 @@ class Attention(Layer):
     def mix(self, qkv: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
         """What lies between the two products: [num_tokens, all heads] -> [num_tokens, query heads]."""
         layer, norms = self.layer, None
-        counts = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, layer.head_dim), counts, dim=1)
+        counts = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, *[layer.num_heads] * self.has_gate]
+        q, k, v, *gate = torch.split(qkv.view(qkv.shape[0], -1, layer.head_dim), counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return context.attend(layer, q, k, v, cos_sin, norms).flatten(1)
+        mixed = context.attend(layer, q, k, v, cos_sin, norms)
+        return (mixed * torch.sigmoid(gate[0]) if gate else mixed).flatten(1)
 
 
 class FeedForward(Layer):
     """The gated feed-forward layer of Llama and its relatives."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, size: int | None = None) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size = config.intermediate_size if size is None else size
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
         self.activation = config.activation

@@ -51,7 +51,10 @@ def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
     return HeadPlan(
         kind="mtp",
         # What ties the target's matrices says nothing of an embedding that the layers may bring.
-        config=replace(target, num_layers=count, windows=windows, experts=experts, tie_embeddings=False),
+        # Whatever the target's other layers keep, these have attention.
+        config=replace(
+            target, num_layers=count, windows=windows, experts=experts, delta_net=None, tie_embeddings=False
+        ),
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         target_num_layers=target.num_layers,
@@ -130,7 +133,7 @@ class MtpHead(DraftHead):
 
     def pack(self) -> None:
         super().pack()
-        if self.borrowed.target.layer_class is not DecoderLayer:
+        if self.borrowed.target.layer_class is not DecoderLayer or not self.config.is_plain:
             return
         layer, mix, _ = head_weights(self.plan, self.borrowed.embedding.element_size())
         bodies = [self.module(idx).body for idx in range(self.num_modules)]

@@ -18,6 +18,9 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": ("slipstream.models.qwen2", "Qwen2"),
     "Qwen3ForCausalLM": ("slipstream.models.qwen3", "Qwen3"),
     "Qwen3MoeForCausalLM": ("slipstream.models.qwen3_moe", "Qwen3Moe"),
+    "Qwen3NextForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
+    "Qwen3_5ForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
+    "Qwen3_5MoeForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
 }
 
 

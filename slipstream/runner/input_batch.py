@@ -108,8 +108,10 @@ class InputBuffers:
         starts, bounds = _starts(num_tokens), np.empty_like(num_tokens)
         logit_starts, drafting = self._one_each[: num_reqs + 1], self.no_drafting
         columns: tuple[Int32s, ...] = (batch_rows, starts, logit_starts)
+        num_drafts: Int32s | None = None
         if self._max_logits > 1:
-            num_logits = np.array(composition.num_drafts, dtype=np.int32) + 1
+            num_drafts = np.array(composition.num_drafts, dtype=np.int32)
+            num_logits = num_drafts + 1
             logit_starts = _starts(num_logits)
             # The drafter goes over the known tokens and the new one.
             in_pass = num_tokens - num_logits + 2 + composition.num_caught_up
@@ -125,9 +127,9 @@ class InputBuffers:
         size = (num_reqs, int(starts[-1]), int(logit_starts[-1]))
         exact = np.empty_like(num_tokens) if composition.lengths_are_exact else None
         batch = self._batch(*size, longest, starts, bounds, drafting, decode_len, exact)
-        if composition.num_common_pages:  # not for the drafter, whose step this is as well
-            common = replace(batch.attention, num_common_pages=composition.num_common_pages)
-            batch = replace(batch, attention=common)
+        # Not for the drafter, whose step this is as well.
+        common = replace(batch.attention, num_common_pages=composition.num_common_pages, num_drafts_cpu=num_drafts)
+        batch = replace(batch, attention=common)
         draft_bounds = drafting.seq_lens_bound if self._max_logits > 1 else None
         return _StagedBatch(composition, batch, columns, num_tokens, draft_bounds)
 
@@ -156,6 +158,7 @@ class InputBuffers:
             query_start_loc_cpu=common.query_start_loc_cpu,
             seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
             num_computed_cpu=common.num_computed_cpu,
+            num_drafts_cpu=common.num_drafts_cpu,
         )
         drafting = batch.drafting.of(batch.drafting.step._replace(attention=attention, positions=padded.positions))
         attention = replace(attention, num_common_pages=common.num_common_pages)
@@ -173,7 +176,9 @@ class InputBuffers:
         drafting = self._static_drafting(num_reqs, num_tokens, query_len, desc.num_drafts)
         # Nobody's lengths are known for certain, in a recording and in a step that is only timed.
         exact = np.zeros(num_reqs, dtype=np.int32) if self._exact_lengths else None
-        return self._batch(num_reqs, num_tokens, num_logits, longest, starts, bounds, drafting, query_len, exact)
+        batch = self._batch(num_reqs, num_tokens, num_logits, longest, starts, bounds, drafting, query_len, exact)
+        num_drafts = np.full(num_reqs, query_len - 1, dtype=np.int32) if query_len is not None else None
+        return replace(batch, attention=replace(batch.attention, num_drafts_cpu=num_drafts))
 
     def _static_drafting(self, num_reqs: int, num_tokens: int, query_len: int | None, num_drafts: int) -> DraftBatch:
         """A request that decodes has two tokens in the drafter's first pass, any other at most one more than here."""
@@ -214,6 +219,7 @@ class InputBuffers:
             block_table=self.block_table[:num_reqs],
             slot_mapping=self.slot_mapping[:num_tokens],
             num_computed_cpu=exact,
+            batch_rows=self.rows.batch_rows[:num_reqs],
         )
 
     def _batch(

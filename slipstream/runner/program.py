@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.gdn import GDNBackend, Recurrence
 from slipstream.kernels.commit import commit
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.request_state import RequestRows
@@ -47,6 +48,7 @@ class StepProgram:
     verifier: Verifier
     speculator: Speculator
     out: Tensor  # [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32
+    gdn: GDNBackend | None = None  # where layers keep states and no keys
 
     def context(self, batch: InputBatch, drafts: bool) -> AttentionContext:
         """The step's attention. Building its metadata may launch work, and must not wait for any.
@@ -60,6 +62,7 @@ class StepProgram:
             positions=batch.positions,
             slot_mapping=batch.attention.slot_mapping,
             taps=self.speculator.taps(batch.input_ids.shape[0]) if drafts else {},
+            recurrence=None if self.gdn is None else Recurrence(self.gdn, batch.attention),
         )
 
     def target(self, batch: InputBatch, drafts: bool) -> TargetOutput:

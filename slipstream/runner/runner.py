@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.gdn import GDNBackend
 from slipstream.attention.kv_cache import allocate_kv_caches
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
@@ -61,6 +62,7 @@ class Runner:
         self.kv_caches = allocate_kv_caches(
             config.model, config.cache, getattr(torch, config.dtype), device.torch_device
         )
+        self.gdn = None if config.model.delta_net is None else GDNBackend(config, device.torch_device)
         width = NUM_HEADER_COLUMNS + 1 + num_drafts
         self._out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         self._outputs = OutputRing(device, max_reqs, num_drafts, config.scheduler.max_num_batched_tokens, depth)
@@ -70,7 +72,7 @@ class Runner:
         drawn_from = (self.speculator.draft_logits, self.speculator.draft_columns)
         verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *drawn_from)
         self.program = StepProgram(
-            model, backend, self.rows, self.buffers, self.kv_caches, verifier, self.speculator, self._out
+            model, backend, self.rows, self.buffers, self.kv_caches, verifier, self.speculator, self._out, self.gdn
         )
         mode = CUDAGraphMode(config.cudagraph_mode)
         logits = torch.zeros(

@@ -99,6 +99,10 @@ class Scheduler:
         return True
 
     @property
+    def prefix_caching_is_refused(self) -> bool:
+        return bool(self._config.prefix_caching_refused)
+
+    @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 

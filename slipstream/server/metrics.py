@@ -19,6 +19,7 @@ _GAUGES = {
     "num_running": "Requests that have a row on the device.",
     "num_pages": "Pages of the KV cache.",
     "num_free_pages": "Pages of the KV cache that can be taken now.",
+    "prefix_cache_refused": "1 if the model cannot share the prefixes that were to be shared; the log says why.",
     "num_graphs": "Recorded graphs.",
     "num_missing_graphs": "Graphs that are recorded when the engine is idle.",
     "graph_bytes": "Memory of the device that graphs have taken.",

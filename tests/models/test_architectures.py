@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slipstream.attention.backend import NORMED, AttentionContext
+from slipstream.attention.gdn import Recurrence
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import build_engine
@@ -194,13 +195,16 @@ def test_taps_show_the_stream_between_layers(
         *(1, n, n, starts, starts.numpy(), lens, lens, lens.numpy()),
         block_table=torch.ones(1, 1, dtype=torch.int32),
         slot_mapping=positions + page_size,
+        batch_rows=torch.zeros(1, dtype=torch.int32),
     )
     size = engine.config.model.hidden_size
     wide = torch.zeros(n, size * (num_layers + 2), dtype=getattr(torch, dtype))
     taps = dict(zip([*range(num_layers + 1), NORMED], wide.split(size, dim=1), strict=True))
     backend = runner.program.backend
     context = AttentionContext(
-        *(backend, backend.build(metadata), runner.kv_caches, positions, metadata.slot_mapping), taps=taps
+        *(backend, backend.build(metadata), runner.kv_caches, positions, metadata.slot_mapping),
+        taps=taps,
+        recurrence=None if runner.gdn is None else Recurrence(runner.gdn, metadata),
     )
     with torch.inference_mode():
         hidden = runner.program.model.forward(torch.tensor(token_ids, dtype=torch.int32), context)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream.attention.backend import AttentionContext
+from slipstream.attention.gdn import Recurrence
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.config import EngineOptions
@@ -34,8 +35,12 @@ def all_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
         seq_lens_cpu_upper_bound=torch.tensor([n], dtype=torch.int32).numpy(),
         block_table=torch.arange(1, num_pages + 1, dtype=torch.int32).unsqueeze(0),
         slot_mapping=positions + page_size,
+        batch_rows=torch.zeros(1, dtype=torch.int32),
     )
-    context = AttentionContext(ReferenceBackend(), metadata, runner.kv_caches, positions, metadata.slot_mapping)
+    context = AttentionContext(
+        *(ReferenceBackend(), metadata, runner.kv_caches, positions, metadata.slot_mapping),
+        recurrence=None if runner.gdn is None else Recurrence(runner.gdn, metadata),
+    )
     with torch.inference_mode():
         hidden = runner.program.model.forward(torch.tensor(token_ids, dtype=torch.int32), context)
         return runner.program.model.compute_logits(hidden)

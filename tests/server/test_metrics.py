@@ -39,3 +39,8 @@ def test_an_engine_without_drafts() -> None:
 def test_forced_acceptance_is_a_figure_of_its_own() -> None:
     assert ("synthetic_acceptance", None) not in samples_of(EngineStats())
     assert samples_of(EngineStats(), is_synthetic=True)["synthetic_acceptance", None] == 1
+
+
+def test_a_refused_prefix_cache_is_a_figure_of_its_own() -> None:
+    assert samples_of(EngineStats())["prefix_cache_refused", None] == 0
+    assert samples_of(EngineStats(prefix_cache_refused=1))["prefix_cache_refused", None] == 1

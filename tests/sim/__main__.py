@@ -26,23 +26,25 @@ class Verdict(NamedTuple):
     error: str  # empty: all went well
 
 
-def judge(seed: int) -> Verdict:
+def judge(seed: int, is_recurrent: bool | None = None) -> Verdict:
     try:
-        world = run_seed(seed)
+        world = run_seed(seed, is_recurrent=is_recurrent)
     except Exception as error:
         return Verdict(seed, 0, 0, f"{type(error).__name__}: {error}")
     return Verdict(seed, world.num_steps, world.num_preemptions, "")
 
 
-def verdicts(pool: ProcessPoolExecutor, seeds: Iterable[int], num_ahead: int) -> Iterator[Verdict]:
+def verdicts(
+    pool: ProcessPoolExecutor, seeds: Iterable[int], num_ahead: int, is_recurrent: bool | None = None
+) -> Iterator[Verdict]:
     """In the order of seeds. Few are begun ahead: who has seen enough need not wait for the rest."""
     waiting = iter(seeds)
-    begun = deque((seed, pool.submit(judge, seed)) for seed in islice(waiting, num_ahead))
+    begun = deque((seed, pool.submit(judge, seed, is_recurrent)) for seed in islice(waiting, num_ahead))
     while begun:
         seed, future = begun.popleft()
         try:
             verdict = future.result()
-            begun.extend((seed, pool.submit(judge, seed)) for seed in islice(waiting, 1))
+            begun.extend((seed, pool.submit(judge, seed, is_recurrent)) for seed in islice(waiting, 1))
         except BrokenProcessPool:
             # A fault can be bad enough to crash torch itself. Seeds near this one may have done it.
             yield Verdict(seed, 0, 0, "the process died")
@@ -50,9 +52,9 @@ def verdicts(pool: ProcessPoolExecutor, seeds: Iterable[int], num_ahead: int) ->
         yield verdict
 
 
-def replay(seed: int) -> int:
+def replay(seed: int, is_recurrent: bool | None = None) -> int:
     """One seed with its course of events; the same every time."""
-    world = World(seed)
+    world = World(seed, is_recurrent=is_recurrent)
     try:
         world.run()
     except Exception:
@@ -71,13 +73,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay this one, with a trace")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
+    parser.add_argument("--recurrent", action="store_true", help="a model with states in every world, not in a sixth")
     options = parser.parse_args()
+    is_recurrent = True if options.recurrent else None
     if options.seed is not None:
-        return replay(options.seed)
+        return replay(options.seed, is_recurrent)
     start, failed, steps, preemptions = time.perf_counter(), [], 0, 0
     with ProcessPoolExecutor(options.jobs) as pool:
         seeds = range(options.first, options.first + options.seeds)
-        for done, verdict in enumerate(verdicts(pool, seeds, 2 * options.jobs), 1):
+        for done, verdict in enumerate(verdicts(pool, seeds, 2 * options.jobs, is_recurrent), 1):
             steps += verdict.num_steps
             preemptions += verdict.num_preemptions
             if verdict.error:

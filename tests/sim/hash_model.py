@@ -3,6 +3,9 @@
 Every token leaves its own hash and position in the cache, layer by layer. One wrong page, slot, position or token, one
 value of another request or of an earlier step, and every token after it is another one. Hidden states are hashes too:
 whatever is computed from a wrong one is wrong. Numbers stay below 2**48, so that float64 holds them exactly.
+
+A recurrent variant has a layer more behind the others. Its state is a hash of every token so far, kept as a delta net's
+is, and decides every fourth token: one state of another token, step or request, and it is another chain from there on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from slipstream.attention.backend import NORMED, AttentionContext, AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.config import ModelConfig, RopeConfig
+from slipstream.config import DeltaNetConfig, ModelConfig, RopeConfig
 from slipstream.device.operation import TensorSpec, operation, spec_of
 
 VOCAB_SIZE = 61
@@ -38,6 +41,8 @@ MODEL_CONFIG = ModelConfig(
     rope=RopeConfig(rotary_dim=2),
     dtype="float64",
 )
+_NET = DeltaNetConfig(num_k_heads=1, num_v_heads=1, k_dim=1, v_dim=2, conv_width=3, layer_ids=(NUM_LAYERS,))
+RECURRENT_CONFIG = replace(MODEL_CONFIG, num_layers=NUM_LAYERS + 1, delta_net=_NET)
 UInts = npt.NDArray[np.uint64]
 
 
@@ -124,6 +129,56 @@ def _read_keys(cache: npt.NDArray[np.float64], page_ids: npt.NDArray[np.int32], 
     return keys
 
 
+@operation(lambda x, *_args: spec_of(x), writes=("inputs", "states"))
+def hash_recurrence(
+    x: Tensor,  # [num_tokens, 2] float64: hash, position
+    inputs: Tensor,  # [num_rows, ring, 4] float64: hashes of the last tokens; the rest is not used
+    states: Tensor,  # [num_rows, ring, 1, 1, 2] float64
+    slots: Tensor,  # [num_reqs] int32; this and the next three: see kernels/request_rows
+    starts: Tensor,  # [num_reqs] int32
+    counts: Tensor,  # [num_reqs] int32
+    positions: Tensor,  # [num_reqs] int32
+    max_count: int,  # the host's bounds, by which a kernel would size its grid
+    in_chunks: bool,
+) -> Tensor:  # [num_tokens, 2]: another hash for every fourth state, position
+    out, ring = torch.zeros_like(x), states.shape[1]
+    for slot, start, count, first in zip(*(t.tolist() for t in (slots, starts, counts, positions)), strict=True):
+        if count > max_count or (count > ring and not in_chunks):
+            raise ValueError(f"{count} tokens, a bound of {max_count}, {ring} states")
+        own = [int(value) for value in x[start : start + count, 0].tolist()]
+        kept = inputs[slot, :, 0].tolist()
+        chain = 0 if first == 0 else _from_halves(states[slot, first % ring, 0, 0].tolist())
+        for i, state in enumerate(own):
+            position = first + i
+            before = [own[i - back] if i >= back else int(kept[(position - back) % len(kept)]) for back in (1, 2)]
+            before = [value if position >= back else 0 for back, value in zip((1, 2), before, strict=True)]
+            chain = next_chain(chain, state, *before, position)
+            out[start + i, 0], out[start + i, 1] = chained(chain, state), x[start + i, 1]
+            if count <= ring or i == count - 1:  # of a longer run the last stays
+                low, high = float(chain & 0xFFFFFFFF), float(chain >> 32)
+                states[slot, (position + 1) % ring, 0, 0] = torch.tensor([low, high], dtype=states.dtype)
+            if i >= count - len(kept):
+                inputs[slot, position % len(kept), 0] = float(state)
+    return out
+
+
+def _from_halves(values: list[float]) -> int:
+    return int(values[0]) | int(values[1]) << 32
+
+
+def _scramble_one(x: int) -> int:
+    return int(scramble(np.array([x & 2**64 - 1], dtype=np.uint64))[0])
+
+
+def next_chain(chain: int, state: int, before: int, before_that: int, position: int) -> int:
+    return _scramble_one(chain * 8191 + state + 3 * before + 5 * before_that + 127 * position)
+
+
+def chained(chain: int, state: int) -> int:
+    """Every fourth token is a matter of all before it; the others are what a drafter without states can say too."""
+    return state if chain % 4 else _scramble_one(chain + state) >> 16
+
+
 @operation(lambda token_ids, positions: TensorSpec((token_ids.shape[0], 2), torch.float64))
 def hash_embedding(
     token_ids: Tensor,  # [num_tokens] int32
@@ -197,13 +252,25 @@ def _stream(x: Tensor, seen: list[Tensor]) -> Tensor:
     return torch.cat([x, *seen, *missing], dim=1)
 
 
+def _recur(context: AttentionContext, x: Tensor) -> Tensor:
+    assert context.recurrence is not None
+    pools, step = context.recurrence.backend, context.recurrence.metadata
+    requests = (step.slots, step.starts, step.counts, step.positions)
+    return hash_recurrence(x, pools.inputs[0], pools.states[0], *requests, step.max_count, step.in_chunks)
+
+
 class HashModel:
     """The target or, where it guesses, a drafter: its states are the target's if its cache and its inputs are right."""
 
     def __init__(
-        self, max_position: int, device: torch.device, num_used: int = VOCAB_SIZE, guesses: bool = False
+        self,
+        max_position: int,
+        device: torch.device,
+        num_used: int = VOCAB_SIZE,
+        guesses: bool = False,
+        recurrent: bool = False,
     ) -> None:
-        self._choice = (num_used, guesses)
+        self._choice, self._recurrent = (num_used, guesses), recurrent
         self._layers = [AttentionLayer(idx, 1, 1, 4, 1.0) for idx in range(NUM_LAYERS)]
         # A rotation by nothing: the hash itself goes into the cache.
         self._cos_sin = torch.zeros(max_position, 2, 1, device=device)
@@ -218,6 +285,8 @@ class HashModel:
             seen.append(own)
         stream = _stream(x, seen)
         context.tap(NUM_LAYERS, stream)
+        if self._recurrent:
+            stream = _stream(_recur(context, x), seen)
         if NORMED in context.taps:
             context.tap(NORMED, stream + stream)  # another than the stream, so that nobody takes one for the other
         return stream

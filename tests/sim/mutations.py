@@ -31,6 +31,36 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "states: a step goes on from behind its own drafts",
+        "attention/gdn.py",
+        "positions=common.seq_lens - common.query_lens,",
+        "positions=(common.seq_lens - 1).clamp(min=0),",
+    ),
+    Mutation(
+        "states: one too few for the drafts of a step",
+        "config.py",
+        "num_states = 1 + num_drafts",
+        "num_states = max(1, num_drafts)",
+    ),
+    Mutation(
+        "states: what is convolved is forgotten too early",
+        "config.py",
+        "return self.conv_width - 1 + num_states, num_states",
+        "return self.conv_width - 3 + num_states, num_states",
+    ),
+    Mutation(
+        "states: by place in the batch and not by row",
+        "attention/gdn.py",
+        "slots=common.batch_rows,",
+        "slots=common.batch_rows.clamp(min=0, max=0),",
+    ),
+    Mutation(
+        "states: pages are shared though they have none",
+        "engine/resolve.py",
+        "prefix_caching=options.enable_prefix_caching and not refusal,",
+        "prefix_caching=options.enable_prefix_caching,",
+    ),
+    Mutation(
         "scheduler: draws in flight are not counted",
         "scheduler/open_plan.py",
         "state.num_draws_in_flight += samples",

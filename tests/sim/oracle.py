@@ -19,9 +19,10 @@ def _scramble(x: int) -> int:
 class HashSequence:
     """The states of one sequence, token by token, as if nothing stood before its first."""
 
-    def __init__(self, first_position: int = 0) -> None:
+    def __init__(self, first_position: int = 0, recurrent: bool = False) -> None:
         self._seen = [0] * NUM_LAYERS
         self._length = first_position
+        self._recurrent, self._chain, self._before = recurrent, 0, (0, 0)
         self.state = 0
 
     def append(self, token_id: int) -> None:
@@ -33,15 +34,20 @@ class HashSequence:
             state = _scramble((self._seen[layer_idx] + own) & _MASK) >> 16
         self._length += 1
         self.state = state
+        if self._recurrent:
+            before, before_that = self._before
+            mixed = self._chain * 8191 + state + 3 * before + 5 * before_that + 127 * position
+            self._chain, self._before = _scramble(mixed & _MASK), (state, before)
+            self.state = state if self._chain % 4 else _scramble((self._chain + state) & _MASK) >> 16
 
 
 def next_token(state: int, num_used: int, forbidden: Iterable[int] = ()) -> int:
     return next(t for t in (*candidates(state, num_used), *range(VOCAB_SIZE)) if t not in forbidden)
 
 
-def expected_output(request: Request, num_used: int = VOCAB_SIZE) -> tuple[list[int], str]:
+def expected_output(request: Request, num_used: int = VOCAB_SIZE, recurrent: bool = False) -> tuple[list[int], str]:
     """All tokens of a request that nobody aborts, and why it ends."""
-    sequence = HashSequence()
+    sequence = HashSequence(recurrent=recurrent)
     for token_id in request.prompt_token_ids:
         sequence.append(token_id)
     output: list[int] = []
@@ -56,9 +62,9 @@ def expected_output(request: Request, num_used: int = VOCAB_SIZE) -> tuple[list[
         sequence.append(token_id)
 
 
-def expected_prompt_choices(prompt: Sequence[int], num_used: int = VOCAB_SIZE) -> list[int]:
+def expected_prompt_choices(prompt: Sequence[int], num_used: int = VOCAB_SIZE, recurrent: bool = False) -> list[int]:
     """The likeliest token at every prompt position but the first."""
-    sequence, found = HashSequence(), []
+    sequence, found = HashSequence(recurrent=recurrent), []
     for token_id in prompt[:-1]:
         sequence.append(token_id)
         found.append(next_token(sequence.state, num_used))

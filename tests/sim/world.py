@@ -40,7 +40,7 @@ from slipstream.types import (
     TokenUpdate,
 )
 from tests.sim.hash_head import HashHead, HeadShape
-from tests.sim.hash_model import MODEL_CONFIG, NUM_LAYERS, VOCAB_SIZE, HashBackend, HashModel
+from tests.sim.hash_model import MODEL_CONFIG, NUM_LAYERS, RECURRENT_CONFIG, VOCAB_SIZE, HashBackend, HashModel
 from tests.sim.oracle import (
     expected_continuation,
     expected_guesses,
@@ -136,6 +136,7 @@ class World:
     overrides: Mapping[str, Any] = field(default_factory=dict)  # engine options that are not drawn
     events: frozenset[str] = frozenset()  # drawn if empty
     make_backend: Callable[[EngineConfig, SimDevice], AttentionBackend] = lambda _config, _device: HashBackend()
+    is_recurrent: bool | None = None  # the model keeps states beside keys; None: drawn
     is_alike: bool | None = None  # all prompts begin as the first does, which comes alone; None: drawn
     max_turns: int = 1500  # of the loop, before it counts as endless
     trace: list[str] = field(default_factory=list)
@@ -162,6 +163,8 @@ class World:
             self.is_alike = not self.events and not self.overrides and self.seed % 10 == 4
         if self.is_alike:
             drawn |= {"prefix_caching"}
+        if self.is_recurrent is None:
+            self.is_recurrent = not (self.events or self.overrides or self.is_alike) and self.seed % 6 == 2
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
         self.head = self._draw_head()
@@ -306,7 +309,7 @@ class World:
         )
         arrives_at = rng.randint(0, 60) if "late_arrivals" in events else 0
         aborts_at = arrives_at + rng.randint(0, 40) if "aborts" in events and rng.random() < 0.3 else None
-        return Job(request, arrives_at, aborts_at, *expected_output(request, self.num_used))
+        return Job(request, arrives_at, aborts_at, *expected_output(request, self.num_used, bool(self.is_recurrent)))
 
     @property
     def num_used(self) -> int:
@@ -354,12 +357,13 @@ class World:
             draft = DraftModel(MODEL_CONFIG)
             if speculative.takes_hidden_states:
                 draft = DraftModel(self.head.config, num_modules=self.head.num_modules)
-        return resolve(self.options, self.device.hardware("float64"), MODEL_CONFIG, draft=draft)
+        model = RECURRENT_CONFIG if self.is_recurrent else MODEL_CONFIG
+        return resolve(self.options, self.device.hardware("float64"), model, draft=draft)
 
     def _build(self, config: EngineConfig) -> EngineCore:
         device, max_len = self.device, config.scheduler.max_model_len
         with device.sync_guard.allow("build"):
-            model = HashModel(max_len, device.torch_device, self.num_used)
+            model = HashModel(max_len, device.torch_device, self.num_used, recurrent=bool(self.is_recurrent))
             backend = self.make_backend(config, device)
             self._backends = [backend]
 
@@ -414,9 +418,8 @@ class World:
             assert told == update.token_ids, f"{update.request_id}: log probabilities of {told}"
         if update.prompt_logprobs is not None:
             first, rows = update.prompt_logprobs
-            choices = expected_prompt_choices(job.request.prompt_token_ids, self.num_used)[
-                first - 1 : first - 1 + len(rows)
-            ]
+            all_choices = expected_prompt_choices(job.request.prompt_token_ids, self.num_used, bool(self.is_recurrent))
+            choices = all_choices[first - 1 : first - 1 + len(rows)]
             given = list(job.request.prompt_token_ids[first : first + len(rows)])
             assert [row.token_ids[0] for row in rows] == given, f"{update.request_id}: prompt tokens"
             assert [row.token_ids[1] for row in rows] == choices, f"{update.request_id}: prompt choices"
@@ -474,6 +477,9 @@ class World:
         assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"
         for cache in (*runner.kv_caches, *getattr(runner.speculator, "kv_caches", ())):
             assert not peek(cache)[0].any(), "somebody wrote to the null page"
+        if runner.gdn is not None:
+            for pool in (*runner.gdn.inputs, *runner.gdn.states):
+                assert not peek(pool)[rows.scratch_row].any(), "padding has a state"
 
     def _note(self, text: str) -> None:
         self.trace.append(text)
@@ -490,8 +496,8 @@ def _no_cycles() -> Iterator[None]:
         gc.enable()
 
 
-def run_seed(seed: int, **overrides: Any) -> World:
+def run_seed(seed: int, *, is_recurrent: bool | None = None, **overrides: Any) -> World:
     torch.set_num_threads(1)
-    world = World(seed, overrides)
+    world = World(seed, overrides, is_recurrent=is_recurrent)
     world.run()
     return world
