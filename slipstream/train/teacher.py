@@ -1,0 +1,126 @@
+"""The target as a teacher: one pass over a batch of whole texts, with its hidden states tapped on the way.
+
+Runs the engine's own model and attention, so that a head learns from the very numbers it will be shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.cpu import CpuBackend
+from slipstream.attention.kv_cache import allocate_kv_caches
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.attention.triton import TritonBackend
+from slipstream.config import CacheConfig, EngineOptions, ModelConfig
+from slipstream.engine.build import plan_engine
+from slipstream.models.decoder import Decoder
+from slipstream.models.load import build_model, load_weights
+from slipstream.models.weights import Checkpoint
+
+_PAGE = 16  # tokens; texts are padded to whole pages
+_CHUNK = 4096  # positions whose logits over the whole vocabulary are made at a time
+
+
+class Lesson(NamedTuple):
+    """What the target makes of a batch."""
+
+    features: Tensor  # [rows, length, taps * hidden]: the residual stream after some layers, side by side
+    normed: Tensor  # [rows, length, hidden]: what its logits are made of
+
+
+class Teacher:
+    def __init__(self, model: Decoder, taps: tuple[int, ...], backend: AttentionBackend | None = None) -> None:
+        self.model, self._taps = model, taps
+        weight = model.model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self._backend = backend or (TritonBackend() if self.device.type == "cuda" else CpuBackend(_PAGE))
+        self._cache = torch.empty(0)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]"""
+        return self.model.model.embed_tokens.weight.detach()
+
+    @property
+    def head(self) -> Tensor:
+        """[vocab, hidden]: the matrix behind its logits."""
+        return self.embedding if self.model.lm_head is None else self.model.lm_head.weight.detach()
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor) -> Lesson:  # [rows, length] int32, length a multiple of 16
+        rows, length = token_ids.shape
+        config, num_tokens, place = self.config, rows * length, self.device
+        features = torch.empty(num_tokens, len(self._taps) * config.hidden_size, dtype=self.dtype, device=place)
+        parts = torch.split(features, config.hidden_size, dim=1)
+        common = self._metadata(rows, length)
+        context = AttentionContext(
+            self._backend,
+            self._backend.build(common),
+            self._caches(num_tokens),
+            # What pads a text to whole pages may stand beyond the last position there is.
+            torch.arange(length, device=place).clamp_(max=self.model.cos_sin[0].shape[0] - 1).repeat(rows),
+            common.slot_mapping,
+            dict(zip(self._taps, parts, strict=True)),
+        )
+        normed = self.model.forward(token_ids.to(place, torch.int32).flatten(), context)
+        return Lesson(features.view(rows, length, -1), normed.view(rows, length, -1))
+
+    @torch.no_grad()
+    def greedy(self, normed: Tensor) -> Tensor:  # [n, hidden] -> [n] int64
+        """The target's own choice at each position, of its whole vocabulary."""
+        chunks = [self.model.compute_logits(chunk).argmax(dim=-1) for chunk in torch.split(normed, _CHUNK)]
+        return torch.cat(chunks) if chunks else normed.new_empty(0, dtype=torch.int64)
+
+    def _metadata(self, rows: int, length: int) -> CommonAttentionMetadata:
+        """Every row is a request that has all its tokens in this step, on pages of its own."""
+        place, pages = self.device, length // _PAGE
+        starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+        lengths = torch.full((rows,), length, dtype=torch.int32, device=place)
+        return CommonAttentionMetadata(
+            num_reqs=rows,
+            num_actual_tokens=rows * length,
+            max_query_len=length,
+            query_start_loc=starts.to(place),
+            query_start_loc_cpu=starts.numpy(),
+            query_lens=lengths,
+            seq_lens=lengths,
+            seq_lens_cpu_upper_bound=np.full(rows, length, np.int32),
+            # Page 0 is the null page.
+            block_table=torch.arange(1, rows * pages + 1, dtype=torch.int32, device=place).view(rows, pages),
+            slot_mapping=torch.arange(_PAGE, _PAGE + rows * length, device=place),
+            num_computed_cpu=np.zeros(rows, np.int32),
+        )
+
+    def _caches(self, num_tokens: int) -> list[Tensor]:
+        """One layer's memory for all: a layer stores all keys of the batch before it attends, and nobody later asks."""
+        num_pages = 1 + num_tokens // _PAGE
+        if self._cache.shape[0] <= num_pages:
+            one = replace(self.config, num_layers=1)
+            (self._cache,) = allocate_kv_caches(one, CacheConfig(_PAGE, num_pages), self.dtype, self.device)
+        return [self._cache] * self.config.num_layers
+
+
+def load_teacher(path: Path, checkpoint: Checkpoint, taps: tuple[int, ...], device: str, dtype: str) -> Teacher:
+    """The target's weights as an engine without further options would hold them."""
+    options = EngineOptions(model=str(path), device=device, dtype=dtype, num_gpu_blocks_override=1)
+    architecture, opened, config = plan_engine(options, checkpoint.config)
+    model = build_model(architecture, config, opened.torch_device)
+    load_weights(model, checkpoint.tensors())
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return Teacher(model, taps)
+
+
+def padded_length(length: int) -> int:
+    return -(-length // _PAGE) * _PAGE
