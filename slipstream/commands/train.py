@@ -13,8 +13,10 @@ from slipstream.train.settings import TrainSettings
 def run(settings: TrainSettings) -> int:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+    times, hidden = (TimeElapsedColumn(), TimeRemainingColumn()), not console.is_terminal
+    with Progress(*columns, *times, console=console, transient=True, disable=hidden) as bar:
         tasks: dict[str, TaskID] = {}
+        shown = -1
 
         def show(name: str, text: str, done: float, total: float) -> None:
             if name not in tasks:
@@ -24,6 +26,10 @@ def run(settings: TrainSettings) -> int:
         def on_step(training: Training, share: float) -> None:
             text = f"step {training.step}, loss {training.losses[-1]:.3f}, held out {shares(training.acceptance[-1])}"
             show("training", text, min(1.0, share), 1.0)
+            nonlocal shown
+            if training.measured_at[-1] > shown:  # a line for each measurement, which a log keeps
+                shown = training.measured_at[-1]
+                say(text)
 
         def say(line: str) -> None:
             bar.console.print(line, highlight=False, soft_wrap=True, markup=False)

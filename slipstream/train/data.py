@@ -88,19 +88,26 @@ class _Written:
         return Texts(flat, starts, torch.tensor(learn), torch.tensor(answer), torch.tensor(held))
 
 
-def make_or_read(
-    settings: TrainSettings, model_path: Path, path: Path, say: Callable[[str], None], advance: Advance
-) -> Texts:
-    """The texts of these settings: from the file, or written now and kept there."""
-    given = [] if settings.prompts is None else read_prompts(Path(settings.prompts))
-    about = settings.of_data() | {"prompts_digest": hashlib.sha256(repr(given).encode()).hexdigest()}
-    if path.exists():
-        tensors, kept = read_store(path)
-        check_same(kept, about, path)
+class Source:
+    """The texts of some settings: in a file, or still to be written."""
+
+    def __init__(self, settings: TrainSettings, path: Path) -> None:
+        self._settings, self._path = settings, path
+        self._given = [] if settings.prompts is None else read_prompts(Path(settings.prompts))
+        digest = hashlib.sha256(repr(self._given).encode()).hexdigest()
+        self._about = settings.of_data() | {"prompts_digest": digest}
+
+    def read(self) -> Texts | None:
+        if not self._path.exists():
+            return None
+        tensors, about = read_store(self._path)
+        check_same(about, self._about, self._path)
         return Texts(**tensors)
-    texts = _generate(settings, model_path, given, say, advance)
-    write_store(path, dict(vars(texts)), about)
-    return texts
+
+    def write(self, model_path: Path, say: Callable[[str], None], advance: Advance) -> Texts:
+        texts = _generate(self._settings, model_path, self._given, say, advance)
+        write_store(self._path, dict(vars(texts)), self._about)
+        return texts
 
 
 def _generate(

@@ -15,10 +15,10 @@ from slipstream.models.hub import resolve_model
 from slipstream.models.registry import architecture_of
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.train.curves import draw_curves
-from slipstream.train.data import Advance, Texts, make_or_read
+from slipstream.train.data import Advance, Source, Texts
 from slipstream.train.export import default_taps, plan_head, write_head
 from slipstream.train.head import TrainableHead
-from slipstream.train.loop import OnProgress, Progress, Trainer
+from slipstream.train.loop import OnProgress, Progress, Trainer, read_checkpoint
 from slipstream.train.settings import TrainSettings
 from slipstream.train.teacher import Teacher, load_teacher, padded_length
 from slipstream.train.vocabulary import DraftVocabulary, choose_vocabulary, coverage
@@ -45,13 +45,18 @@ def train_eagle3(settings: TrainSettings, report: Report) -> Progress:
         raise ConfigError(f"--max-len {settings.max_len} is beyond the model's context of {target.max_position}")
     work = out / WORK_FOLDER
     work.mkdir(exist_ok=True)
-    texts = make_or_read(settings, path, work / "data.safetensors", report.say, report.on_texts)
+    # What was kept is checked before anything is computed.
+    source, kept = Source(settings, work / "data.safetensors"), work / "checkpoint.safetensors"
+    texts = source.read()
+    stored = read_checkpoint(kept, settings) if settings.resume and kept.exists() else None
+    if texts is None:
+        texts = source.write(path, report.say, report.on_texts)
     teacher = load_teacher(path, checkpoint, taps, settings.device, settings.dtype)
     vocabulary = _vocabulary(settings, checkpoint, texts, target, report)
     head = make_head(settings, teacher, vocabulary)
-    trainer = Trainer(settings, teacher, head, texts, work / "checkpoint.safetensors")
-    if settings.resume and (work / "checkpoint.safetensors").exists():
-        trainer.restore()
+    trainer = Trainer(settings, teacher, head, texts, kept)
+    if stored is not None:
+        trainer.restore(stored)
         report.say(f"going on after step {trainer.progress.step}")
     progress = trainer.run(report.on_step)
     write_head(

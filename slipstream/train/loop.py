@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.train.batches import Batch, Batches
 from slipstream.train.data import Texts
 from slipstream.train.head import TrainableHead
@@ -43,6 +44,16 @@ class Progress:
     losses: list[float] = field(default_factory=list)  # of each step
     measured_at: list[int] = field(default_factory=list)  # steps
     acceptance: list[list[float]] = field(default_factory=list)  # there, by position of the draft
+
+
+Stored = tuple[dict[str, Tensor], Progress]
+
+
+def read_checkpoint(path: Path, settings: TrainSettings) -> Stored:
+    """Refuses one that is damaged or was made with other settings."""
+    tensors, about = read_store(path)
+    check_same(about["settings"], settings.of_training(), path)
+    return tensors, Progress(**about["progress"])
 
 
 class Trainer:
@@ -176,13 +187,11 @@ class Trainer:
         tensors["target_ids"] = self._head.target_ids
         write_store(self._path, tensors, {"settings": self._settings.of_training(), "progress": vars(self.progress)})
 
-    def restore(self) -> None:
+    def restore(self, stored: Stored) -> None:
         """Go on where the checkpoint was written."""
-        tensors, about = read_store(self._path)
-        check_same(about["settings"], self._settings.of_training(), self._path)
+        tensors, self.progress = stored
         if not torch.equal(tensors["target_ids"], self._head.target_ids.cpu()):
-            raise RuntimeError("the same texts gave another vocabulary")
-        self.progress = Progress(**about["progress"])
+            raise ConfigError(f"{self._path} was made from other texts; delete it and run the command again")
         with torch.no_grad():
             for name, parameter in self._head.named_parameters():
                 parameter.copy_(tensors[f"head.{name}"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
@@ -109,3 +110,26 @@ def test_the_engine_drafts_the_trainers_chain(format: str, target: Path, tmp_pat
         assert drafted.drafts[: drafted.room] == drafts[: drafted.room].tolist()
         different.add(tuple(drafts.tolist()))
     assert len(different) > 6
+
+
+def test_types_fit_in_sixteen_bits(target: Path, tmp_path: Path) -> None:
+    """As on a GPU: products in bfloat16, weights and their gradients in float32. Shapes and types only: not every CPU
+    that the suite runs on can multiply such numbers."""
+    settings = TrainSettings(**OPTIONS, model=str(target), out=str(tmp_path))
+    teacher = teacher_of(target, "float32")
+    head = make_head(settings, teacher, choose_vocabulary(torch.arange(200), 272, 200))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for name, buffer in list(head.named_buffers()):
+            setattr(head, name, mode.from_tensor(buffer.bfloat16() if name == "embedding" else buffer))
+        features, token_ids = torch.zeros(2, 16, 96, dtype=torch.bfloat16), torch.zeros(2, 16, dtype=torch.int64)
+        normed, matrix = torch.zeros(9, 32, dtype=torch.bfloat16), torch.zeros(200, 32, dtype=torch.bfloat16)
+        distribution = target_distribution(normed, matrix)
+        loss = torch.zeros(())
+        with torch.autocast("cpu", torch.bfloat16):
+            for states in head.states(features, token_ids, 3):
+                assert states.dtype is torch.float32
+                rows = head.norm(states.flatten(0, 1)[torch.arange(9)])
+                loss = loss + soft_cross_entropy(rows, head.lm_head.weight, distribution)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.dtype is torch.float32
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in head.parameters())
