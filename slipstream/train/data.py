@@ -31,7 +31,7 @@ _TURN_TEMPERATURES = (0.6, 0.8, 1.0)
 _ANSWER_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 _TURN_LEN = 64
 _LEAST_ANSWER = 16
-_HELD_OUT_EVERY, _MAX_HELD_OUT = 16, 256
+_HELD_OUT_EVERY, _MAX_HELD_OUT = 16, 96
 _SHARE_LONG = _SHARE_FOLLOW_UP = 0.15
 
 Advance = Callable[[str, int, int], None]  # what is done, how much of it, of how much

@@ -58,7 +58,13 @@ def train_eagle3(settings: TrainSettings, report: Report) -> Progress:
     if stored is not None:
         trainer.restore(stored)
         report.say(f"going on after step {trainer.progress.step}")
-    progress = trainer.run(report.on_step)
+    try:
+        progress = trainer.run(report.on_step)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU's memory ran out: lower --batch-tokens (now {settings.batch_tokens}) or --max-len "
+            f"({settings.max_len}); that is another training, so use another --out"
+        ) from error
     write_head(
         out,
         head,

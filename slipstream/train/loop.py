@@ -86,20 +86,26 @@ class Trainer:
             last = settings.max_steps is not None and progress.step >= settings.max_steps
             due = progress.step % settings.checkpoint_every == 0 or last
             if due or len(unread) >= (_READ_EVERY if self._teacher.device.type == "cuda" else 1):
-                progress.losses += torch.stack(unread).tolist()
-                unread.clear()
+                self._take(unread)
             progress.elapsed_s = time.monotonic() - began
             if due:
                 self._measure()
                 self.save()
             if not unread:
                 on_progress(progress, self._share())
-        if unread:
-            progress.losses += torch.stack(unread).tolist()
+        self._take(unread)
         if progress.measured_at[-1] != progress.step:
             self._measure()
             self.save()
         return progress
+
+    def _take(self, unread: list[Tensor]) -> None:
+        """Read losses that are on their way; waits for them."""
+        read = torch.stack(unread).tolist() if unread else []
+        if not all(map(math.isfinite, read)):
+            raise ConfigError(f"the loss is no longer a number near step {self.progress.step}; lower --lr")
+        self.progress.losses += read
+        unread.clear()
 
     def _share(self) -> float:
         """How much of the training is done: by steps or by time, whichever is further."""
@@ -122,8 +128,8 @@ class Trainer:
     def loss_of(self, batch: Batch) -> Tensor:
         head, place, num_steps = self._head, self._teacher.device, self._settings.draft_steps
         # Found on the host: on the device this would have to wait for it.
-        rows = batch.learnt.flatten().nonzero().flatten().to(place, non_blocking=True)
-        token_ids = batch.token_ids.to(place, non_blocking=True)
+        rows = _sent(batch.learnt.flatten().nonzero().flatten(), place)
+        token_ids = _sent(batch.token_ids, place)
         lesson = self._teacher.read(token_ids)
         target = target_distribution(lesson.normed.flatten(0, 1)[rows].to(self._compute), self._draft_matrix)
         loss, total = torch.zeros((), device=place), 0.0
@@ -197,6 +203,11 @@ class Trainer:
                 parameter.copy_(tensors[f"head.{name}"])
                 own = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}
                 self._optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in own.items()}
+
+
+def _sent(tensor: Tensor, place: torch.device) -> Tensor:
+    """On the device, without waiting for what is queued there."""
+    return tensor.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else tensor
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from slipstream.models.load import build_model, load_weights
 from slipstream.models.weights import Checkpoint
 
 _PAGE = 16  # tokens; texts are padded to whole pages
+_MAX_TOKENS = 16384  # in one pass
 _CHUNK = 4096  # positions whose logits over the whole vocabulary are made at a time
 
 
@@ -59,22 +60,30 @@ class Teacher:
 
     @torch.no_grad()
     def read(self, token_ids: Tensor) -> Lesson:  # [rows, length] int32, length a multiple of 16
-        rows, length = token_ids.shape
-        config, num_tokens, place = self.config, rows * length, self.device
-        features = torch.empty(num_tokens, len(self._taps) * config.hidden_size, dtype=self.dtype, device=place)
-        parts = torch.split(features, config.hidden_size, dim=1)
+        size, place = self.config.hidden_size, self.device
+        features = torch.empty(*token_ids.shape, len(self._taps) * size, dtype=self.dtype, device=place)
+        normed = torch.empty(*token_ids.shape, size, dtype=self.dtype, device=place)
+        at_once = max(1, _MAX_TOKENS // token_ids.shape[1])
+        for begin in range(0, token_ids.shape[0], at_once):
+            part = slice(begin, begin + at_once)
+            normed[part] = self._read(token_ids[part], features[part].flatten(0, 1)).view_as(normed[part])
+        return Lesson(features, normed)
+
+    def _read(self, token_ids: Tensor, features: Tensor) -> Tensor:
+        """What its logits are made of; the taps go to ``features`` [rows * length, taps * hidden]."""
+        (rows, length), place = token_ids.shape, self.device
+        parts = torch.split(features, self.config.hidden_size, dim=1)
         common = self._metadata(rows, length)
         context = AttentionContext(
             self._backend,
             self._backend.build(common),
-            self._caches(num_tokens),
+            self._caches(rows * length),
             # What pads a text to whole pages may stand beyond the last position there is.
             torch.arange(length, device=place).clamp_(max=self.model.cos_sin[0].shape[0] - 1).repeat(rows),
             common.slot_mapping,
             dict(zip(self._taps, parts, strict=True)),
         )
-        normed = self.model.forward(token_ids.to(place, torch.int32).flatten(), context)
-        return Lesson(features.view(rows, length, -1), normed.view(rows, length, -1))
+        return self.model.forward(token_ids.to(place, torch.int32).flatten(), context)
 
     @torch.no_grad()
     def greedy(self, normed: Tensor) -> Tensor:  # [n, hidden] -> [n] int64

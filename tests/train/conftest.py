@@ -25,8 +25,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def build_target(num_layers: int = 7) -> Any:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+def build_target(num_layers: int = 7, **changes: Any) -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
     model = tiny_models.build("llama", num_hidden_layers=num_layers, initializer_range=0.08, **shape)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -159,3 +159,12 @@ def test_other_settings_do_not_go_on(target: Path, tmp_path: Path) -> None:
     # Where the result goes is another matter.
     shutil.copy(tmp_path / "c", tmp_path / "d")
     restore(make_trainer(target, texts, tmp_path / "d", steps=1, format="speculators"))
+
+
+def test_a_loss_that_is_no_number_ends_the_training(target: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(target, random_texts(20), tmp_path / "c")
+    with torch.no_grad():
+        trainer._head.fc.weight[0, 0] = torch.inf
+    with pytest.raises(ConfigError, match="no longer a number near step 1; lower --lr"):
+        trainer.run()
+    assert not (tmp_path / "c").exists(), "nothing is kept of it"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.train.conftest import TAPS, build_target, teacher_of
@@ -21,6 +22,15 @@ def test_states_are_those_of_transformers(target: Path) -> None:
     greedy = teacher.greedy(lesson.normed.flatten(0, 1))
     assert torch.equal(greedy, logits.flatten(0, 1).argmax(dim=-1))
     assert not lesson.features.requires_grad and not lesson.features.is_inference()
+
+
+def test_large_batches_are_read_in_parts(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = teacher_of(target)
+    token_ids = torch.randint(0, 256, (5, 32), generator=torch.Generator().manual_seed(2))
+    whole = teacher.read(token_ids)
+    monkeypatch.setattr("slipstream.train.teacher._MAX_TOKENS", 70)
+    for part, expected in zip(teacher.read(token_ids), whole, strict=True):
+        torch.testing.assert_close(part, expected)
 
 
 def test_what_pads_a_text_changes_nothing_before_it(target: Path) -> None:
