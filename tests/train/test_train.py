@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,27 @@ def test_bad_input(cli: RunCli, target: Path, tmp_path: Path) -> None:
 def test_settings_are_checked(changes: dict[str, Any], phrase: str) -> None:
     with pytest.raises(ConfigError, match=phrase):
         TrainSettings(**{**OPTIONS, "out": "x", **changes})
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on_to_the_same_curve(target: Path, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    (folder / "training").mkdir(parents=True)
+    shutil.copy(trained / "training" / "data.safetensors", folder / "training")
+    options = {"checkpoint_every": 10, "steps": 60}
+    command = [sys.executable, "-c", "import torch; torch.set_num_threads(1); import slipstream.cli as c; c.main()"]
+    command += arguments(target, folder, **options)
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 20,"):
+            process.kill()
+            break
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (folder / "model.safetensors").exists()
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    whole = tmp_path / "whole"
+    (whole / "training").mkdir(parents=True)
+    shutil.copy(trained / "training" / "data.safetensors", whole / "training")
+    subprocess.run([*command[:3], *arguments(target, whole, **options)], cwd=Path(__file__).parents[2], check=True)
+    assert curves_of(folder)["losses"] == curves_of(whole)["losses"] and len(curves_of(whole)["losses"]) == 60
