@@ -91,7 +91,7 @@ def make_head(settings: TrainSettings, teacher: Teacher, vocabulary: DraftVocabu
     for module in head.modules():  # the embedding stays as the target has it
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(torch.promote_types(teacher.dtype, torch.float32))
-    head.begin_with(teacher.head, teacher.model.model.norm.weight, settings.seed)
+    head.begin_with(teacher.head, teacher.model.model.norm.weight, teacher.last_layer, settings.seed)
     return head
 
 

@@ -8,6 +8,8 @@ parameters are those of the file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,10 +107,11 @@ class TrainableHead(nn.Module):
         self.register_buffer("cos_sin", cos_sin_table(config.rope, max_position, embedding.device), persistent=False)
 
     @torch.no_grad()
-    def begin_with(self, head: Tensor, norm: Tensor, seed: int) -> None:
-        """First weights: the last tap goes straight on, and logits are made as the target makes them.
+    def begin_with(self, head: Tensor, norm: Tensor, layer: Mapping[str, Tensor], seed: int) -> None:
+        """First weights: the last tap goes on through the target's last layer, to logits as the target makes them.
 
-        ``head`` and ``norm`` are the target's matrix and gain. The rest is small and random.
+        ``head`` and ``norm`` are the target's matrix and gain, ``layer`` are the weights of its last layer, where that
+        is a layer like ours. The rest is small and random.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -117,6 +120,10 @@ class TrainableHead(nn.Module):
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, small, generator=generator))
         size = self.plan.config.hidden_size
         self.fc.weight[:, -size:] += torch.eye(size, device=self.fc.weight.device, dtype=self.fc.weight.dtype)
+        for name, weight in layer.items():
+            own = {"input_layernorm.weight": "hidden_norm.weight"}.get(name, name)
+            # What reads embedding and state side by side takes the target's weights for the state.
+            self.midlayer.get_parameter(own)[..., -weight.shape[-1] :].copy_(weight)
         self.lm_head.weight.copy_(head[self.target_ids])
         self.norm.weight.copy_(norm)
 

@@ -20,7 +20,7 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.triton import TritonBackend
 from slipstream.config import CacheConfig, EngineOptions, ModelConfig
 from slipstream.engine.build import plan_engine
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.load import build_model, load_weights
 from slipstream.models.weights import Checkpoint
 
@@ -57,6 +57,17 @@ class Teacher:
     def head(self) -> Tensor:
         """[vocab, hidden]: the matrix behind its logits."""
         return self.embedding if self.model.lm_head is None else self.model.lm_head.weight.detach()
+
+    @property
+    def last_layer(self) -> dict[str, Tensor]:
+        """Weights of the last layer by their names there, without biases; empty where it is not a plain Llama layer."""
+        config, idx = self.config, self.config.num_layers - 1
+        if self.model.layer_class is not DecoderLayer or config.has_experts(idx) or config.activation != "silu":
+            return {}
+        prefix = f"model.layers.{idx}."
+        slots = {name.removeprefix(prefix): slot for name, slot in self.model.slots() if name.startswith(prefix)}
+        left_out = ("bias", "q_norm.weight", "k_norm.weight")
+        return {name: slot.detach() for name, slot in slots.items() if not name.endswith(left_out)}
 
     @torch.no_grad()
     def read(self, token_ids: Tensor) -> Lesson:  # [rows, length] int32, length a multiple of 16

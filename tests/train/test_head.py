@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,13 +16,16 @@ from slipstream.train import loss as loss_module
 from slipstream.train.eagle3 import make_head
 from slipstream.train.export import write_head
 from slipstream.train.head import KeyValue, draft_attention
+from slipstream.train.loop import Trainer
 from slipstream.train.loss import soft_cross_entropy, target_distribution
 from slipstream.train.settings import FORMATS, TrainSettings
 from slipstream.train.teacher import padded_length
 from slipstream.train.vocabulary import choose_vocabulary
+from tests import tiny_models
 from tests.engine.drive import make_request, run
 from tests.speculate.test_head_drafts import watch
 from tests.train.conftest import OPTIONS, teacher_of
+from tests.train.test_loop import random_texts
 
 
 def naive_attention(q: Tensor, past: list[KeyValue]) -> Tensor:
@@ -133,3 +137,39 @@ def test_types_fit_in_sixteen_bits(target: Path, tmp_path: Path) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
     assert loss.dtype is torch.float32
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in head.parameters())
+
+
+def test_a_head_begins_with_the_targets_last_layer(target: Path, tmp_path: Path) -> None:
+    settings = TrainSettings(**OPTIONS, model=str(target), out=str(tmp_path))
+    teacher = teacher_of(target)
+    head = make_head(settings, teacher, choose_vocabulary(torch.arange(200), 272, 200))
+    theirs = load_file(target / "model.safetensors")
+    layer = {name: theirs[f"model.layers.6.{name}.weight"].double() for name in teacher_layer_names()}
+    ours = {name: head.midlayer.get_parameter(f"{name}.weight") for name in layer if name != "input_layernorm"}
+    for name, weight in ours.items():
+        assert torch.equal(weight[..., -layer[name].shape[-1] :], layer[name])
+    assert torch.equal(head.midlayer.hidden_norm.weight, layer["input_layernorm"])
+    assert torch.equal(head.midlayer.input_layernorm.weight, torch.ones(32, dtype=torch.float64))
+    assert torch.equal(head.lm_head.weight, theirs["lm_head.weight"].double()[:200])
+
+
+def teacher_layer_names() -> list[str]:
+    attention = [f"self_attn.{part}_proj" for part in "qkvo"]
+    return [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "mixtral", "qwen3", "qwen2-tied", "llama-biases", "phi3"])
+def test_other_targets(variant: str, tmp_path: Path) -> None:
+    """One step for each kind of model."""
+    folder = tiny_models.save(
+        tiny_models.build(variant, num_hidden_layers=7, **_WITH_WINDOWS.get(variant, {})), tmp_path
+    )
+    settings = TrainSettings(**OPTIONS, model=str(folder), out=str(tmp_path / "out"))
+    teacher = teacher_of(folder, "float32")
+    head = make_head(settings, teacher, choose_vocabulary(torch.arange(200), 272, 200))
+    trainer = Trainer(settings, teacher, head, random_texts(12), tmp_path / "checkpoint")
+    losses = [float(trainer.train_step(0.5)) for _ in range(3)]
+    assert losses[-1] < losses[0]
+
+
+_WITH_WINDOWS = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"]}}
