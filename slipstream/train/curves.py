@@ -6,8 +6,6 @@ from pathlib import Path
 
 from slipstream.train.loop import Progress
 
-_SMOOTH = 0.95
-
 
 def draw_curves(progress: Progress, path: Path, title: str) -> str | None:
     """Write the PNG; where that cannot be done, a line that says why."""
@@ -33,8 +31,9 @@ def draw_curves(progress: Progress, path: Path, title: str) -> str | None:
 
 def _smoothed(values: list[float]) -> list[float]:
     """A running mean that forgets; its first values are not pulled to zero."""
+    kept = 1 - 1 / max(1.0, min(50.0, len(values) / 30))
     smooth, weight, out = 0.0, 0.0, []
     for value in values:
-        smooth, weight = _SMOOTH * smooth + (1 - _SMOOTH) * value, _SMOOTH * weight + 1 - _SMOOTH
+        smooth, weight = kept * smooth + (1 - kept) * value, kept * weight + 1 - kept
         out.append(smooth / weight)
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,6 +106,8 @@ class Source:
         return Texts(**tensors)
 
     def write(self, model_path: Path, say: Callable[[str], None], advance: Advance) -> Texts:
+        if len(self._given) > self._settings.sequences:
+            say(f"of {len(self._given):,} prompts the first {self._settings.sequences:,} are used (--sequences)")
         texts = _generate(self._settings, model_path, self._given, say, advance)
         write_store(self._path, dict(vars(texts)), self._about)
         return texts
@@ -160,8 +163,8 @@ class _Author:
         return texts
 
     def _given(self, given: list[list[str]]) -> Iterator[Asked]:
-        for idx, turns in enumerate(given):
-            yield from self._asked(turns[:1], _is_held_out(idx))
+        for turns, held_out in zip(given, _held_out([turns[0] for turns in given]), strict=True):
+            yield from self._asked(turns[:1], held_out)
 
     def _own(self, count: int) -> Iterator[Asked]:
         """Turns of users, written by the target."""
@@ -175,9 +178,12 @@ class _Author:
             for i in range(count)
         ]
         outputs = self._run("turns of users", [opening.token_ids for opening in openings], params)
-        for idx, (opening, output) in enumerate(zip(openings, outputs, strict=True)):
-            turn = (opening.words + output.outputs[0].text).strip()
-            yield from self._asked((turn or "Hello!",), _is_held_out(idx), self._form.begin)
+        turns = [
+            (opening.words + output.outputs[0].text).strip() or "Hello!"
+            for opening, output in zip(openings, outputs, strict=True)
+        ]
+        for turn, held_out in zip(turns, _held_out(turns), strict=True):
+            yield from self._asked((turn,), held_out, self._form.begin)
 
     def _follow_ups(self, written: _Written, count: int) -> Iterator[Asked]:
         for turns, held_out in _draw(self._random, written.conversations, count):
@@ -200,7 +206,8 @@ class _Author:
 
     def _later_turns(self, written: _Written, given: list[list[str]]) -> None:
         """Given conversations of several turns: each answer is there before the next turn is asked."""
-        held = {turns[0]: _is_held_out(idx) for idx, turns in enumerate(given)}
+        first = [turns[0] for turns in given]
+        held = dict(zip(first, _held_out(first), strict=True))
         known = {turns[0]: turns for turns, _ in written.conversations if turns[0] in held}
         for place in range(1, max(map(len, given), default=0)):
             asked: list[Asked] = []
@@ -246,6 +253,12 @@ class _Author:
             outputs[output.request_id] = output
             self._advance(what, len(outputs), len(submissions))
         return [outputs[submission.request_id] for submission in submissions]
+
+
+def _held_out(turns: Sequence[str]) -> list[bool]:
+    """Which of them are; none that is asked twice, for its other answer is learnt."""
+    counts = Counter(turns)
+    return [_is_held_out(idx) and counts[turn] == 1 for idx, turn in enumerate(turns)]
 
 
 def _is_held_out(idx: int) -> bool:

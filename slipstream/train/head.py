@@ -180,13 +180,14 @@ def draft_attention(q: Tensor, past: list[KeyValue]) -> Tensor:  # q: [rows, len
         k, v = (part.unsqueeze(2).expand(wide).reshape(flat) for part in (keys, values))
         out = F.scaled_dot_product_attention(q.reshape(flat), k, v, is_causal=True, scale=scale)
         return out.transpose(1, 2)
-    scores = (q.reshape(rows, kv_heads, group * length, head_dim) @ keys.transpose(2, 3)) * scale
+    q = q * scale  # smaller than the scores
+    scores = q.reshape(rows, kv_heads, group * length, head_dim) @ keys.transpose(2, 3)
     scores = scores.view(rows, kv_heads, group, length, length)
     ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(ahead, float("-inf"))
     own_keys = torch.stack([k for k, _ in past[1:]], dim=-1)  # [rows, length, kv_heads, head_dim, steps]
     own_values = torch.stack([v for _, v in past[1:]], dim=-2)
-    own = torch.einsum("bkgtd,btkdj->bkgtj", q, own_keys) * scale
+    own = torch.einsum("bkgtd,btkdj->bkgtj", q, own_keys)
     wide_type = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.cat([scores, own], dim=-1).softmax(dim=-1, dtype=wide_type).to(q.dtype)
     out = weights[..., :length].reshape(rows, kv_heads, group * length, length) @ values
