@@ -140,6 +140,7 @@ def write_head(
     # The weights first: a folder whose config is there is whole.
     half = folder / "model.half"
     save_file({**tensors, **maps}, half, metadata={"format": "pt"})
+    half.chmod(0o644)  # safetensors writes for the owner alone; a head is to be served by others
     half.replace(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
