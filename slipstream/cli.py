@@ -23,6 +23,7 @@ from slipstream.commands.options import with_options
 from slipstream.config import EngineOptions, debug_enabled
 from slipstream.errors import SlipstreamError, nearest
 from slipstream.server.settings import ServerSettings
+from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
 
 EXIT_ERROR = 1  # a fault of ours
@@ -36,6 +37,9 @@ app = typer.Typer(
     help="Run language models: generate text, chat, measure speed.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+train = typer.Typer(help="Train a draft head for a model.", no_args_is_help=True)
+app.add_typer(train, name="train")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
 SystemText = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message to begin with.")]
@@ -171,6 +175,18 @@ def tune(
     from slipstream.commands.tune import run
 
     return run(model, head=head, output=output, jobs=jobs)
+
+
+@train.command("eagle3")
+@with_options()
+def train_eagle3(settings: TrainSettings) -> int:
+    """Train an EAGLE-3 head on what the model itself writes; no data set is needed.
+
+    A run that was stopped goes on where its last checkpoint was written.
+    """
+    from slipstream.commands.train import run
+
+    return run(settings)
 
 
 @app.command()

@@ -18,11 +18,17 @@ import typer
 
 from slipstream.config import EngineOptions
 from slipstream.server.settings import ServerSettings
+from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
 
 R = TypeVar("R")
 
-_PANELS: dict[type, str] = {EngineOptions: "Engine", SamplingParams: "Sampling", ServerSettings: "Server"}
+_PANELS: dict[type, str] = {
+    EngineOptions: "Engine",
+    SamplingParams: "Sampling",
+    ServerSettings: "Server",
+    TrainSettings: "Training",
+}
 
 # Engine options carry their help themselves; requests are plain data, so the words for them are here.
 SAMPLING_HELP: dict[str, str] = {

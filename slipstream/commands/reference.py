@@ -17,6 +17,7 @@ from slipstream.commands.options import SAMPLING_HELP
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
 from slipstream.server.settings import ServerSettings
+from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
 
 # What an engine option is if nobody sets it and nothing is derived from the model and the machine.
@@ -32,14 +33,15 @@ def engine_options_table() -> str:
     return _table(("option", "in Python", "default", "what it does"), rows)
 
 
-def server_options_table() -> str:
+def settings_table(owner: type) -> str:
+    """Of a command's own settings."""
     rows = [
         (
             _code(_flag(option)),
-            "none" if option.default is None else _code(str(option.default)),
+            "none" if option.default in (None, "") else _code(str(option.default)),
             option.metadata["help"],
         )
-        for option in fields(ServerSettings)
+        for option in fields(owner)
     ]
     return _table(("option", "default", "what it does"), rows)
 
@@ -74,7 +76,8 @@ def tables() -> dict[str, str]:
     return {
         "configuration.md": engine_options_table(),
         "sampling.md": sampling_parameters_table(),
-        "server.md": server_options_table(),
+        "server.md": settings_table(ServerSettings),
+        "training.md": settings_table(TrainSettings),
     }
 
 

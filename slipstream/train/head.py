@@ -1,0 +1,207 @@
+"""The EAGLE-3 head as it is trained: whole texts at once, several draft steps one after another.
+
+At index t of the first step the head takes the target's states at t and the token at t + 1, and predicts the token at
+t + 2. In step j it takes what it made itself at index t in step j - 1 and the token at t + 1 + j, at position t + j: so
+does the engine, which is then at the j-th draft behind t (``models/eagle3_head.py``, ``speculate/eagle.py``). Names of
+parameters are those of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.models.draft_head import HeadPlan
+from slipstream.models.rope import cos_sin_table
+
+KeyValue = tuple[Tensor, Tensor]  # [rows, length, kv_heads, head_dim] each
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps) * self.weight
+
+
+class WideAttention(nn.Module):
+    """Reads an embedding and a state side by side."""
+
+    def __init__(self, plan: HeadPlan) -> None:
+        super().__init__()
+        config = plan.config
+        size, self.head_dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(2 * size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, size, bias=False)
+
+    def forward(self, joined: Tensor, past: list[KeyValue], cos_sin: Tensor) -> Tensor:
+        """``past`` has keys and values of the steps before, and gets those of this one."""
+        rows, length, _ = joined.shape
+        q, k, v = (
+            proj(joined).view(rows, length, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        past.append((_rotate(k, cos_sin), v))
+        mixed: Tensor = self.o_proj(draft_attention(_rotate(q, cos_sin), past).flatten(2))
+        return mixed
+
+
+class FeedForward(nn.Module):
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class MidLayer(nn.Module):
+    def __init__(self, plan: HeadPlan) -> None:
+        super().__init__()
+        size, eps = plan.config.hidden_size, plan.config.rms_norm_eps
+        self.input_layernorm = Norm(size, eps)
+        self.hidden_norm = Norm(size, eps)
+        self.self_attn = WideAttention(plan)
+        self.post_attention_layernorm = Norm(size, eps)
+        self.mlp = FeedForward(size, plan.config.intermediate_size)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, past: list[KeyValue], cos_sin: Tensor) -> Tensor:
+        joined = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        residual = hidden + self.self_attn(joined, past, cos_sin)
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class TrainableHead(nn.Module):
+    embedding: Tensor
+    target_ids: Tensor
+    cos_sin: Tensor
+
+    def __init__(
+        self,
+        plan: HeadPlan,
+        embedding: Tensor,  # [target_vocab, hidden]: the target's, which is not trained
+        target_ids: Tensor,  # [draft_vocab] int64
+        max_position: int,
+    ) -> None:
+        super().__init__()
+        self.plan, config = plan, plan.config
+        size = config.hidden_size
+        self.fc = nn.Linear(len(plan.taps) * size, size, bias=False)
+        self.midlayer = MidLayer(plan)
+        self.norm = Norm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+        self.register_buffer("cos_sin", cos_sin_table(config.rope, max_position, embedding.device), persistent=False)
+
+    @torch.no_grad()
+    def begin_with(self, head: Tensor, norm: Tensor, layer: Mapping[str, Tensor], seed: int) -> None:
+        """First weights: the last tap goes on through the target's last layer, to logits as the target makes them.
+
+        ``head`` and ``norm`` are the target's matrix and gain, ``layer`` are the weights of its last layer, where that
+        is a layer like ours. The rest is small and random.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                small = 0.002 if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")) else 0.02
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, small, generator=generator))
+        size = self.plan.config.hidden_size
+        self.fc.weight[:, -size:] += torch.eye(size, device=self.fc.weight.device, dtype=self.fc.weight.dtype)
+        for name, weight in layer.items():
+            own = {"input_layernorm.weight": "hidden_norm.weight"}.get(name, name)
+            # What reads embedding and state side by side takes the target's weights for the state.
+            self.midlayer.get_parameter(own)[..., -weight.shape[-1] :].copy_(weight)
+        self.lm_head.weight.copy_(head[self.target_ids])
+        self.norm.weight.copy_(norm)
+
+    def states(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
+        """What the head makes in every step, [rows, length, hidden] each, before the final norm.
+
+        ``features`` [rows, length, taps * hidden] and ``token_ids`` [rows, length] are of the same texts.
+        """
+        hidden = self._mixed(features)
+        past: list[KeyValue] = []
+        made = []
+        for step in range(num_steps):
+            hidden = self.advance(step, _moved(token_ids, 1 + step), hidden, past)
+            made.append(hidden)
+        return made
+
+    def _mixed(self, features: Tensor) -> Tensor:
+        # The residual stream goes through all steps, so it is kept wide; products are as narrow as they may be.
+        mixed: Tensor = self.fc(features).to(self.norm.weight.dtype)
+        return mixed
+
+    def advance(self, step: int, token_ids: Tensor, hidden: Tensor, past: list[KeyValue]) -> Tensor:
+        cos_sin = self.cos_sin[step : step + hidden.shape[1]]
+        out: Tensor = self.midlayer(F.embedding(token_ids, self.embedding).to(hidden.dtype), hidden, past, cos_sin)
+        return out
+
+    @torch.no_grad()
+    def drafts(self, features: Tensor, token_ids: Tensor, num_drafts: int) -> Tensor:
+        """[rows, length, num_drafts]: what would be drafted greedily behind index t, as ids of the target."""
+        hidden = self._mixed(features)
+        past: list[KeyValue] = []
+        taken, ids = [], _moved(token_ids, 1)
+        for step in range(num_drafts):
+            hidden = self.advance(step, ids, hidden, past)
+            ids = self.target_ids[self.lm_head(self.norm(hidden)).argmax(dim=-1)]
+            taken.append(ids)
+        return torch.stack(taken, dim=-1)
+
+
+def draft_attention(q: Tensor, past: list[KeyValue]) -> Tensor:  # q: [rows, length, heads, head_dim]
+    """Attention of the last step in ``past``.
+
+    Index t sees the first step's keys up to t, and of every later step the one at t: behind the text up to t stand the
+    drafts of t alone.
+    """
+    rows, length, heads, head_dim = q.shape
+    kv_heads = past[0][0].shape[2]
+    group, scale = heads // kv_heads, head_dim**-0.5
+    keys, values = (part.transpose(1, 2) for part in past[0])  # [rows, kv_heads, length, head_dim]
+    # Heads that share keys stand below one another, so that keys need not be copied for each.
+    q = q.view(rows, length, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    if len(past) == 1:
+        flat, wide = (rows, heads, length, head_dim), (rows, kv_heads, group, length, head_dim)
+        k, v = (part.unsqueeze(2).expand(wide).reshape(flat) for part in (keys, values))
+        out = F.scaled_dot_product_attention(q.reshape(flat), k, v, is_causal=True, scale=scale)
+        return out.transpose(1, 2)
+    q = q * scale  # smaller than the scores
+    scores = q.reshape(rows, kv_heads, group * length, head_dim) @ keys.transpose(2, 3)
+    scores = scores.view(rows, kv_heads, group, length, length)
+    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(ahead, float("-inf"))
+    own_keys = torch.stack([k for k, _ in past[1:]], dim=-1)  # [rows, length, kv_heads, head_dim, steps]
+    own_values = torch.stack([v for _, v in past[1:]], dim=-2)
+    own = torch.einsum("bkgtd,btkdj->bkgtj", q, own_keys)
+    wide_type = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.cat([scores, own], dim=-1).softmax(dim=-1, dtype=wide_type).to(q.dtype)
+    out = weights[..., :length].reshape(rows, kv_heads, group * length, length) @ values
+    out = out.view(rows, kv_heads, group, length, head_dim)
+    out = out + torch.einsum("bkgtj,btkjd->bkgtd", weights[..., length:], own_values)
+    return out.permute(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
+
+
+def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:  # [rows, length, heads, head_dim], [length, 2, head_dim / 2]
+    cos, sin = cos_sin.unsqueeze(2).to(torch.promote_types(x.dtype, torch.float32)).unbind(1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def _moved(token_ids: Tensor, by: int) -> Tensor:
+    """At index t the token at t + by; 0 where there is none."""
+    return F.pad(token_ids[:, by:], (0, min(by, token_ids.shape[1])))

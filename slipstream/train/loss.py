@@ -1,0 +1,61 @@
+"""Cross entropy between the target's distribution and the head's, over the draft vocabulary.
+
+Logits are as many numbers as tokens times vocabulary, for every draft step. They are made a part at a time, and their
+gradients at once with them, so that none has to be kept for the way back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 8192  # rows at a time
+
+
+def target_distribution(normed: Tensor, head: Tensor) -> Tensor:
+    """[n, draft_vocab]: the target's probabilities, renormalised over the tokens that can be drafted.
+
+    ``normed`` [n, hidden] is what its logits are made of, ``head`` [draft_vocab, hidden] their matrix.
+    """
+    wide = torch.promote_types(normed.dtype, torch.float32)
+    with torch.no_grad():
+        chunks = [
+            (chunk @ head.T).softmax(dim=-1, dtype=wide).to(normed.dtype) for chunk in torch.split(normed, _CHUNK)
+        ]
+        return torch.cat(chunks)
+
+
+def soft_cross_entropy(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Mean over n of the cross entropy of softmax(states @ weight.T) against ``target``.
+
+    ``states`` [n, hidden] are normed, ``weight`` is [draft_vocab, hidden], ``target`` [n, draft_vocab].
+    """
+    loss: Tensor = _SoftCrossEntropy.apply(states, weight, target)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        wide = torch.promote_types(target.dtype, torch.float32)
+        matrix, rows = weight.to(target.dtype), max(1, states.shape[0])
+        loss = torch.zeros((), dtype=wide, device=states.device)
+        state_grads = torch.empty_like(states)
+        weight_grad = torch.zeros_like(weight)
+        for start in range(0, states.shape[0], _CHUNK):
+            part = slice(start, start + _CHUNK)
+            inputs, wanted = states[part].to(target.dtype), target[part]
+            log_probs = (inputs @ matrix.T).log_softmax(dim=-1, dtype=wide)
+            loss -= (wanted * log_probs).sum()
+            grads = ((log_probs.exp_() - wanted) / rows).to(target.dtype)
+            state_grads[part] = grads @ matrix
+            weight_grad += grads.T @ inputs
+        ctx.save_for_backward(state_grads, weight_grad)
+        return loss / rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        state_grads, weight_grad = ctx.saved_tensors
+        return state_grads * grads[0].to(state_grads.dtype), weight_grad * grads[0].to(weight_grad.dtype), None

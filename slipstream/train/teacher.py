@@ -1,0 +1,146 @@
+"""The target as a teacher: one pass over a batch of whole texts, with its hidden states tapped on the way.
+
+Runs the engine's own model and attention, so that a head learns from the very numbers it will be shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.cpu import CpuBackend
+from slipstream.attention.kv_cache import allocate_kv_caches
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.attention.triton import TritonBackend
+from slipstream.config import CacheConfig, EngineOptions, ModelConfig
+from slipstream.engine.build import plan_engine
+from slipstream.models.decoder import Decoder, DecoderLayer
+from slipstream.models.load import build_model, load_weights
+from slipstream.models.weights import Checkpoint
+
+_PAGE = 16  # tokens; texts are padded to whole pages
+_MAX_TOKENS = 16384  # in one pass
+_CHUNK = 4096  # positions whose logits over the whole vocabulary are made at a time
+
+
+class Lesson(NamedTuple):
+    """What the target makes of a batch."""
+
+    features: Tensor  # [rows, length, taps * hidden]: the residual stream after some layers, side by side
+    normed: Tensor  # [rows, length, hidden]: what its logits are made of
+
+
+class Teacher:
+    def __init__(self, model: Decoder, taps: tuple[int, ...], backend: AttentionBackend | None = None) -> None:
+        self.model, self._taps = model, taps
+        weight = model.model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self._backend = backend or (TritonBackend() if self.device.type == "cuda" else CpuBackend(_PAGE))
+        self._cache = torch.empty(0)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]"""
+        return self.model.model.embed_tokens.weight.detach()
+
+    @property
+    def head(self) -> Tensor:
+        """[vocab, hidden]: the matrix behind its logits."""
+        return self.embedding if self.model.lm_head is None else self.model.lm_head.weight.detach()
+
+    @property
+    def last_layer(self) -> dict[str, Tensor]:
+        """Weights of the last layer by their names there, without biases; empty where it is not a plain Llama layer."""
+        config, idx = self.config, self.config.num_layers - 1
+        if self.model.layer_class is not DecoderLayer or config.has_experts(idx) or config.activation != "silu":
+            return {}
+        prefix = f"model.layers.{idx}."
+        slots = {name.removeprefix(prefix): slot for name, slot in self.model.slots() if name.startswith(prefix)}
+        left_out = ("bias", "q_norm.weight", "k_norm.weight")
+        return {name: slot.detach() for name, slot in slots.items() if not name.endswith(left_out)}
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor) -> Lesson:  # [rows, length] int32, length a multiple of 16
+        size, place = self.config.hidden_size, self.device
+        features = torch.empty(*token_ids.shape, len(self._taps) * size, dtype=self.dtype, device=place)
+        normed = torch.empty(*token_ids.shape, size, dtype=self.dtype, device=place)
+        at_once = max(1, _MAX_TOKENS // token_ids.shape[1])
+        for begin in range(0, token_ids.shape[0], at_once):
+            part = slice(begin, begin + at_once)
+            normed[part] = self._read(token_ids[part], features[part].flatten(0, 1)).view_as(normed[part])
+        return Lesson(features, normed)
+
+    def _read(self, token_ids: Tensor, features: Tensor) -> Tensor:
+        """What its logits are made of; the taps go to ``features`` [rows * length, taps * hidden]."""
+        (rows, length), place = token_ids.shape, self.device
+        parts = torch.split(features, self.config.hidden_size, dim=1)
+        common = self._metadata(rows, length)
+        context = AttentionContext(
+            self._backend,
+            self._backend.build(common),
+            self._caches(rows * length),
+            # What pads a text to whole pages may stand beyond the last position there is.
+            torch.arange(length, device=place).clamp_(max=self.model.cos_sin[0].shape[0] - 1).repeat(rows),
+            common.slot_mapping,
+            dict(zip(self._taps, parts, strict=True)),
+        )
+        return self.model.forward(token_ids.to(place, torch.int32).flatten(), context)
+
+    @torch.no_grad()
+    def greedy(self, normed: Tensor) -> Tensor:  # [n, hidden] -> [n] int64
+        """The target's own choice at each position, of its whole vocabulary."""
+        chunks = [self.model.compute_logits(chunk).argmax(dim=-1) for chunk in torch.split(normed, _CHUNK)]
+        return torch.cat(chunks) if chunks else normed.new_empty(0, dtype=torch.int64)
+
+    def _metadata(self, rows: int, length: int) -> CommonAttentionMetadata:
+        """Every row is a request that has all its tokens in this step, on pages of its own."""
+        place, pages = self.device, length // _PAGE
+        starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+        lengths = torch.full((rows,), length, dtype=torch.int32, device=place)
+        return CommonAttentionMetadata(
+            num_reqs=rows,
+            num_actual_tokens=rows * length,
+            max_query_len=length,
+            query_start_loc=starts.to(place),
+            query_start_loc_cpu=starts.numpy(),
+            query_lens=lengths,
+            seq_lens=lengths,
+            seq_lens_cpu_upper_bound=np.full(rows, length, np.int32),
+            # Page 0 is the null page.
+            block_table=torch.arange(1, rows * pages + 1, dtype=torch.int32, device=place).view(rows, pages),
+            slot_mapping=torch.arange(_PAGE, _PAGE + rows * length, device=place),
+            num_computed_cpu=np.zeros(rows, np.int32),
+        )
+
+    def _caches(self, num_tokens: int) -> list[Tensor]:
+        """One layer's memory for all: a layer stores all keys of the batch before it attends, and nobody later asks."""
+        num_pages = 1 + num_tokens // _PAGE
+        if self._cache.shape[0] <= num_pages:
+            one = replace(self.config, num_layers=1)
+            (self._cache,) = allocate_kv_caches(one, CacheConfig(_PAGE, num_pages), self.dtype, self.device)
+        return [self._cache] * self.config.num_layers
+
+
+def load_teacher(path: Path, checkpoint: Checkpoint, taps: tuple[int, ...], device: str, dtype: str) -> Teacher:
+    """The target's weights as an engine without further options would hold them."""
+    options = EngineOptions(model=str(path), device=device, dtype=dtype, num_gpu_blocks_override=1)
+    architecture, opened, config = plan_engine(options, checkpoint.config)
+    model = build_model(architecture, config, opened.torch_device)
+    load_weights(model, checkpoint.tensors())
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return Teacher(model, taps)
+
+
+def padded_length(length: int) -> int:
+    return -(-length // _PAGE) * _PAGE
