@@ -49,7 +49,7 @@ MUTATIONS = [
         "return self.conv_width - 3 + num_states, num_states",
     ),
     Mutation(
-        "states: by place in the batch and not by row",
+        "states: everybody's in row 0",
         "attention/gdn.py",
         "slots=common.batch_rows,",
         "slots=common.batch_rows.clamp(min=0, max=0),",
