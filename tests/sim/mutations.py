@@ -93,7 +93,7 @@ MUTATIONS = [
     Mutation(
         "staging: the batch stays what it was in the first step",
         "runner/input_batch.py",
-        "if self._staged is None or plan.composition is not self._staged.composition:",
+        "if self._staged is None or composition is not self._staged.composition:",
         "if self._staged is None:",
     ),
     Mutation(

@@ -38,7 +38,13 @@ from tests.sim.world import World
 SEEDS = range(6)
 # A graph larger than any batch, so that every step is padded.
 PADDED = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (48,), "max_num_batched_tokens": 48, "max_num_seqs": 6}
-MIXED = {"long_prefill_token_threshold": 8, "max_num_batched_tokens": 16, "speculative_config": None}
+# The backends planted there know nothing of common pages.
+MIXED = {
+    "long_prefill_token_threshold": 8,
+    "max_num_batched_tokens": 16,
+    "speculative_config": None,
+    "cascade": "never",
+}
 DRAFTED = {**MIXED, "max_num_batched_tokens": 36, "speculative_config": {"method": "ngram"}, "max_num_seqs": 4}
 MakeBackend = Callable[[EngineConfig, SimDevice], AttentionBackend]
 
