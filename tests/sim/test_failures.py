@@ -35,7 +35,7 @@ from slipstream.types import StepPlan
 from tests.sim.hash_model import HashBackend, hash_attention
 from tests.sim.world import World
 
-SEEDS = range(6)
+SEEDS = range(3)
 # A graph larger than any batch, so that every step is padded.
 PADDED = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (48,), "max_num_batched_tokens": 48, "max_num_seqs": 6}
 # The backends planted there know nothing of common pages.
@@ -374,7 +374,7 @@ def test_7_an_output_overwritten_by_the_next_step_before_it_was_copied(
     monkeypatch.setattr(_Channel, "send", send)
     # Log probabilities go that way: worlds in which somebody wants some.
     wanted = ("logprobs", "prompt_logprobs", "late_arrivals")
-    assert_found(faults_found(events=wanted, seeds=(0, 1, 2, 3, 4, 7), cudagraph_mode=mode), RaceError)
+    assert_found(faults_found(events=wanted, seeds=(0, 1, 7), cudagraph_mode=mode), RaceError)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
