@@ -197,7 +197,7 @@ class ScheduledRequest(NamedTuple):
     """One request's share of a step."""
 
     request_id: str
-    generation: int  # how often the request was admitted; an output of an older generation is dropped
+    generation: int  # the number of its admission; an output of an older one is dropped
     row: int
     num_tokens: int  # query tokens in this step, places for drafts included
     num_computed_bound: int  # computed length before this step, never below the device's

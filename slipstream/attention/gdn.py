@@ -127,12 +127,13 @@ class Recurrence:
 
     @property
     def metadata(self) -> GDNAttentionMetadata:
-        if self._metadata is None:
-            self._metadata = self.backend.build(self.common)
+        self.prepare()
+        assert self._metadata is not None
         return self._metadata
 
     def prepare(self) -> None:
-        assert self.metadata
+        if self._metadata is None:
+            self._metadata = self.backend.build(self.common)
 
     def run(self, layer: GDNLayer, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return self.backend.run(layer, qkv, a, b, self.metadata)

@@ -21,7 +21,7 @@ class RequestState:
     drafted_until: int = 0  # how many of its tokens the drafter has been shown, when it last was not
     num_ahead: int = 0  # slots of the cache behind its tokens that a step may write: drafts, and drafting after them
     row: int = NO_ROW
-    generation: int = 0  # how often it was admitted
+    generation: int = 0  # the number of its latest admission, among those of all requests: ids may be used again
     # The optimistic mirror: tokens computed once every launched step is done. Never below the device's value.
     num_computed: int = 0
     num_draws_in_flight: int = 0  # launched steps, not yet collected, that draw tokens for it

@@ -70,6 +70,7 @@ class Scheduler:
         self._next_step_id = 0
         self._in_flight: dict[int, _Launched] = {}  # by step, oldest first
         self._next_arrival_idx = 0
+        self._num_admitted = 0
         self._recent: dict[Composition, Composition] = {}  # one object for those that are the same
         self._steady: SteadyBatch | None = None  # if the newest step may repeat itself
         self._totals = SchedulerStats()
@@ -308,7 +309,8 @@ class Scheduler:
             self._totals.num_prompt_tokens += len(request.prompt_token_ids)
             self._totals.num_cached_tokens += state.num_computed
         state.row = self._free_rows.pop()
-        state.generation += 1
+        self._num_admitted += 1
+        state.generation = self._num_admitted
         bisect.insort(self.running, state, key=_rank)
         self._draft_length.move_in(state.row)
         draft_start = state.num_computed if state.has_draft_gap else 0

@@ -170,3 +170,14 @@ def test_cache_too_small_for_one_request_says_so(make_engine: MakeEngine) -> Non
     core.add(make_request("small", range(20), 12))
     with pytest.raises(RequestError, match="already in use"):
         core.add(make_request("small", range(20), 12))
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_an_id_that_is_used_again_is_another_request(make_engine: MakeEngine, steps_in_flight: int) -> None:
+    """Equally long prompts in the same row: nothing that was kept of the first request may serve the second."""
+    drawn = {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.3}
+    expected = run(make_engine().core, [make_request("a", range(50, 60), 12, seed=3, **drawn)])["a"].token_ids
+    core = make_engine(steps_in_flight=steps_in_flight).core
+    run(core, [make_request("a", range(10, 20), 12)])
+    found = run(core, [make_request("a", range(50, 60), 12, seed=3, **drawn)])["a"].token_ids
+    assert found == expected
