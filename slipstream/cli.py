@@ -84,6 +84,21 @@ def generate(
 
 
 @app.command()
+@with_options()
+def demo(
+    engine: EngineOptions,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to answer; three prompts of ours if unset.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Most tokens of an answer.")] = 128,
+) -> int:
+    """Answer with and without speculation, side by side: the same text, drafted tokens in colour, both speeds."""
+    from slipstream.commands.demo import run
+
+    return run(prompt, engine, max_tokens=max_tokens)
+
+
+@app.command()
 @with_options(temperature=0.0, max_tokens=512)
 def chat(sampling: SamplingParams, engine: EngineOptions, system: SystemText = None) -> int:
     """Talk with a model; /help inside lists what can be typed.

@@ -16,6 +16,7 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.client import EngineClient, Prompt
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
+from slipstream.models.hub import with_shipped_head
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.types import SYNTHETIC_WARNING, RequestOutput, SamplingParams
 
@@ -41,7 +42,7 @@ class _FrontDoor:
     ) -> None:
         if model is not None:
             options["model"] = model
-        chosen = EngineOptions.from_dict(options)
+        chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=False)
         speculative = speculation_of(chosen)  # first of all: a wrong word here must not cost the loading of a model
         if speculative is not None and speculative.is_synthetic:
             logger.warning(SYNTHETIC_WARNING)

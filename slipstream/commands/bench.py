@@ -18,7 +18,7 @@ from slipstream.commands.results import Row, collect_results, prepare_folder, wr
 from slipstream.commands.session import warn_if_synthetic
 from slipstream.config import EngineConfig, EngineOptions, speculation_of
 from slipstream.errors import ConfigError
-from slipstream.models.hub import resolve_models
+from slipstream.models.hub import resolve_models, with_shipped_head
 from slipstream.models.shapes import shape_config
 from slipstream.speculative_config import SpeculativeConfig
 from slipstream.types import SYNTHETIC_NOTICE, DraftStats
@@ -95,8 +95,9 @@ def run(
 ) -> int:
     if model is not None and shape is not None:
         raise ConfigError("--model and --shape are two things to measure; give one of them")
+    options = with_shipped_head(options if model is None else replace(options, model=model), by_default=False)
     warn_if_synthetic(options)
-    options = workload.fit(options if model is None else replace(options, model=model))
+    options = workload.fit(options)
     name = shape or case_name(options.model)
     if shape is not None:
         check_room(options, workload, shape_config(shape), None, None, name)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
+from slipstream.models.hub import with_shipped_head
 from slipstream.server.settings import ServerSettings
 
 
@@ -16,4 +17,5 @@ def run(model: str | None, engine: EngineOptions, settings: ServerSettings) -> i
         raise ConfigError(
             f"the server needs {error.name}; install it with: pip install 'slipstream[server]'"
         ) from error
-    return serve(engine if model is None else replace(engine, model=model), settings)
+    named = engine if model is None else replace(engine, model=model)
+    return serve(with_shipped_head(named, by_default=True), settings)

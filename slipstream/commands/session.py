@@ -12,7 +12,7 @@ from rich.console import Console
 
 from slipstream.config import EngineOptions, speculation_of
 from slipstream.errors import RequestError
-from slipstream.models.hub import resolve_models
+from slipstream.models.hub import resolve_models, with_shipped_head
 from slipstream.types import SYNTHETIC_WARNING, RequestOutput
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @contextmanager
 def open_model(options: EngineOptions) -> Iterator[LLM]:
     """Fetch and load the model, with progress on standard error where that is a terminal."""
+    options = with_shipped_head(options, by_default=True)
     warn_if_synthetic(options)
     name, options = options.model, resolve_models(options)  # shows its own progress
     with Console(stderr=True).status(f"loading {name}"):

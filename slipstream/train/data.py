@@ -29,11 +29,11 @@ from slipstream.train.store import read_store, write_store
 from slipstream.types import RequestOutput, SamplingParams
 
 _TURN_TEMPERATURES = (0.6, 0.8, 1.0)
-_ANSWER_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
+_ANSWER_TEMPERATURES = (0.0, 0.0, 0.5, 0.8, 1.0)  # one after another
 _TURN_LEN = 64
-_LEAST_ANSWER = 16
+_LEAST_ANSWER, _LONGEST_ANSWER = 16, 512
 _HELD_OUT_EVERY, _MAX_HELD_OUT = 16, 96
-_SHARE_LONG = _SHARE_FOLLOW_UP = 0.15
+_SHARE_LONG, _SHARE_FOLLOW_UP = 0.2, 0.15
 
 Advance = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
@@ -193,16 +193,18 @@ class _Author:
     def _long(self, written: _Written, count: int) -> Iterator[Asked]:
         """Contexts of all lengths up to two thirds of the longest, made of texts that were written before."""
         tokens_of = self._client.tokenizer.encode
-        pools = {flag: [turns[-1] for turns, held in written.conversations if held == flag] for flag in (True, False)}
+        pools = {flag: [turns[-2:] for turns, held in written.conversations if held == flag] for flag in (True, False)}
         for idx in range(count):
             room = self._random.randint(_LEAST_ANSWER, max(_LEAST_ANSWER, self._settings.max_len * 2 // 3))
             pool = pools[_is_held_out(idx)]
-            parts: list[str] = []
+            parts: list[tuple[str, ...]] = []
             while pool and room > 0 and len(parts) < 64:
                 parts.append(self._random.choice(pool))
-                room -= len(tokens_of(parts[-1], add_special_tokens=False)) + 1
-            task = self._random.choice(LONG_TASKS)
-            yield from self._asked((task.format("\n\n".join(parts)),), _is_held_out(idx))
+                room -= len(tokens_of(parts[-1][-1], add_special_tokens=False)) + 1
+            if parts:
+                text, question = "\n\n".join(answer for _, answer in parts), self._random.choice(parts)[0]
+                turn = self._random.choice(LONG_TASKS).format(text=text, question=question)
+                yield from self._asked((turn,), _is_held_out(idx))
 
     def _later_turns(self, written: _Written, given: list[list[str]]) -> None:
         """Given conversations of several turns: each answer is there before the next turn is asked."""
@@ -225,7 +227,8 @@ class _Author:
             yield Asked(prompt, len(prompt) if learn_from is None else learn_from, held_out, tuple(turns))
 
     def _ask(self, what: str, asked: list[Asked]) -> Iterator[tuple[Asked, RequestOutput]]:
-        longest, temperatures = max(_LEAST_ANSWER, self._settings.max_len // 2), _ANSWER_TEMPERATURES
+        longest = min(_LONGEST_ANSWER, max(_LEAST_ANSWER, self._settings.max_len // 2))
+        temperatures = _ANSWER_TEMPERATURES
         params = [
             self._params(0.0 if one.held_out else temperatures[i % len(temperatures)], longest)
             for i, one in enumerate(asked)

@@ -18,6 +18,7 @@ OPENERS = (
     *("What is", "What are the", "What would happen if", "How do I", "How can I", "How does", "Why is", "Why do"),
     *("Who was", "When did", "Where is", "Give me a list of", "Give three examples of", "List the steps to"),
     *("Can you help me", "Compare", "Translate into French:", "Fix this code:", "I need advice on", "Solve:"),
+    *("Translate to English:", "Translate this into Spanish:", "A shop sells", "If I have", "Calculate", "Classify"),
     *("Rewrite this sentence:", "Create a plan for", "Imagine you are", "Is it true that", "Tell me about"),
 )
 PLAIN_OPENERS = ("The", "In", "A", "When", "It was", "There is", "How to", "Once", "We", "This", "I", "#", "def", "1.")
@@ -25,13 +26,17 @@ FOLLOW_UPS = (
     *("Can you give an example?", "Make it shorter.", "Why is that?", "Explain it in simpler words.", "Go on."),
     *("Rewrite it as a list.", "What are the disadvantages?", "Are you sure?", "Say that again in other words."),
 )
+# Of a text, and one of the questions that it answers.
 LONG_TASKS = (
-    "Summarize the following text.\n\n{}",
-    "{}\n\nSummarize the text above in a few sentences.",
-    "Repeat the following text word for word.\n\n{}",
-    "Quote the most important sentences of this text:\n\n{}",
-    "Continue this text:\n\n{}",
-    "{}\n\nWhat is the text above about?",
+    "Summarize the following text.\n\n{text}",
+    "Summarize: {text}",
+    "{text}\n\nSummarize the text above in a few sentences.",
+    "Repeat the following text word for word.\n\n{text}",
+    "Quote the most important sentences of this text:\n\n{text}",
+    "Continue this text:\n\n{text}",
+    "{text}\n\nWhat is the text above about?",
+    "{text}\n\n{question}",
+    "Answer with what this text says.\n\n{text}\n\nQuestion: {question}",
 )
 _MARK = "a1turn2of3the4user"
 

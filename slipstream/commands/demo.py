@@ -1,0 +1,116 @@
+"""``slipstream demo``: the same prompts with and without speculation, and what it gains."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.commands.generate import drafts_line, encode_prompt
+from slipstream.commands.session import check, open_model
+from slipstream.config import EngineOptions, speculation_of
+from slipstream.errors import ConfigError, RequestError
+from slipstream.models.hub import with_shipped_head
+from slipstream.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
+    from slipstream.models.tokenizer import Tokenizer
+
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in a few sentences how a bicycle stays upright.",
+    "Write a short email to a colleague that moves our meeting to Friday.",
+)
+_ACCEPTED, _PLAIN = "bold green", ""
+_WARM_UP = 24  # tokens: what is done once, and how the number of drafts settles, is no part of the comparison
+
+
+class Answer(NamedTuple):
+    token_ids: list[int]
+    rate: float  # tokens per second behind the first
+
+
+def run(prompt: str | None, engine: EngineOptions, *, max_tokens: int) -> int:
+    if prompt is not None and not prompt.strip():
+        raise RequestError("the prompt is empty; give a text, or leave it out")
+    options = _with_drafts(engine)
+    out = Console(highlight=False, soft_wrap=True)
+    with open_model(options) as llm:
+        llm.generate([encode_prompt(llm.tokenizer, PROMPTS[0], None, False)], _params(_WARM_UP, True))
+        pairs = []
+        for text in PROMPTS if prompt is None else (prompt,):
+            out.print(f"> {text}", style="bold", markup=False)
+            pairs.append(_compare(llm, text, max_tokens, out))
+        out.print(_table(pairs))
+        if any(plain.token_ids != drafted.token_ids for plain, drafted in pairs):
+            # Two orders of summation may disagree about a tie in 16 bits; on a CPU in float32 none has been seen.
+            out.print("An answer differs: two tokens were equally likely up to rounding.", style="yellow")
+        else:
+            out.print("Every answer is the same, token by token.")
+    return 0
+
+
+def _with_drafts(engine: EngineOptions) -> EngineOptions:
+    options = with_shipped_head(engine, by_default=True)
+    if options.speculate == "none":
+        raise ConfigError("the demo compares speculation with none; leave out --speculate none")
+    if options.speculate is None and options.speculative_config is None and options.draft_model is None:
+        options = replace(options, speculate="ngram")  # needs nothing but the request's own tokens
+    speculation_of(options)
+    return options
+
+
+def _params(max_tokens: int, speculate: bool) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, speculate=speculate)
+
+
+def _compare(llm: LLM, text: str, max_tokens: int, out: Console) -> tuple[Answer, Answer]:
+    """Without drafts first, then with them."""
+    token_ids = encode_prompt(llm.tokenizer, text, None, False)
+    answers = []
+    for speculate in (False, True):
+        label = "with drafts, accepted ones in green" if speculate else "without drafts"
+        out.print(f"[{label}]", style="dim", markup=False)
+        output = paint(llm.stream(token_ids, _params(max_tokens, speculate)), llm.tokenizer, out)
+        drafts = output.outputs[0].speculation
+        rate = output.timings.tokens_per_s(len(output.token_ids))
+        line = f"{rate:,.1f} tokens per second" + ("; " + drafts_line(drafts) if speculate and drafts else "")
+        out.print(line + "\n", style="dim", markup=False)
+        answers.append(Answer(output.token_ids, rate))
+    return answers[0], answers[1]
+
+
+def paint(outputs: Iterable[RequestOutput], tokenizer: Tokenizer, out: Console) -> RequestOutput:
+    """Write an answer as it comes, tokens that were drafted and accepted in a colour. Returns the last output."""
+    from slipstream.engine.detokenizer import IncrementalDetokenizer
+
+    detokenizer, last = IncrementalDetokenizer(tokenizer), None
+    num_shown = num_accepted = 0
+    for output in outputs:  # one a step
+        completion, last = output.outputs[0], output
+        fresh = completion.token_ids[num_shown:]
+        accepted = (completion.speculation.num_accepted if completion.speculation is not None else 0) - num_accepted
+        # A step brings the drafts it accepted, and behind them the target's own token.
+        for part, style in ((fresh[:accepted], _ACCEPTED), (fresh[accepted:], _PLAIN)):
+            out.print(detokenizer.add(part), end="", style=style, markup=False)
+        num_shown, num_accepted = num_shown + len(fresh), num_accepted + accepted
+        sys.stdout.flush()
+    out.print(detokenizer.flush())
+    if last is None:
+        raise RequestError("the engine gave no answer; try again")
+    return check(last)
+
+
+def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
+    table = Table("prompt", title="tokens per second")
+    for name in ("without drafts", "with drafts", "speed-up"):
+        table.add_column(name, justify="right")
+    for number, (plain, drafted) in enumerate(pairs, 1):
+        ratio = drafted.rate / plain.rate if plain.rate else 0.0
+        table.add_row(str(number), f"{plain.rate:,.1f}", f"{drafted.rate:,.1f}", f"{ratio:.2f} x")
+    return table
