@@ -83,8 +83,8 @@ def decode_throughput(results: Results) -> str:
     num_runs = min(len(row["tok_s_runs"]) for row in rows)
     intro = (
         f"Measured on one {GPU} in bfloat16, greedy, 128 prompt and 256 output tokens, the decode part, against "
-        f"{VERSION} on the same kind of GPU (`python benchmarks/decode_throughput.py`; random weights of both shapes, best of "
-        f"{num_runs} runs):"
+        f"{VERSION} on the same kind of GPU (`python benchmarks/decode_throughput.py`; random weights of both shapes, "
+        f"best of {num_runs} runs):"
     )
     lines = []
     for case in dict.fromkeys(case for case, _ in own):
@@ -108,8 +108,8 @@ def eagle3(results: Results) -> str:
         return ""
     rates = " ".join(number(rate, 3).lstrip("0") for rate in FORCED_RATES[: int(EAGLE3_K)])
     intro = (
-        f"With an EAGLE-3 head on the {NAMES[SHAPE]}, k = {EAGLE3_K}, drafts accepted at vLLM's rates ({rates}), on the "
-        "same kind of GPU (`python benchmarks/speculative_throughput.py`; random weights):"
+        f"With an EAGLE-3 head on the {NAMES[SHAPE]}, k = {EAGLE3_K}, drafts accepted at vLLM's rates ({rates}), on "
+        "the same kind of GPU (`python benchmarks/speculative_throughput.py`; random weights):"
     )
     plain, adaptive = same_run(results)
     lines = [

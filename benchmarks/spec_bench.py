@@ -432,8 +432,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         arguments.temperature = [float(number) for number in arguments.temperature.split(",")]
     except ValueError as error:
         parser.error(f"--batch and --temperature are numbers with commas between: {error}")
-    counts = (*arguments.batch, arguments.repeat, arguments.limit or 1, arguments.output_len)
-    if min(counts) < 1 or (arguments.k is not None and arguments.k < 1) or min(arguments.temperature) < 0:
+    wishes = [wish for wish in (arguments.limit, arguments.k) if wish is not None]
+    if min(*arguments.batch, arguments.repeat, arguments.output_len, *wishes) < 1 or min(arguments.temperature) < 0:
         parser.error("--batch, --repeat, --limit, --output-len and --k are at least 1, --temperature at least 0")
     if arguments.max_model_len < arguments.output_len + 2:
         parser.error("--max-model-len must leave room for a prompt before --output-len tokens")
