@@ -39,7 +39,7 @@ from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.models.hub import resolve_model
 from slipstream.sampling.gumbel import gumbel_noise_at
-from slipstream.types import RequestOutput, SamplingParams, TokenUpdates
+from slipstream.types import MAX_LOGPROBS, RequestOutput, SamplingParams, TokenUpdates
 from spec_bench_questions import Question, read_questions
 from spec_bench_report import plot, print_difference, print_tables
 
@@ -117,6 +117,7 @@ class Run:
     answers: list[Answer]
     seconds: float
     steps: Steps
+    busy_s: float = 0.0  # of the seconds, those in which the engine had steps under way
 
     @property
     def num_tokens(self) -> int:
@@ -130,37 +131,44 @@ class Run:
 def joined(runs: Iterable[Run]) -> Run:
     runs = list(runs)
     answers = [answer for run in runs for answer in run.answers]
-    return Run(answers, sum(run.seconds for run in runs), sum((run.steps for run in runs), Steps()))
+    seconds, busy_s = (sum(getattr(run, name) for run in runs) for name in ("seconds", "busy_s"))
+    return Run(answers, seconds, sum((run.steps for run in runs), Steps()), busy_s)
 
 
-def generate(client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int) -> Run:
-    """All of them, ``batch`` at a time: the next is sent when one is done."""
+def answers_to(
+    client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int | None = None
+) -> list[RequestOutput]:
+    """To all, in order. With a batch, so many run at a time: the next is sent when one is done."""
     requests = [client.prepare(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     outputs: dict[str, RequestOutput] = {}
     done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+    num_sent = 0
+    while len(outputs) < len(requests):
+        while num_sent < min(len(requests), len(outputs) + (batch or len(requests))):
+            client.submit(requests[num_sent], done.put, every_token=False)
+            num_sent += 1
+        output = done.get()
+        if output.error is not None:
+            raise EngineError(output.error)
+        outputs[output.request_id] = output
+    return [outputs[request.request_id] for request in requests]
+
+
+def generate(client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int) -> Run:
     seen: list[Seen] = []
 
     def note(updates: TokenUpdates) -> None:
         seen.append(Seen(updates.request_ids, tuple(map(len, updates.token_ids)), updates.num_drafts))
 
-    waiting = iter(requests)
-    start = time.monotonic()
+    busy_s, start = client.stats.step_s.total, time.monotonic()
     with client.tapped(note):
-        for request in [one for _, one in zip(range(batch), waiting, strict=False)]:
-            client.submit(request, done.put, every_token=False)
-        for _ in requests:
-            output = done.get()
-            if output.error is not None:
-                raise EngineError(output.error)
-            if (request_or_none := next(waiting, None)) is not None:
-                client.submit(request_or_none, done.put, every_token=False)
-            outputs[output.request_id] = output
-        seconds = time.monotonic() - start
+        outputs = answers_to(client, prompts, params, batch)
+    seconds, busy_s = time.monotonic() - start, client.stats.step_s.total - busy_s
     answers = [
-        Answer(list(prompt), list(outputs[r.request_id].token_ids), outputs[r.request_id].text, one.seed or 0)
-        for r, prompt, one in zip(requests, prompts, params, strict=True)
+        Answer(list(prompt), list(output.token_ids), output.text, one.seed or 0)
+        for prompt, output, one in zip(prompts, outputs, params, strict=True)
     ]
-    return Run(answers, seconds, Steps.of(seen))
+    return Run(answers, seconds, Steps.of(seen), busy_s)
 
 
 # --- texts that differ ----------------------------------------------------------------------------
@@ -192,29 +200,32 @@ def differences(kind: str, plain: Run, drafted: Run) -> list[Difference]:
     return found
 
 
-def judge(client: EngineClient, found: Difference, temperature: float) -> None:
+def judge(client: EngineClient, found: Sequence[Difference], temperature: float) -> None:
     """Fill in how far the target finds the two tokens apart, drafts or not, and how the texts go on."""
-    found.texts = tuple(  # type: ignore[assignment]
-        client.tokenizer.decode([t for t in tokens if t >= 0]) for tokens in (found.ours, found.plain)
-    )
-    pair = [found.ours[0], found.plain[0]]
-    if min(pair) < 0:
-        return
-    scores = torch.tensor([_logprob(client, found.prompt, token) for token in pair])
-    if temperature:
-        words = torch.from_numpy(np.array([[found.seed]], dtype=np.uint64).view(np.int32))
-        at = (torch.tensor([len(found.prompt)], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-        scores += temperature * gumbel_noise_at(words, *at, torch.tensor(pair, dtype=torch.int32))[0]
-    found.gap = float((scores[0] - scores[1]).abs())
+    likeliest = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
+    outputs = answers_to(client, [one.prompt for one in found], [likeliest] * len(found))
+    for one, output in zip(found, outputs, strict=True):
+        ours, plain = (client.tokenizer.decode([t for t in ids if t >= 0]) for ids in (one.ours, one.plain))
+        one.texts = ours, plain
+        pair = [one.ours[0], one.plain[0]]
+        if min(pair) < 0:
+            continue
+        known = (output.outputs[0].logprobs or [{}])[0]
+        scores = [known[t].logprob if t in known else _logprob(client, one.prompt, t) for t in pair]
+        if temperature:
+            seeds = torch.from_numpy(np.array([[one.seed]], dtype=np.uint64).view(np.int32))
+            at = (torch.tensor([len(one.prompt)], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+            noise = gumbel_noise_at(seeds, *at, torch.tensor(pair, dtype=torch.int32))[0].tolist()
+            scores = [score + temperature * own for score, own in zip(scores, noise, strict=True)]
+        one.gap = abs(scores[0] - scores[1])
 
 
 def _logprob(client: EngineClient, prompt: list[int], token: int) -> float:
+    """Of a token that is not among the likeliest: as the last one of a prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    client.submit(client.prepare([*prompt, token], params), done.put, every_token=False)
-    output = done.get()
-    if output.error is not None or output.prompt_logprobs is None or output.prompt_logprobs[-1] is None:
-        raise EngineError(output.error or "the engine gave no log probabilities")
+    (output,) = answers_to(client, [[*prompt, token]], [params])
+    if output.prompt_logprobs is None or output.prompt_logprobs[-1] is None:
+        raise EngineError("the engine gave no log probabilities of a prompt")
     return output.prompt_logprobs[-1][token].logprob
 
 
@@ -317,13 +328,13 @@ class Bench:
                     runs = [self.run_kind(client, setting, kind) for _ in range(self.arguments.repeat)]
                     run = best[setting][kind] = max(runs, key=lambda run: run.rate)
                     figures = f"{run.rate:,.0f} tokens/s, {run.steps.tokens_a_step:.2f} a step, {run.seconds:.1f} s"
+                    figures += f", {run.busy_s / run.seconds:.0%} of it in steps"
                     self._say(
                         f"{method}, temperature {setting.temperature:g}, batch {setting.batch}, {kind}: {figures}"
                     )
             for setting, before in (plain or {}).items():
                 apart[setting] = [d for kind in before for d in differences(kind, before[kind], best[setting][kind])]
-                for one in apart[setting]:
-                    judge(client, one, setting.temperature)
+                judge(client, apart[setting], setting.temperature)
         finally:
             client.close()
         return best, apart
@@ -363,6 +374,7 @@ class Bench:
                         "tokens_a_step": round(after.steps.tokens_a_step, 3),
                         "num_tokens": after.num_tokens,
                         "seconds": round(after.seconds, 3),
+                        "busy_s": round(after.busy_s, 3),
                         "num_texts": len(after.answers),
                         "same_texts": len(after.answers) - len(other),
                         "near_ties": num_ties,
@@ -462,9 +474,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = collect_results([*rows, *apart], device=bench.device)
     title = f"Spec-Bench, {model_name(arguments.model)}, k = {arguments.k or 'adaptive'}, {results.hardware}"
     path = write_results(results, arguments.output_dir, "spec-bench")
-    print_tables(rows, title)
-    for row in apart:
+    for row in sorted(apart, key=lambda row: not row["near_tie"]):  # faults where they are seen
         print_difference(row)
+    print_tables(rows, title)
     faults = sum(not row["near_tie"] for row in apart)
     print(f"{len(apart)} texts differ from the plain run's: {len(apart) - faults} near-ties, {faults} faults")
     print(f"written to {path}")

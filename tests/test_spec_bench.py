@@ -196,12 +196,13 @@ def test_a_gap_is_that_of_the_scores_that_the_engine_compares(client: EngineClie
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=1, top_p=1.0, top_k=-1)
     answer = spec_bench.generate(client, [prompt], [params], 1).answers[0]
     assert answer.token_ids == [best]
-    found = Difference("qa", prompt, [second], [best], answer.seed)
+    # The second and the least likely: one is among the log probabilities that an answer may carry, the other is not.
+    last = int(scores.argmin())
+    found = [Difference("qa", prompt, [other], [best], answer.seed) for other in (second, last, -1)]
     judge(client, found, temperature)
-    assert found.gap == pytest.approx(float(scores[best] - scores[second]), abs=1e-4)
-    ended = Difference("qa", prompt, [-1], [best], seed)
-    judge(client, ended, temperature)
-    assert ended.gap is None
+    for one, other in zip(found, (second, last), strict=False):
+        assert one.gap == pytest.approx(float(scores[best] - scores[other]), abs=1e-4)
+    assert found[2].gap is None
 
 
 def test_no_more_run_at_a_time_than_asked_for(client: EngineClient) -> None:
