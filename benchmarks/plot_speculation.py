@@ -49,6 +49,8 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], shape: str, output: Path) 
     figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130)
     for k, rows in sorted(found.items()):
         batches = sorted(rows)
+        if len(batches) == 1 and k not in COLORS:  # a single point is no curve
+            continue
         name = "plain" if k == "0" else "adaptive" if k == "adaptive" else f"k = {k}"
         color, width = COLORS.get(k), 2.2 if k in COLORS else 1.0
         rates = [rows[b]["tok_s"] for b in batches]
@@ -58,8 +60,8 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], shape: str, output: Path) 
         batches = sorted(found.get(k, {}))
         peers = {b: peer for b in batches if (peer := eagle3_peer(shape, k, b))}
         if peers:
-            style = {"marker": marker, "s": 60, "color": "black", "zorder": 3}
-            axes.scatter([*peers], [*peers.values()], label=f"vLLM, {name}", **style)
+            at, rates = [*peers], [*peers.values()]
+            axes.scatter(at, rates, marker=marker, s=60, color="black", zorder=3, label=f"vLLM, {name}")
         if batches:
             limits = [limit(shape, int(k), b) for b in batches]
             axes.plot(batches, limits, ls=":", lw=1.2, color=COLORS[k], label=f"limit of the bandwidth, {name}")
