@@ -11,7 +11,7 @@ MODEL ?=
 PROMPT ?= What is the capital of France, and what is it known for?
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-gpu memcheck sim check format docs bench clean
+.PHONY: help demo serve test test-slow test-gpu memcheck sim check format docs readme bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ format: $(VENV)/.installed-dev ## apply format and safe fixes
 
 docs: $(VENV)/.installed ## bring the tables in docs/ up to date
 	$(BIN)/python -m slipstream.commands.reference
+
+readme: $(VENV)/.installed-dev ## bring the README's figures and pictures up to date with benchmarks/results/
+	$(BIN)/python benchmarks/readme.py
 
 serve: $(VENV)/.installed ## the default model behind an OpenAI-compatible API
 	$(BIN)/slipstream serve $(MODEL)

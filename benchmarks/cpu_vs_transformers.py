@@ -13,6 +13,7 @@ and writes the median ratios, which are what carries over to other machines:
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import subprocess
 import sys
 import time
@@ -175,6 +176,7 @@ def main() -> int:
         for engine, figures in zip(("slipstream", "transformers"), zip(*pairs, strict=True), strict=True):
             rows.append({"case": MODEL, "batch": batch, "engine": engine, "tok_s": round(median(figures), 2)})
             rows[-1] |= {"ratio": round(ratio, 3), "tok_s_runs": [round(figure, 2) for figure in figures]}
+            rows[-1] |= {"output_len": options.output_len, "transformers": importlib.metadata.version("transformers")}
         own, other = rows[-2]["tok_s"], rows[-1]["tok_s"]
         print(f"batch {batch}: {own} against {other} tokens/s, {ratio:.2f} x (at least {target})", flush=True)
     ours.close()

@@ -28,11 +28,7 @@ from slipstream.engine.client import EngineClient
 from slipstream.models.load import count_parameters
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import shape_config
-
-VLLM = {
-    "smollm2-135m": {1: 622, 8: 4836, 32: 15763, 128: 39881},
-    "llama-3.1-8b": {1: 202, 8: 1574, 64: 10566},
-}
+from vllm_figures import PLAIN
 
 
 def copy_bandwidth() -> float:
@@ -73,7 +69,7 @@ def measure(case: str, options: EngineOptions, workload: Workload, bandwidth: fl
             runs = _measure_batch(client, workload, batch, seed=0)
             row = _row(case, batch, workload, client.config, runs, weights="model" if is_file else "random")
             after = client.stats
-            peer, top = VLLM[case].get(batch), limit(case, batch, workload, bandwidth)
+            peer, top = PLAIN[case].get(batch), limit(case, batch, workload, bandwidth)
             row |= {
                 "vllm_tok_s": peer,
                 "ratio": round(row["tok_s"] / peer, 3) if peer else None,
@@ -90,7 +86,7 @@ def measure(case: str, options: EngineOptions, workload: Workload, bandwidth: fl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=VLLM, help="one case instead of all")
+    parser.add_argument("--case", choices=PLAIN, help="one case instead of all")
     parser.add_argument("--model", help="a checkpoint of the case, instead of random weights of its shape")
     parser.add_argument("--batch", help="batch sizes, such as 1,8; those of the figures if unset")
     parser.add_argument("--repeat", type=int, default=3)
@@ -100,8 +96,8 @@ def main() -> int:
     prepare_folder(arguments.output_dir)
     bandwidth = copy_bandwidth()
     rows: list[dict[str, Any]] = []
-    for case in [arguments.case] if arguments.case else VLLM:
-        batches = arguments.batch or ",".join(map(str, VLLM[case]))
+    for case in [arguments.case] if arguments.case else PLAIN:
+        batches = arguments.batch or ",".join(map(str, PLAIN[case]))
         workload = Workload.parse(batches, prompt_len=128, output_len=arguments.output_len, repeat=arguments.repeat)
         options = EngineOptions(model=arguments.model or case, device="cuda", dtype="bfloat16", seed=0)
         rows += measure(case, replace(workload.fit(options), max_model_len=None), workload, bandwidth)

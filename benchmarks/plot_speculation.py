@@ -11,25 +11,27 @@ Needs matplotlib: pip install "slipstream[plots]".
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from result_files import Result, newest_first
 from slipstream.models.shapes import FORCED_RATES, step_bytes
+from vllm_figures import EAGLE3_K, eagle3_peer
 
 BANDWIDTH = 4.8e12  # bytes a second, NVIDIA H200
 COLORS = {"0": "#6b7280", "3": "#2563eb", "adaptive": "#dc2626"}
 
 
-def newest_rows(paths: list[Path], shape: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """The newest row of every draft length and batch at the high rates; file names begin with their date."""
+def newest_rows(results: Sequence[Result], shape: str) -> dict[str, dict[int, dict[str, Any]]]:
+    """The newest row of every draft length and batch at the high rates."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for path in sorted(paths, key=lambda p: p.name):
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            is_own = row.get("case", "").split("+")[0] == shape
+    for result in results:
+        for row in result.rows:
+            is_own = row["case"].split("+")[0] == shape
             if is_own and "k" in row and row.get("rates", "high") == "high":
-                found.setdefault(str(row["k"]), {})[row["batch"]] = row
+                found.setdefault(str(row["k"]), {}).setdefault(row["batch"], row)
     return found
 
 
@@ -38,50 +40,57 @@ def limit(shape: str, k: int, batch: int) -> float:
     return batch * (1 + sum(FORCED_RATES[:k])) * BANDWIDTH / step_bytes(shape, k)
 
 
+def draw(found: dict[str, dict[int, dict[str, Any]]], shape: str, output: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130)
+    for k, rows in sorted(found.items()):
+        batches = sorted(rows)
+        if len(batches) == 1 and k not in COLORS:  # a single point is no curve
+            continue
+        name = "plain" if k == "0" else "adaptive" if k == "adaptive" else f"k = {k}"
+        color, width = COLORS.get(k), 2.2 if k in COLORS else 1.0
+        rates = [rows[b]["tok_s"] for b in batches]
+        axes.plot(batches, rates, marker="o", ms=4, lw=width, color=color, label=f"Slipstream, {name}")
+    for k, marker in (("0", "x"), (EAGLE3_K, "^")):
+        name = "plain" if k == "0" else f"k = {k}"
+        batches = sorted(found.get(k, {}))
+        peers = {b: peer for b in batches if (peer := eagle3_peer(shape, k, b))}
+        if peers:
+            at, rates = [*peers], [*peers.values()]
+            axes.scatter(at, rates, marker=marker, s=60, color="black", zorder=3, label=f"vLLM, {name}")
+        if batches:
+            limits = [limit(shape, int(k), b) for b in batches]
+            axes.plot(batches, limits, ls=":", lw=1.2, color=COLORS[k], label=f"limit of the bandwidth, {name}")
+    axes.set(xscale="log", yscale="log", xlabel="requests in the batch", ylabel="output tokens per second")
+    axes.set_xscale("log", base=2)
+    axes.set_title(f"{shape} shape with an EAGLE-3 head, forced acceptance, NVIDIA H200")
+    axes.grid(visible=True, which="both", lw=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    # Without the library's version, so that the same results give the same file.
+    figure.savefig(output, metadata={"Software": None})
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
-        print('error: plots need matplotlib; pip install "slipstream[plots]"', file=sys.stderr)
-        return 2
-    found = newest_rows(arguments.results, arguments.shape)
+    found = newest_rows(newest_first(arguments.results), arguments.shape)
     if not found:
         print(f"error: no rows of {arguments.shape} in {len(arguments.results)} files", file=sys.stderr)
         return 2
-    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130)
-    for k, rows in sorted(found.items()):
-        batches = sorted(rows)
-        name = "plain" if k == "0" else "adaptive" if k == "adaptive" else f"k = {k}"
-        color, width = COLORS.get(k), 2.2 if k in COLORS else 1.0
-        rates = [rows[b]["tok_s"] for b in batches]
-        axes.plot(batches, rates, marker="o", ms=4, lw=width, color=color, label=f"Slipstream, {name}")
-    for k, marker in (("0", "x"), ("3", "^")):
-        peers = {b: row["vllm_tok_s"] for b, row in found.get(k, {}).items() if row.get("vllm_tok_s")}
-        if peers:
-            name = "plain" if k == "0" else f"k = {k}"
-            axes.scatter(
-                [*peers], [*peers.values()], marker=marker, s=60, color="black", zorder=3, label=f"vLLM, {name}"
-            )
-        batches = sorted(found.get(k, {}))
-        if batches:
-            limits = [limit(arguments.shape, int(k), b) for b in batches]
-            name = "plain" if k == "0" else f"k = {k}"
-            axes.plot(batches, limits, ls=":", lw=1.2, color=COLORS[k], label=f"limit of the bandwidth, {name}")
-    axes.set(xscale="log", yscale="log", xlabel="requests in the batch", ylabel="output tokens per second")
-    axes.set_xscale("log", base=2)
-    axes.set_title(f"{arguments.shape} shape with an EAGLE-3 head, forced acceptance, NVIDIA H200")
-    axes.grid(visible=True, which="both", lw=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(arguments.output)
+    try:
+        draw(found, arguments.shape, arguments.output)
+    except ImportError:
+        print('error: plots need matplotlib; pip install "slipstream[plots]"', file=sys.stderr)
+        return 2
     print(f"written to {arguments.output}")
     return 0
 

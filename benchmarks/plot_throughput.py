@@ -6,23 +6,28 @@ python benchmarks/plot_throughput.py benchmarks/results/*decode-throughput*.json
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from result_files import Result, newest_first
+from vllm_figures import PLAIN, VERSION
 
 BAR, GAP, LEFT, WIDTH = 16, 10, 210, 420
 OWN, PEER, INK = "#2563eb", "#9ca3af", "#374151"
 
 
-def newest_rows(paths: list[Path]) -> list[dict[str, Any]]:
-    """The newest row of each case and batch; file names begin with their date."""
+def newest_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The newest row of each case and batch that vLLM has a figure for, of runs like vLLM's with random weights."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for path in sorted(paths, key=lambda p: p.name):
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if row.get("vllm_tok_s"):
-                found[row["case"], row["batch"]] = row
-    return [found[key] for key in sorted(found, key=lambda key: (key[0] != "smollm2-135m", key[0], key[1]))]
+    for result in results:
+        for row in result.rows:
+            is_alike = (row.get("weights"), row.get("prompt_len"), row.get("output_len")) == ("random", 128, 256)
+            if is_alike and row["batch"] in PLAIN.get(row["case"], {}):
+                found.setdefault((row["case"], row["batch"]), row)
+    cases = list(PLAIN)
+    return [found[key] for key in sorted(found, key=lambda key: (cases.index(key[0]), key[1]))]
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> str:
@@ -32,14 +37,15 @@ def text(x: float, y: float, words: str, anchor: str = "start", weight: str = "n
 
 def draw(rows: list[dict[str, Any]]) -> str:
     """Bars are relative to vLLM within each pair: batches differ by a factor of a hundred."""
-    widest = max(max(row["ratio"] for row in rows), 1.0)
+    peers = [PLAIN[row["case"]][row["batch"]] for row in rows]
+    widest = max([1.0, *(row["tok_s"] / peer for row, peer in zip(rows, peers, strict=True))])
     parts, y = [], 28
     parts.append(
-        text(10, 16, "output tokens per second, one NVIDIA H200: Slipstream (blue), vLLM 0.26.0 (grey)", weight="bold")
+        text(10, 16, f"output tokens per second, one NVIDIA H200: Slipstream (blue), {VERSION} (grey)", weight="bold")
     )
-    for row in rows:
+    for row, peer in zip(rows, peers, strict=True):
         parts.append(text(LEFT - 10, y + BAR + 4, f"{row['case']}, batch {row['batch']}", anchor="end"))
-        for rate, share, colour in ((row["tok_s"], row["ratio"], OWN), (row["vllm_tok_s"], 1.0, PEER)):
+        for rate, share, colour in ((row["tok_s"], row["tok_s"] / peer, OWN), (peer, 1.0, PEER)):
             width = WIDTH * share / widest
             parts.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>')
             parts.append(text(LEFT + width + 6, y + BAR - 4, f"{rate:,.0f}"))
@@ -54,7 +60,7 @@ def main() -> None:
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, default=Path("docs/throughput.svg"))
     options = parser.parse_args()
-    options.output.write_text(draw(newest_rows(options.results)), encoding="utf-8")
+    options.output.write_text(draw(newest_rows(newest_first(options.results))), encoding="utf-8")
     print(f"written to {options.output}")
 
 

@@ -1,13 +1,18 @@
 """Spec-Bench: 480 questions in six kinds, plain and with drafts: how far drafts are right, how fast, the same text.
 
-Each kind of question runs for itself, one request at a time or up to 32 together, prompts included in the time, better
-of `--repeat` runs. A second turn is asked behind the answer that the plain run gave to the first, so that all methods
-get the same prompts. Accepted length is tokens a step that checks drafts, the target's own included; a step without
-drafts counts one. Every text is compared with the plain run's. Where one differs, the plain engine is asked how likely
-it found both tokens at the first difference: a near-tie of the precision, or a fault.
+One engine for each method serves all batches and temperatures. Each kind of question runs for itself, one request or
+several at a time, to their end or to `--output-len` tokens, prompts included in the time, prefix caching off, better of
+`--repeat` runs after a warm-up. A second turn is asked behind the answer that the plain run gave to the first, so that
+all methods get the same prompts. Accepted length is tokens a step that checks drafts, the target's own included; beside
+it tokens a step, where steps without drafts count too.
 
-    python benchmarks/spec_bench.py --questions question.jsonl [--methods none,ngram,eagle3] [--head FOLDER] [--limit 5]
-    python benchmarks/spec_bench.py --questions question.jsonl --temperature 0.7 --batch 1,32 --k 4
+Every text is compared with the plain run's. For one that differs, the engine is asked for the two tokens' scores at the
+first difference: log probabilities, at a temperature with the noise that the seed draws. A gap below `--near-tie` is a
+tie that the precision decided, and is counted and shown. Any other is a fault: the exit status is 1. On a CPU every
+difference is one.
+
+    python benchmarks/spec_bench.py --questions question.jsonl --methods none,ngram,eagle3 --head FOLDER
+    python benchmarks/spec_bench.py --questions question.jsonl --limit 5 --batch 1 --temperature 0.7 --kinds qa,rag
 
 The questions are those of Spec-Bench (Xia et al., 2024; Apache-2.0).
 """
@@ -15,51 +20,104 @@ The questions are those of Spec-Bench (Xia et al., 2024; Apache-2.0).
 from __future__ import annotations
 
 import argparse
-import json
 import queue
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from slipstream.commands.measure import wait_for_graphs
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
 from slipstream.engine.client import EngineClient
-from slipstream.errors import ConfigError, EngineError
-from slipstream.types import RequestOutput, SamplingParams, TokenUpdates
+from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.models.hub import resolve_model
+from slipstream.sampling.gumbel import gumbel_noise_at
+from slipstream.types import MAX_LOGPROBS, RequestOutput, SamplingParams, TokenUpdates
+from spec_bench_questions import Question, read_questions
+from spec_bench_report import plot, print_difference, print_tables
 
-# Kinds as the paper counts them: MT-bench's eight are one.
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+METHODS = ("none", "ngram", "eagle3")
 OVERALL = "overall"
 NEAR_TIE = 0.25  # between two log probabilities, in bfloat16
+WARM_UP_TOKENS = 32
+NUM_SHOWN = 8  # tokens of each text where two differ
 
 
-class Question(NamedTuple):
-    kind: str
-    turns: tuple[str, ...]
+# --- runs -----------------------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):
     prompt: list[int]
     token_ids: list[int]
     text: str
+    seed: int
 
 
-@dataclass
+class Seen(NamedTuple):
+    """What a step brought to each of its requests."""
+
+    request_ids: Sequence[str]
+    num_tokens: Sequence[int]
+    num_drafts: Sequence[int]  # that were checked; empty where nothing is drafted
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of requests, each counted for itself. The step that ends a prompt brings a token and is not among them."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_checks: int = 0  # steps with drafts
+    num_checked_tokens: int = 0  # that those brought
+
+    @classmethod
+    def of(cls, seen: Iterable[Seen]) -> Steps:
+        begun: set[str] = set()
+        num_steps = num_tokens = num_checks = num_checked_tokens = 0
+        for step in seen:
+            drafts = step.num_drafts or [0] * len(step.request_ids)
+            for request_id, count, num_drafts in zip(step.request_ids, step.num_tokens, drafts, strict=True):
+                if count and request_id in begun:
+                    num_steps, num_tokens = num_steps + 1, num_tokens + count
+                    if num_drafts:
+                        num_checks, num_checked_tokens = num_checks + 1, num_checked_tokens + count
+                elif count:
+                    begun.add(request_id)
+        return cls(num_steps, num_tokens, num_checks, num_checked_tokens)
+
+    def __add__(self, other: Steps) -> Steps:
+        return Steps(
+            self.num_steps + other.num_steps,
+            self.num_tokens + other.num_tokens,
+            self.num_checks + other.num_checks,
+            self.num_checked_tokens + other.num_checked_tokens,
+        )
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a check; 1, the target's own, where nothing was checked."""
+        return self.num_checked_tokens / self.num_checks if self.num_checks else 1.0
+
+    @property
+    def tokens_a_step(self) -> float:
+        return self.num_tokens / self.num_steps if self.num_steps else 1.0
+
+
+@dataclass(frozen=True)
 class Run:
     """One method over one kind of questions."""
 
     answers: list[Answer]
     seconds: float
-    num_steps: dict[str, int] = field(default_factory=dict)
+    steps: Steps
+    busy_s: float = 0.0  # of the seconds, those in which the engine had steps under way
 
     @property
     def num_tokens(self) -> int:
@@ -69,313 +127,369 @@ class Run:
     def rate(self) -> float:
         return self.num_tokens / self.seconds
 
-    @property
-    def length(self) -> float:
-        """Tokens a step of a request. The first token of an answer comes with its prompt, and is left out."""
-        num_steps = sum(self.num_steps.values()) - len(self.answers)
-        return (self.num_tokens - len(self.answers)) / max(1, num_steps)
+
+def joined(runs: Iterable[Run]) -> Run:
+    runs = list(runs)
+    answers = [answer for run in runs for answer in run.answers]
+    seconds, busy_s = (sum(getattr(run, name) for run in runs) for name in ("seconds", "busy_s"))
+    return Run(answers, seconds, sum((run.steps for run in runs), Steps()), busy_s)
 
 
-def read_questions(path: Path, limit: int | None) -> dict[str, list[Question]]:
-    """By kind, in the file's order; the first ``limit`` of each."""
-    found: dict[str, list[Question]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the questions: {error}; give Spec-Bench's question.jsonl") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            asked = json.loads(line)
-            kind, turns = asked["category"], tuple(map(str, asked["turns"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number} is no question with category and turns") from error
-        kind = "mt_bench" if kind in MT_BENCH else kind
-        found.setdefault(kind, []).append(Question(kind, turns))
-    if not found:
-        raise ConfigError(f"{path} has no questions")
-    return {kind: asked[:limit] for kind, asked in found.items()}
-
-
-def generate(client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Run:
-    """All of them; how many run at a time is the engine's limit."""
+def answers_to(
+    client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int | None = None
+) -> list[RequestOutput]:
+    """To all, in order. With a batch, so many run at a time: the next is sent when one is done."""
     requests = [client.prepare(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    place = {request.request_id: i for i, request in enumerate(requests)}
+    outputs: dict[str, RequestOutput] = {}
     done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    steps: list[Sequence[str]] = []
+    num_sent = 0
+    while len(outputs) < len(requests):
+        while num_sent < min(len(requests), len(outputs) + (batch or len(requests))):
+            client.submit(requests[num_sent], done.put, every_token=False)
+            num_sent += 1
+        output = done.get()
+        if output.error is not None:
+            raise EngineError(output.error)
+        outputs[output.request_id] = output
+    return [outputs[request.request_id] for request in requests]
+
+
+def generate(client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int) -> Run:
+    seen: list[Seen] = []
 
     def note(updates: TokenUpdates) -> None:
-        steps.append([i for i, ids in zip(updates.request_ids, updates.token_ids, strict=True) if ids])
+        seen.append(Seen(updates.request_ids, tuple(map(len, updates.token_ids)), updates.num_drafts))
 
-    outputs: list[RequestOutput | None] = [None] * len(requests)
-    start = time.monotonic()
+    busy_s, start = client.stats.step_s.total, time.monotonic()
     with client.tapped(note):
-        for request in requests:
-            client.submit(request, done.put, every_token=False)
-        for _ in requests:
-            output = done.get()
-            if output.error is not None:
-                raise EngineError(output.error)
-            outputs[place[output.request_id]] = output
-        seconds = time.monotonic() - start
-    num_steps = dict.fromkeys(place, 0)
-    for ids in steps:
-        for request_id in ids:
-            num_steps[request_id] += 1
+        outputs = answers_to(client, prompts, params, batch)
+    seconds, busy_s = time.monotonic() - start, client.stats.step_s.total - busy_s
     answers = [
-        Answer(list(p), list(o.token_ids), o.text) for p, o in zip(prompts, outputs, strict=True) if o is not None
+        Answer(list(prompt), list(output.token_ids), output.text, one.seed or 0)
+        for prompt, output, one in zip(prompts, outputs, params, strict=True)
     ]
-    return Run(answers, seconds, num_steps)
+    return Run(answers, seconds, Steps.of(seen), busy_s)
 
 
-def joined(runs: Sequence[Run]) -> Run:
-    num_steps = {f"{i}-{key}": count for i, run in enumerate(runs) for key, count in run.num_steps.items()}
-    return Run([a for run in runs for a in run.answers], sum(run.seconds for run in runs), num_steps)
+# --- texts that differ ----------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
+@dataclass
+class Difference:
+    """The first token of a text that is not the plain run's; -1 where a text has ended."""
+
     kind: str
-    prompt: list[int]
-    ours: int  # of the run with drafts
-    plain: int
+    prompt: list[int]  # and all tokens that the two have in common
+    ours: list[int]  # of the run with drafts, from there on
+    plain: list[int]
+    seed: int
+    gap: float | None = None  # None where the scores of the two tokens cannot be compared
+    texts: tuple[str, str] = ("", "")
 
 
-def gap(client: EngineClient, found: Difference) -> float:
-    """How far the plain engine finds the two tokens apart, as log probabilities; infinite where one is no candidate."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
-    request = client.prepare(found.prompt, params)
-    done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    client.submit(request, done.put, every_token=False)
-    logprobs = (done.get().outputs[0].logprobs or [{}])[0]
-    known = {token_id: entry.logprob for token_id, entry in logprobs.items()}
-    if found.ours not in known or found.plain not in known:
-        return float("inf")
-    return abs(known[found.ours] - known[found.plain])
+def differences(kind: str, plain: Run, drafted: Run) -> list[Difference]:
+    found = []
+    for a, b in zip(plain.answers, drafted.answers, strict=True):
+        if a.prompt != b.prompt:
+            raise ConfigError(f"two runs were asked different questions of kind {kind}")
+        if a.token_ids != b.token_ids:
+            pairs = zip(a.token_ids, b.token_ids, strict=False)
+            at = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
+            ours, theirs = (tokens[at : at + NUM_SHOWN] or [-1] for tokens in (b.token_ids, a.token_ids))
+            found.append(Difference(kind, a.prompt + a.token_ids[:at], ours, theirs, a.seed))
+    return found
+
+
+def judge(client: EngineClient, found: Sequence[Difference], temperature: float) -> None:
+    """Fill in how far the target finds the two tokens apart, drafts or not, and how the texts go on."""
+    likeliest = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
+    outputs = answers_to(client, [one.prompt for one in found], [likeliest] * len(found))
+    for one, output in zip(found, outputs, strict=True):
+        ours, plain = (client.tokenizer.decode([t for t in ids if t >= 0]) for ids in (one.ours, one.plain))
+        one.texts = ours, plain
+        pair = [one.ours[0], one.plain[0]]
+        if min(pair) < 0:
+            continue
+        known = (output.outputs[0].logprobs or [{}])[0]
+        scores = [known[t].logprob if t in known else _logprob(client, one.prompt, t) for t in pair]
+        if temperature:
+            seeds = torch.from_numpy(np.array([[one.seed]], dtype=np.uint64).view(np.int32))
+            at = (torch.tensor([len(one.prompt)], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+            noise = gumbel_noise_at(seeds, *at, torch.tensor(pair, dtype=torch.int32))[0].tolist()
+            scores = [score + temperature * own for score, own in zip(scores, noise, strict=True)]
+        one.gap = abs(scores[0] - scores[1])
+
+
+def _logprob(client: EngineClient, prompt: list[int], token: int) -> float:
+    """Of a token that is not among the likeliest: as the last one of a prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    (output,) = answers_to(client, [[*prompt, token]], [params])
+    if output.prompt_logprobs is None or output.prompt_logprobs[-1] is None:
+        raise EngineError("the engine gave no log probabilities of a prompt")
+    return output.prompt_logprobs[-1][token].logprob
+
+
+# --- the bench ------------------------------------------------------------------------------------
+
+
+class Setting(NamedTuple):
+    temperature: float
+    batch: int
+
+
+Runs = dict[Setting, dict[str, Run]]  # by kind
+Differences = dict[Setting, list[Difference]]
 
 
 class Bench:
-    """One engine after the other over all questions."""
+    """One engine after the other over all questions, the plain one first."""
 
     def __init__(self, arguments: argparse.Namespace, questions: dict[str, list[Question]]) -> None:
         self.arguments, self.questions = arguments, questions
-        # First answers of the plain run, which second turns follow in every run; by batch and kind.
-        self.first_answers: dict[tuple[int, str], list[str]] = {}
+        self.settings = [Setting(t, b) for t in arguments.temperature for b in arguments.batch]
+        self.device = "cpu"  # until an engine says otherwise
+        # First answers of the plain run, which second turns follow in every run.
+        self._first_answers: dict[tuple[Setting, str], list[str]] = {}
 
-    def options(self, method: str, batch: int) -> EngineOptions:
+    def options(self, method: str) -> EngineOptions:
         arguments = self.arguments
         speculate: dict[str, Any] | None = None
         if method != "none":
             speculate = {"method": method, "num_speculative_tokens": arguments.k or arguments.max_k}
             speculate |= {"adaptive": arguments.k is None}
-            speculate |= {"model": arguments.head} if method == "eagle3" and arguments.head else {}
+            speculate |= {"model": arguments.head} if method == "eagle3" else {}
         return EngineOptions(
             model=arguments.model,
             device=arguments.device,
             dtype=arguments.dtype,
-            enable_prefix_caching=False,  # runs are repeated
-            max_num_seqs=batch,
+            enable_prefix_caching=False,  # the same prompts come again
+            max_num_seqs=max(arguments.batch),
             max_model_len=arguments.max_model_len,
             speculative_config=speculate,
             seed=0,
         )
 
-    def params(self, count: int) -> list[SamplingParams]:
-        wanted = self.arguments
-        return [
-            SamplingParams(temperature=wanted.temperature, seed=i, max_tokens=wanted.output_len) for i in range(count)
-        ]
+    def params(self, temperature: float, count: int) -> list[SamplingParams]:
+        """Nothing but the temperature acts, whatever the model's own defaults are."""
+        shared = SamplingParams(
+            temperature=temperature,
+            max_tokens=self.arguments.output_len,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            repetition_penalty=1.0,
+        )
+        return [replace(shared, seed=i) for i in range(count)]
 
-    def prompts(self, client: EngineClient, asked: Sequence[Question], turn: int, before: Sequence[str]) -> list[Any]:
-        """Token ids of each that fits; a prompt that is too long keeps its end."""
-        room = self.arguments.max_model_len - self.arguments.output_len
+    def prompts(self, client: EngineClient, asked: Sequence[Question], answers: Sequence[str] = ()) -> list[list[int]]:
+        """Of first turns, or of second ones behind these answers. A prompt that is too long keeps its end."""
+        room = self.arguments.max_model_len - self.arguments.output_len - 1
         made = []
-        for question, answer in zip(asked, before, strict=True):
+        for i, question in enumerate(asked):
             messages = [{"role": "user", "content": question.turns[0]}]
-            if turn:
-                messages.append({"role": "assistant", "content": answer})
+            if answers:
+                messages.append({"role": "assistant", "content": answers[i]})
                 messages.append({"role": "user", "content": question.turns[1]})
             made.append(client.tokenizer.encode_chat(messages)[-room:])
         return made
 
-    def run_kind(self, client: EngineClient, batch: int, kind: str) -> Run:
+    def run_kind(self, client: EngineClient, setting: Setting, kind: str) -> Run:
         asked = self.questions[kind]
-        prompts = self.prompts(client, asked, 0, [""] * len(asked))
-        runs = [generate(client, prompts, self.params(len(prompts)))]
-        again = [question for question in asked if len(question.turns) > 1]
+        prompts = self.prompts(client, asked)
+        runs = [generate(client, prompts, self.params(setting.temperature, len(prompts)), setting.batch)]
+        texts = self._first_answers.setdefault((setting, kind), [answer.text for answer in runs[0].answers])
+        again = [(q, text) for q, text in zip(asked, texts, strict=True) if len(q.turns) > 1]
         if again:
-            texts = [answer.text for answer in runs[0].answers]
-            firsts = self.first_answers.setdefault((batch, kind), texts)
-            kept = [text for question, text in zip(asked, firsts, strict=True) if len(question.turns) > 1]
-            prompts = self.prompts(client, again, 1, kept)
-            runs.append(generate(client, prompts, self.params(len(prompts))))
+            prompts = self.prompts(client, [q for q, _ in again], [text for _, text in again])
+            runs.append(generate(client, prompts, self.params(setting.temperature, len(prompts)), setting.batch))
         return joined(runs)
 
-    def run_method(self, method: str, batch: int) -> dict[str, Run]:
-        client = EngineClient.in_thread(lambda: build_engine(self.options(method, batch)))
-        best: dict[str, Run] = {}
+    def warm_up(self, client: EngineClient, setting: Setting) -> None:
+        """A few tokens of one question of each kind, as many at a time as will be measured."""
+        asked = [questions[0] for questions in self.questions.values()]
+        asked = [asked[i % len(asked)] for i in range(setting.batch)]
+        params = [replace(one, max_tokens=WARM_UP_TOKENS) for one in self.params(setting.temperature, setting.batch)]
+        generate(client, self.prompts(client, asked), params, setting.batch)
+
+    def run_method(self, method: str, plain: Runs | None = None) -> tuple[Runs, Differences]:
+        """The best runs; where there are plain ones, also the texts that differ from theirs."""
+        begin = time.monotonic()
+        client = EngineClient.in_thread(lambda: build_engine(self.options(method)))
+        best: Runs = {}
+        apart: Differences = {}
         try:
+            self.device = client.config.device
             wait_for_graphs(client)
-            for kind in self.questions:
-                runs = [self.run_kind(client, batch, kind) for _ in range(self.arguments.repeat)]
-                best[kind] = max(runs, key=lambda run: run.rate)
-                figures = f"{best[kind].rate:,.0f} tokens/s, {best[kind].length:.2f} a step"
-                print(f"{method}, batch {batch}, {kind}: {figures}", file=sys.stderr, flush=True)
+            self._say(f"{method}: ready after {time.monotonic() - begin:.0f} s")
+            for setting in self.settings:
+                self.warm_up(client, setting)
+                best[setting] = {}
+                for kind in self.questions:
+                    runs = [self.run_kind(client, setting, kind) for _ in range(self.arguments.repeat)]
+                    run = best[setting][kind] = max(runs, key=lambda run: run.rate)
+                    figures = f"{run.rate:,.0f} tokens/s, {run.steps.tokens_a_step:.2f} a step, {run.seconds:.1f} s"
+                    figures += f", {run.busy_s / run.seconds:.0%} of it in steps"
+                    self._say(
+                        f"{method}, temperature {setting.temperature:g}, batch {setting.batch}, {kind}: {figures}"
+                    )
+            for setting, before in (plain or {}).items():
+                apart[setting] = [d for kind in before for d in differences(kind, before[kind], best[setting][kind])]
+                judge(client, apart[setting], setting.temperature)
         finally:
             client.close()
-        return best
+        return best, apart
 
-    def gaps(self, found: Sequence[Difference], batch: int) -> list[float]:
-        client = EngineClient.in_thread(lambda: build_engine(self.options("none", batch)))
-        try:
-            return [gap(client, one) for one in found]
-        finally:
-            client.close()
+    @property
+    def near_tie(self) -> float:
+        """A CPU computes a token among others as it computes it alone: nothing there is a tie."""
+        wanted: float | None = self.arguments.near_tie
+        return wanted if wanted is not None else NEAR_TIE if self.device.startswith("cuda") else 0.0
 
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
-def differences(kind: str, plain: Run, drafted: Run) -> list[Difference]:
-    """The first token of each text that is not the plain run's; -1 where a text has ended."""
-    found = []
-    for a, b in zip(plain.answers, drafted.answers, strict=True):
-        if a.token_ids != b.token_ids:
-            at = next(i for i, (x, y) in enumerate(_padded(a.token_ids, b.token_ids)) if x != y)
-            x, y = _padded(a.token_ids, b.token_ids)[at]
-            found.append(Difference(kind, a.prompt + a.token_ids[:at], y, x))
-    return found
-
-
-def _padded(a: list[int], b: list[int]) -> list[tuple[int, int]]:
-    size = max(len(a), len(b))
-    return list(zip(a + [-1] * (size - len(a)), b + [-1] * (size - len(b)), strict=True))
-
-
-def rows_of(method: str, batch: int, plain: dict[str, Run], drafted: dict[str, Run], asked: argparse.Namespace) -> Any:
-    rows: list[Row] = []
-    kinds = [*plain, OVERALL]
-    for kind in kinds:
-        before = joined(list(plain.values())) if kind == OVERALL else plain[kind]
-        after = joined(list(drafted.values())) if kind == OVERALL else drafted[kind]
-        same = sum(a.token_ids == b.token_ids for a, b in zip(before.answers, after.answers, strict=True))
-        rows.append(
-            {
-                "case": f"{Path(asked.model).stem}+{method}",
-                "kind": kind,
-                "batch": batch,
-                "k": asked.k or "adaptive",
-                "temperature": asked.temperature,
-                "tok_s": round(after.rate, 1),
-                "plain_tok_s": round(before.rate, 1),
-                "ratio": round(after.rate / before.rate, 3),
-                "accepted_length": round(after.length, 3),
-                "num_texts": len(after.answers),
-                "same_texts": same,
-            }
-        )
-    return rows
+    def rows(self, method: str, runs: Runs, plain: Runs, apart: Differences) -> list[Row]:
+        """By setting and kind; over all kinds only where all were asked."""
+        asked, rows = self.arguments, []
+        for setting, by_kind in runs.items():
+            for kind in [*by_kind, *([] if asked.kinds else [OVERALL])]:
+                before, after = (
+                    joined(r[setting].values()) if kind == OVERALL else r[setting][kind] for r in (plain, runs)
+                )
+                other = [d for d in apart.get(setting, []) if kind in (OVERALL, d.kind)]
+                num_ties = sum(is_near_tie(d, self.near_tie) for d in other)
+                rows.append(
+                    {
+                        "case": f"{model_name(asked.model)}+{method}",
+                        "kind": kind,
+                        "batch": setting.batch,
+                        "k": 0 if method == "none" else asked.k or "adaptive",
+                        "temperature": setting.temperature,
+                        "limit": asked.limit,
+                        "output_len": asked.output_len,
+                        "tok_s": round(after.rate, 1),
+                        "plain_tok_s": round(before.rate, 1),
+                        "ratio": round(after.rate / before.rate, 3),
+                        "accepted_length": round(after.steps.accepted_length, 3),
+                        "tokens_a_step": round(after.steps.tokens_a_step, 3),
+                        "num_tokens": after.num_tokens,
+                        "seconds": round(after.seconds, 3),
+                        "busy_s": round(after.busy_s, 3),
+                        "num_texts": len(after.answers),
+                        "same_texts": len(after.answers) - len(other),
+                        "near_ties": num_ties,
+                        "faults": len(other) - num_ties,
+                    }
+                )
+        return rows
 
 
-def print_table(rows: Sequence[Row], title: str) -> None:
-    table = Table("method", "questions", title=title)
-    for name in ("batch", "tokens a step", "tokens/s", "plain", "speed-up", "same texts"):
-        table.add_column(name, justify="right")
-    for r in rows:
-        figures = (f"{r['accepted_length']:.2f}", f"{r['tok_s']:,.0f}", f"{r['plain_tok_s']:,.0f}", f"{r['ratio']:.2f}")
-        same = f"{r['same_texts']} of {r['num_texts']}"
-        table.add_row(r["case"].split("+")[-1], r["kind"], str(r["batch"]), *figures, same)
-    Console(width=120).print(table)
+def is_near_tie(found: Difference, tolerance: float) -> bool:
+    return found.gap is not None and found.gap < tolerance
 
 
-def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Speed-up by kind of question, a bar for each method and batch."""
-    try:
-        import matplotlib
-    except ImportError:
-        print('no picture: plots need matplotlib; pip install "slipstream[plots]"', file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    kinds = list(dict.fromkeys(r["kind"] for r in rows))
-    groups = list(dict.fromkeys((r["case"].split("+")[-1], r["batch"]) for r in rows))
-    figure, axes = plt.subplots(figsize=(10, 5), dpi=130)
-    for i, (method, batch) in enumerate(groups):
-        own = {r["kind"]: r for r in rows if (r["case"].split("+")[-1], r["batch"]) == (method, batch)}
-        places = [j + (i - (len(groups) - 1) / 2) * 0.8 / len(groups) for j in range(len(kinds))]
-        bars = axes.bar(
-            places, [own[kind]["ratio"] for kind in kinds], 0.8 / len(groups), label=f"{method}, batch {batch}"
-        )
-        axes.bar_label(bars, [f"{own[kind]['accepted_length']:.1f}" for kind in kinds], fontsize=6, padding=1)
-    axes.axhline(1.0, color="black", lw=0.8)
-    axes.set_xticks(range(len(kinds)), kinds, rotation=15)
-    axes.set(ylabel="speed-up over plain decoding (above the bars: tokens a step)", title=title)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    print(f"picture: {path}")
+def model_name(model: str) -> str:
+    return Path(model).name.removesuffix(".gguf")
 
 
-def parse() -> argparse.Namespace:
+def difference_row(method: str, setting: Setting, found: Difference, tolerance: float) -> Row:
+    return {
+        "case": "difference",
+        "method": method,
+        "batch": setting.batch,
+        "temperature": setting.temperature,
+        "kind": found.kind,
+        "place": len(found.prompt),
+        "gap": None if found.gap is None else round(found.gap, 4),
+        "near_tie": is_near_tie(found, tolerance),
+        "drafted": found.texts[0],
+        "plain": found.texts[1],
+    }
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--methods", default="ngram", help="of ngram and eagle3; none is always measured")
+    parser.add_argument("--methods", default="none,ngram", help="of none, ngram and eagle3; none is always measured")
     parser.add_argument("--head", help="folder of the EAGLE-3 head")
     parser.add_argument("--k", type=int, help="as many drafts in every step; otherwise the number adapts")
     parser.add_argument("--max-k", type=int, default=7, help="most drafts where the number adapts")
-    parser.add_argument("--batch", default="1,32")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--batch", default="1,32", help="requests at a time, such as 1,32")
+    parser.add_argument("--temperature", default="0,0.7", help="such as 0,0.7")
+    parser.add_argument("--kinds", default="", help="only these kinds of questions, such as qa,rag")
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--limit", type=int, help="as many questions of each kind")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--near-tie", type=float, help=f"{NEAR_TIE} on a GPU and 0 on a CPU if unset")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
-    arguments = parser.parse_args()
-    methods = [name for name in arguments.methods.split(",") if name != "none"]
-    if unknown := set(methods) - {"ngram", "eagle3"}:
-        parser.error(f"unknown method {', '.join(sorted(unknown))}; ngram and eagle3 are known")
-    arguments.methods = methods
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    arguments.kinds = [kind for kind in arguments.kinds.split(",") if kind]
+    arguments.methods = [name for name in arguments.methods.split(",") if name and name != "none"]
+    if unknown := [name for name in arguments.methods if name not in METHODS]:
+        parser.error(f"unknown method {unknown[0]}; {', '.join(METHODS)} are known")
+    try:
+        arguments.batch = [int(size) for size in arguments.batch.split(",")]
+        arguments.temperature = [float(number) for number in arguments.temperature.split(",")]
+    except ValueError as error:
+        parser.error(f"--batch and --temperature are numbers with commas between: {error}")
+    wishes = [wish for wish in (arguments.limit, arguments.k) if wish is not None]
+    if min(*arguments.batch, arguments.repeat, arguments.output_len, *wishes) < 1 or min(arguments.temperature) < 0:
+        parser.error("--batch, --repeat, --limit, --output-len and --k are at least 1, --temperature at least 0")
+    if arguments.max_model_len < arguments.output_len + 2:
+        parser.error("--max-model-len must leave room for a prompt before --output-len tokens")
+    if "eagle3" in arguments.methods and not arguments.head:
+        parser.error("eagle3 drafts with a head of the model; name its folder with --head")
     return arguments
 
 
-def main() -> int:
-    arguments = parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    bench = Bench(arguments, read_questions(arguments.questions, arguments.limit, arguments.kinds))
     prepare_folder(arguments.output_dir)
-    bench = Bench(arguments, read_questions(arguments.questions, arguments.limit))
-    rows: list[Row] = []
-    apart: list[dict[str, Any]] = []
-    for batch in map(int, arguments.batch.split(",")):
-        plain = bench.run_method("none", batch)
-        runs = {method: bench.run_method(method, batch) for method in arguments.methods}
-        found = [(m, d) for m, run in runs.items() for kind in run for d in differences(kind, plain[kind], run[kind])]
-        if found:
-            gaps = bench.gaps([one for _, one in found], batch)
-            apart += [
-                {"method": method, "batch": batch, "kind": one.kind, "gap": gap}
-                for (method, one), gap in zip(found, gaps, strict=True)
-            ]
-        for method, run in runs.items():
-            rows += rows_of(method, batch, plain, run, arguments)
-    results = collect_results([*rows, *({"case": "difference", **one} for one in apart)], device=_device())
-    wanted = f"k = {arguments.k or 'adaptive'}, temperature {arguments.temperature:g}"
-    title = f"Spec-Bench, {Path(arguments.model).stem}, {wanted}, {results.hardware}"
+    if "eagle3" in arguments.methods:
+        resolve_model(arguments.head, is_head=True)  # before minutes of plain runs
+    plain, _ = bench.run_method("none")
+    rows, apart = bench.rows("none", plain, plain, {}), []
+    failed: SlipstreamError | None = None
+    for method in arguments.methods:
+        try:
+            runs, found = bench.run_method(method, plain)
+        except SlipstreamError as error:  # what was measured before is kept
+            failed = error
+            break
+        rows += bench.rows(method, runs, plain, found)
+        apart += [difference_row(method, s, d, bench.near_tie) for s, many in found.items() for d in many]
+    results = collect_results([*rows, *apart], device=bench.device)
+    title = f"Spec-Bench, {model_name(arguments.model)}, k = {arguments.k or 'adaptive'}, {results.hardware}"
     path = write_results(results, arguments.output_dir, "spec-bench")
-    print_table(rows, title)
-    near = [one["gap"] for one in apart if one["gap"] < NEAR_TIE]
-    if apart:
-        largest = f", the largest of those {max(near):.3f}" if near else ""
-        print(f"{len(apart)} texts differ; {len(near)} of them first at a gap below {NEAR_TIE}{largest}")
+    for row in sorted(apart, key=lambda row: not row["near_tie"]):  # faults where they are seen
+        print_difference(row)
+    print_tables(rows, title)
+    faults = sum(not row["near_tie"] for row in apart)
+    print(f"{len(apart)} texts differ from the plain run's: {len(apart) - faults} near-ties, {faults} faults")
     print(f"written to {path}")
-    plot(rows, path.with_suffix(".png"), title)
-    return 0
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if drafted := [row for row in rows if not row["case"].endswith("+none")]:
+        plot(drafted, path.with_suffix(".png"), title)
+    if failed is not None:
+        raise failed
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ConfigError as error:
+    except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -30,13 +30,10 @@ from slipstream.engine.build import Engine, build_shape
 from slipstream.engine.client import EngineClient
 from slipstream.models.shapes import FORCED_RATES, forced_eagle3, shape_config
 from slipstream.types import Request, SamplingParams
+from vllm_figures import eagle3_peer
 
 RATES = {"high": FORCED_RATES, "low": (0.30, 0.08, 0.02, 0.005, 0.0, 0.0, 0.0), "zero": (0.0,) * 7}
 MOST = len(FORCED_RATES)
-VLLM = {
-    ("llama-3.1-8b", "0"): {1: 202, 8: 1574, 64: 10566},
-    ("llama-3.1-8b", "3"): {1: 388, 8: 2917, 64: 14579},
-}
 SETTLE_LIMIT = 50  # steps within which a change is to be followed
 
 
@@ -96,7 +93,7 @@ def row_of(arguments: argparse.Namespace, client: EngineClient, k: str, rates: s
     best = max(runs, key=lambda run: decode_rate(run.arrivals))
     rate = decode_rate(best.arrivals)
     length = best.tokens_a_step
-    peer = VLLM.get((shape, k), {}).get(batch) if rates == "high" else None
+    peer = eagle3_peer(shape, k, batch) if rates == "high" else None
     print(f"{shape}, k = {k}, {rates}, batch {batch}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
     return {
         "case": shape if k == "0" else f"{shape}+eagle3",
@@ -104,6 +101,8 @@ def row_of(arguments: argparse.Namespace, client: EngineClient, k: str, rates: s
         "tok_s": round(rate, 1),
         "k": k,
         "rates": rates,
+        "output_len": arguments.output_len,
+        "num_runs": arguments.repeat,
         "synthetic": k != "0",
         "mean_length": round(length, 3),
         "step_ms": round(1000 * batch * length / rate, 3),

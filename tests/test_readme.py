@@ -1,0 +1,248 @@
+"""The README's figures are those of the result files, and the rules by which they are chosen hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plot_throughput
+import readme
+from result_files import Result, newest_first, read_result, select
+from slipstream.commands.results import slug
+from slipstream.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+H200, CPU = "NVIDIA H200", "Intel Xeon Processor, 2 cores"
+EMPTY_PAGE = "\n".join(f"before <!-- generated: {name} --><!-- end --> after" for name in readme.PARTS)
+Rows = list[dict[str, Any]]
+
+
+def put(folder: Path, kind: str, rows: Rows, hour: int = 1, hardware: str = H200) -> Path:
+    date = f"2026-01-02T{hour:02}:00:00"
+    path = folder / f"{date.replace(':', '-')}-{kind}-{slug(hardware)}.json"
+    path.write_text(json.dumps({"hardware": hardware, "date": f"{date}+00:00", "rows": rows}))
+    return path
+
+
+def results(folder: Path) -> list[Result]:
+    return newest_first(folder.glob("*.json"))
+
+
+def decode_row(tok_s: float, case: str = "smollm2-135m", batch: int = 1, **others: Any) -> dict[str, Any]:
+    alike = {"weights": "random", "prompt_len": 128, "output_len": 256, "tok_s_runs": [1.0, tok_s]}
+    return {"case": case, "batch": batch, "tok_s": tok_s, **alike, **others}
+
+
+def draft_row(tok_s: float, k: str, batch: int, rates: str = "high") -> dict[str, Any]:
+    case = "llama-3.1-8b" if k == "0" else "llama-3.1-8b+eagle3"
+    return {"case": case, "batch": batch, "tok_s": tok_s, "k": k, "rates": rates}
+
+
+# --- the page itself ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_results() -> list[Result]:
+    return results(ROOT / "benchmarks" / "results")
+
+
+def test_the_readme_is_what_the_results_say(own_results: list[Result]) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.update(page, own_results) == page, "README.md is behind the results; run `make readme`"
+
+
+def test_the_bars_are_what_the_results_say(own_results: list[Result]) -> None:
+    rows = plot_throughput.newest_rows(select(own_results, "decode-throughput", H200))
+    drawn = (ROOT / "docs" / "throughput.svg").read_text(encoding="utf-8")
+    assert plot_throughput.draw(rows) == drawn, "docs/throughput.svg is behind the results; run `make readme`"
+
+
+def test_a_figure_changed_by_hand_is_found_in_every_part(own_results: list[Result]) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    changed = 0
+    for part in readme.MARKED.finditer(page):
+        digits = [at for at in range(*part.span(3)) if page[at].isdigit()]
+        if digits:
+            at = digits[-1]
+            other = page[:at] + str((int(page[at]) + 1) % 10) + page[at + 1 :]
+            assert readme.update(other, own_results) == page
+            changed += 1
+    assert changed >= 8
+
+
+def test_what_vllm_reached_stands_in_one_place() -> None:
+    files = [path.name for path in (ROOT / "benchmarks").glob("*.py") if "39881" in path.read_text()]
+    assert files == ["vllm_figures.py"]
+
+
+# --- which results are shown ----------------------------------------------------------------------
+
+
+def test_the_newest_figure_wins_cell_by_cell(tmp_path: Path) -> None:
+    put(tmp_path, "decode-throughput", [decode_row(1111.0), decode_row(7777.4, batch=8)], hour=1)
+    put(tmp_path, "decode-throughput", [decode_row(2222.5)], hour=2)
+    text = readme.decode_throughput(results(tmp_path))
+    assert "| output tokens per second | batch 1 | 8 |\n" in text
+    assert "| SmolLM2-135M: Slipstream | 2,223 | 7,777 |\n" in text
+    assert "| SmolLM2-135M: vLLM | 622 | 4,836 |\n" in text
+    assert "1,111" not in text and "best of 2 runs" in text
+
+
+def test_cells_without_a_figure_stay_empty(tmp_path: Path) -> None:
+    put(tmp_path, "decode-throughput", [decode_row(10.0, batch=128), decode_row(20.0, "llama-3.1-8b", 64)])
+    text = readme.decode_throughput(results(tmp_path))
+    assert "| SmolLM2-135M: Slipstream | | 10 |\n" in text
+    assert "| Llama-3.1-8B shape: Slipstream | 20 | |\n" in text
+
+
+@pytest.mark.parametrize("others", [{"weights": "model"}, {"output_len": 128}, {"prompt_len": 512}, {"batch": 3}])
+def test_runs_of_another_kind_are_passed_over(tmp_path: Path, others: dict[str, Any]) -> None:
+    put(tmp_path, "decode-throughput", [decode_row(5.0)], hour=1)
+    put(tmp_path, "decode-throughput", [{**decode_row(9.0), **others}], hour=2)
+    assert "Slipstream | 5 |" in readme.decode_throughput(results(tmp_path))
+
+
+def test_other_hardware_and_other_benchmarks_are_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, "decode-throughput", [decode_row(9.0)], hardware="NVIDIA A100")
+    put(tmp_path, "smollm2-135m", [decode_row(9.0)])
+    assert readme.decode_throughput(results(tmp_path)) == ""
+
+
+def test_without_results_every_part_is_empty() -> None:
+    assert readme.update(EMPTY_PAGE, []) == EMPTY_PAGE
+
+
+def test_adaptive_figures_are_of_one_run(tmp_path: Path) -> None:
+    batches = {1: 2.0, 8: 1.5, 64: 1.25, 128: 1.1}
+    plain = [draft_row(100.0 * b, "0", b) for b in batches]
+    adaptive = [draft_row(100.0 * b * ratio, "adaptive", b) for b, ratio in batches.items()]
+    few = [draft_row(104.0, "adaptive", 1, "low"), draft_row(8 * 120.0, "adaptive", 8, "low")]
+    none = [draft_row(99.0, "adaptive", 1, "zero"), draft_row(8 * 98.0, "adaptive", 8, "zero")]
+    put(tmp_path, "speculative-throughput-llama-3.1-8b", plain + adaptive + few + none, hour=1)
+    put(tmp_path, "speculative-throughput-llama-3.1-8b", [draft_row(777.0, "adaptive", 1)], hour=2)
+    put(tmp_path, "speculative-throughput-llama-3.1-8b", [draft_row(300.0, "3", 1)], hour=3)
+    changes = [{"case": "to zero", "batch": 1, "after_steps": 7}, {"case": "to high", "batch": 1, "after_steps": 31}]
+    put(tmp_path, "draft-length-changes-llama-3.1-8b", changes)
+    assert " ".join(readme.adaptive_lengths(results(tmp_path)).split()) == (
+        "With draft lengths that adapt, against plain decoding in the same run: 2.00, 1.50 and 1.25 x at those "
+        "batches, 1.10 x at 128; 1.04 to 1.20 x where few drafts pass, and 0.98 to 0.99 x where none does. "
+        "A change of acceptance is followed within 31 steps."
+    )
+    text = readme.eagle3(results(tmp_path))
+    assert "| Slipstream, EAGLE-3, k = 3 | 300 | | |\n" in text
+    assert "| Slipstream, EAGLE-3, k adapts | 200 | 1,200 | 8,000 |\n" in text
+    assert "| vLLM, EAGLE-3, k = 3 | 388 | 2,917 | 14,579 |\n" in text
+    assert "| Slipstream, plain, in the run where k adapts | 100 | 800 | 6,400 |\n" in text
+
+
+def test_plain_beside_ngram_is_the_better_of_the_last_two(tmp_path: Path) -> None:
+    for hour, (plain, drafted) in enumerate([(900.0, 1.0), (700.0, 2.0), (500.0, 650.0)]):
+        row = {"case": "smollm2-135m+ngram-chat", "batch": 1, "tok_s": drafted, "plain_tok_s": plain, "k": "adaptive"}
+        put(tmp_path, "speculation-ngram", [row, {**row, "k": 4, "tok_s": 3.0}], hour)
+    text = readme.ngram(results(tmp_path))
+    assert "| chat prompts: plain | 700 |\n| chat prompts: n-gram | 650 |\n" in text
+
+
+def spec_row(method: str, kind: str, length: float, ratio: float, **others: Any) -> dict[str, Any]:
+    row = {"case": f"smollm2-135m+{method}", "kind": kind, "batch": 1, "k": "adaptive", "temperature": 0.0}
+    row |= {"limit": None, "output_len": 256, "accepted_length": length, "ratio": ratio}
+    return {**row, "num_texts": 10, "same_texts": 8, "near_ties": 1, **others}
+
+
+def test_spec_bench_shows_whole_runs(tmp_path: Path) -> None:
+    rows = [spec_row("ngram", "mt_bench", 1.456, 1.125), spec_row("ngram", "overall", 1.5, 1.2)]
+    rows += [spec_row("eagle3", "mt_bench", 2.25, 1.5, batch=32), spec_row("none", "mt_bench", 1.0, 1.0, k=0)]
+    put(tmp_path, "spec-bench", [*rows, {"case": "difference", "batch": 1, "gap": None}], hour=1)
+    put(tmp_path, "spec-bench", [spec_row("ngram", "mt_bench", 9.0, 9.0, limit=5)], hour=2)
+    put(tmp_path, "spec-bench", [spec_row("ngram", "mt_bench", 9.0, 9.0, k=4)], hour=3)
+    text = readme.spec_bench(results(tmp_path))
+    assert "| greedy | n-gram, batch 1 | EAGLE-3, batch 32 |\n" in text
+    assert "| MT-bench | 1.46, 1.13 x | 2.25, 1.50 x |\n| overall | 1.50, 1.20 x | |\n" in text
+    assert "Of 20 texts 16 are the plain run's, token for token; 2 leave it at a near-tie" in " ".join(text.split())
+    assert "9.00" not in text
+
+
+def test_small_parts(tmp_path: Path) -> None:
+    start = [("cold", 30.0), ("warm", 8.0), ("warm", 9.0)]
+    put(tmp_path, "startup", [{"case": "smollm2-135m", "batch": 1, "caches": c, "first_token_s": s} for c, s in start])
+    put(tmp_path, "host-loop", [{"case": "plain", "batch": b, "host_us": us} for b, us in ((1, 54.2), (128, 132.5))])
+    us = {("triton", 512): 10.0, ("flashinfer", 512): 9.0, ("triton", 4096): 10.0, ("flashinfer", 4096): 26.0}
+    rows: Rows = [{"case": n, "batch": 1, "query_len": 1, "context": c, "us": t} for (n, c), t in us.items()]
+    put(tmp_path, "attention", rows, hour=1)
+    put(tmp_path, "attention", [{**row, "common": 2048, "us": 1.0} for row in rows], hour=2)
+    rows = [
+        {"case": "smollm2-135m", "engine": e, "batch": 1, "tok_s": t}
+        for e, t in (("slipstream", 38.26), ("transformers", 4.0))
+    ]
+    put(tmp_path, "smollm2-135m-vs-transformers", rows, hardware=CPU)
+    found = results(tmp_path)
+    assert " 9 s, 30 s with empty" in readme.startup(found)  # the mean of 8 and 9, halves up
+    assert readme.host(found) == "; a host that spends 54 µs on a step of one request and 133 on one of 128"
+    assert "0.90 to 2.6 x FlashInfer's speed on an H200, from 512 to 4,096 tokens" in readme.attention(found)
+    assert "| Slipstream | 38.3 |\n| transformers | 4.00 |\n" in readme.cpu(found)
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"date": "2026"}', '{"hardware": "x", "date": "2026", "rows": [{"case": "a"}]}', "\xff"]
+)
+def test_a_broken_file_is_named_in_one_line(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    (tmp_path / "README.md").write_text(EMPTY_PAGE)
+    (folder / "broken.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"broken\.json is no result file"):
+        read_result(folder / "broken.json")
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    assert readme.main() == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "broken.json" in error
+
+
+def test_a_row_that_lacks_a_figure_names_the_part(tmp_path: Path) -> None:
+    put(tmp_path, "startup", [{"case": "smollm2-135m", "batch": 1, "caches": "cold"}])
+    with pytest.raises(ConfigError, match="'startup' lacks or misspells 'first_token_s'"):
+        readme.update(EMPTY_PAGE, results(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        EMPTY_PAGE.replace("generated: cpu", "generated: other"),
+        EMPTY_PAGE + "<!-- generated: cpu --><!-- end -->",
+        EMPTY_PAGE + "<!-- generated: other --><!-- end -->",
+    ],
+)
+def test_each_part_has_its_place_once(page: str) -> None:
+    with pytest.raises(ConfigError, match=r"<!-- generated: (cpu|other) -->"):
+        readme.update(page, [])
+
+
+@pytest.mark.parametrize(("value", "places", "text"), [(132.5, 0, "133"), (4150.5, 0, "4,151"), (0.125, 2, "0.13")])
+def test_halves_are_rounded_up(value: float, places: int, text: str) -> None:
+    assert readme.number(value, places) == text
+
+
+def test_the_command_writes_page_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(EMPTY_PAGE)
+    put(folder, "decode-throughput", [decode_row(1866.0)])
+    put(folder, "speculative-throughput-llama-3.1-8b", [draft_row(300.0, "3", 1), draft_row(200.0, "0", 1)])
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    assert readme.main() == 0
+    assert "| SmolLM2-135M: Slipstream | 1,866 |" in (tmp_path / "README.md").read_text()
+    assert ">1,866</text>" in (tmp_path / "docs" / "throughput.svg").read_text()
+    picture = tmp_path / "docs" / "speculation.png"
+    before = picture.read_bytes()
+    assert before.startswith(b"\x89PNG")
+    assert readme.main() == 0
+    assert picture.read_bytes() == before
