@@ -24,6 +24,8 @@ from slipstream.types import Request, SamplingParams
 
 NUM_STEPS = 30
 GROUPS = {
+    "delta nets": ("_recurrent_kernel", "_conv_kernel", "_scan_kernel", "_gated_norm_kernel"),
+    "experts": ("_route_kernel", "_group_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"),
     "products": ("_tile_kernel", "_vector_kernel", "nvjet", "gemm", "splitKreduce", "cutlass"),
     "attention": ("_decode_kernel", "attention"),
     "sampling": ("_draw_kernel", "_accept_kernel", "_force_kernel", "argmax", "_find_kernel"),
@@ -69,11 +71,13 @@ def print_groups(
     """Time, bytes that have to be moved, and the share of the memory's bandwidth that this is."""
     by_head = 0 if ngram else k
     config, draft_vocab = SHAPES[shape], HEAD_SHAPES.get(f"{shape}-eagle3", {}).get("draft_vocab_size", 0)
-    kv = 4 * config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    kv, num_layers = 4 * head_dim * config["num_key_value_heads"], config["num_hidden_layers"]
     num_logits = (1 + k) * config["vocab_size"] + by_head * draft_vocab
     num_bytes = {
-        "products": step_bytes(shape, by_head),
-        "attention": batch * context * kv * (config["num_hidden_layers"] + by_head),
+        # Of experts only those are read that a token chooses: nobody knows how many.
+        "products": 0 if "num_experts" in config else step_bytes(shape, by_head),
+        "attention": batch * context * kv * (num_layers // config.get("full_attention_interval", 1) + by_head),
         "sampling": 4 * batch * num_logits,  # read once, in float32
     }
     times: dict[str, float] = defaultdict(float)

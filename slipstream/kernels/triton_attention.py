@@ -114,7 +114,7 @@ def launch_attention(
         WINDOW=window > 0,
         STARTS=seq_starts is not None,
         REST=lse is not None,
-        num_warps=8 if block_m > 64 else 4,
+        num_warps=8 if block_m > (32 if is_wide else 64) else 4,
         num_stages=1 if is_wide or block_m > 64 else 2,
     )
 

@@ -44,6 +44,35 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
+    # Layers of Qwen3-Next-80B-A3B, a third of them, with an eighth of the experts: its delta nets and its attention, at
+    # a size that is built in seconds. A token has as many experts as there.
+    "qwen3-next-16l-64e": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_act": "silu",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts": 64,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000.0,
+        "torch_dtype": "bfloat16",
+    },
 }
 
 # Heads of those shapes: one layer as wide as the target's, a reduced vocabulary where the target's is large.
@@ -76,6 +105,8 @@ def forced_eagle3(shape: str, k: int, rates: Sequence[float] = FORCED_RATES) -> 
 def weight_bytes(shape: str) -> int:
     """Of all weights of a shape, or of a head's, that one pass reads in 16 bits; an embedding's rows are few."""
     config = {**SHAPES, **HEAD_SHAPES}[shape]
+    if "num_experts" in config:
+        raise ConfigError(f"which weights of {shape} a pass reads depends on the experts that its tokens choose")
     hidden: int = config["hidden_size"]
     vocab_size: int = config.get("draft_vocab_size", config["vocab_size"])
     inputs = 2 if shape in HEAD_SHAPES else 1  # a head reads two states side by side

@@ -208,6 +208,8 @@ _ATTENTION = {
     "decode-widest-head": _Shape([1], [70], query_len=1, heads=2, kv_heads=1, head_dim=256, page_size=16),
     "mixed-wide-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=128, page_size=16),
     "mixed-widest-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=256, page_size=16),
+    "verify-widest-head": _Shape([4, 4], [70, 9], query_len=4, heads=16, kv_heads=2, head_dim=256, num_dead=(0, 2)),
+    "mixed-widest-head-group": _Shape([9, 1], [70, 9], heads=16, kv_heads=2, head_dim=256, page_size=16),
     "mixed-large-group": _Shape([2, 1], [9, 5], heads=96, kv_heads=1),
     # First slots: none, at the border of a page or chunk, amidst one, the last of all, behind the last.
     "decode-starts": _Shape([1] * 6, [1, 64, 65, 130, 200, 90], query_len=1, seq_starts=(0, 4, 64, 129, 37, 90)),

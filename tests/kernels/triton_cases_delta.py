@@ -180,3 +180,27 @@ def gated_norms() -> Iterator[Case]:
             return {"x": Real(torch.randn(shape)), "gate": Real(3 * torch.randn(shape)), "weight": weight, "eps": 1e-6}
 
         yield Case(f"gated_norm-{'x'.join(map(str, shape))}", gated_norm, args)
+
+
+def of_qwen3_next() -> Iterator[Case]:
+    """Of its layers' own sizes, to compile: so many heads would take the interpreter long."""
+    sizes = Sizes(k_heads=16, v_heads=32, k_dim=128, v_dim=128, ring=4)
+    channels = 2 * sizes.k_heads * sizes.k_dim + sizes.v_heads * sizes.v_dim
+    checked = Batch([4, 1], [9, 70], gaps=(0, 3))
+    for name, batch, ring in (("decode", DECODE, 1), ("verify", checked, 4), ("prompts", PROMPTS, 4)):
+        own = sizes._replace(ring=ring)
+
+        def conv(batch: Batch = batch, ring: int = ring) -> dict[str, Any]:
+            return conv_args(batch, channels, 4, 3 + ring)
+
+        def rule(batch: Batch = batch, own: Sizes = own) -> dict[str, Any]:
+            return rule_args(batch, own)
+
+        def recurrence(batch: Batch = batch, own: Sizes = own) -> dict[str, Any]:
+            return rule_args(batch, own) | {"max_count": max(batch.counts)}
+
+        yield Case(f"causal_conv-qwen3-next-{name}", causal_conv, conv)
+        if name == "prompts":
+            yield Case(f"chunked_delta_rule-qwen3-next-{name}", chunked_delta_rule, rule)
+        else:
+            yield Case(f"recurrent_delta_rule-qwen3-next-{name}", recurrent_delta_rule, recurrence)

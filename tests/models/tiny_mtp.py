@@ -58,3 +58,21 @@ def random_mtp(seed: int = 9, scale: float = 1.0, **changes: object) -> TinyMtp:
                 parameter *= scale
     norms = {name: torch.rand(size, generator=generator) - 0.5 for name in _NORMS}
     return TinyMtp(body, torch.randn(size, 2 * size, generator=generator) / size**0.5, norms)
+
+
+def write_hybrid(folder: Path, **changes: object) -> Path:
+    """A target whose next token is mostly, and never only, a matter of the last: some drafts are right, some not."""
+    model = tiny_models.build("qwen3-next", initializer_range=0.3, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+                parameter *= 0.012
+    tiny_models.save(model, folder)
+    # An MTP layer that has the next token from the embedding alone, but for what it adds itself.
+    mtp = random_mtp(scale=0.012, initializer_range=0.3, **changes)
+    mtp.fc = torch.cat([torch.eye(mtp.fc.shape[0]), 0.01 * mtp.fc[:, mtp.fc.shape[0] :]], dim=1)
+    mtp.norms["pre_fc_norm_embedding"].zero_()
+    with torch.no_grad():
+        mtp.body.model.norm.weight.copy_(model.model.norm.weight)
+    mtp.write(folder)
+    return folder

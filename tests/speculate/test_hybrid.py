@@ -21,7 +21,7 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
 from tests import tiny_models
 from tests.engine.drive import Outcome, make_request, run
-from tests.models.tiny_mtp import random_mtp
+from tests.models.tiny_mtp import write_hybrid
 from tests.speculate.test_lossless import IN_GRAPHS, KINDS, random_requests
 
 MakeEngine = Callable[..., Engine]
@@ -29,21 +29,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose next token is mostly, and never only, a matter of the last: some drafts are right, some not."""
-    model = tiny_models.build("qwen3-next", initializer_range=0.3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
-                parameter *= 0.012
-    folder = tiny_models.save(model, tmp_path_factory.mktemp("hybrid"))
-    # An MTP layer that has the next token from the embedding alone, but for what it adds itself.
-    mtp = random_mtp(scale=0.012, initializer_range=0.3)
-    mtp.fc = torch.cat([torch.eye(mtp.fc.shape[0]), 0.01 * mtp.fc[:, mtp.fc.shape[0] :]], dim=1)
-    mtp.norms["pre_fc_norm_embedding"].zero_()
-    with torch.no_grad():
-        mtp.body.model.norm.weight.copy_(model.model.norm.weight)
-    mtp.write(folder)
-    return folder
+    return write_hybrid(tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")
