@@ -12,11 +12,12 @@ from slipstream.attention import gdn
 from slipstream.attention.gdn import GDNBackend
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.llm import LLM
 from slipstream.models import delta_net
-from slipstream.models.load import load_weights
+from slipstream.models.load import count_parameters, load_weights
 from slipstream.models.qwen3_next import Qwen3Next
+from slipstream.models.shapes import shape_config, weight_bytes
 from slipstream.types import SamplingParams
 from tests import tiny_models
 from tests.models.test_draft_heads import Run
@@ -142,3 +143,14 @@ def test_the_mtp_layer_is_a_decoder_layer_behind_two_norms_and_a_product(tmp_pat
         found.append(head.forward(0, ids[1:][first:end].int(), hidden[first:end], context))
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(head.compute_logits(found[0]), target.lm_head(expected[:10]), rtol=1e-4, atol=1e-4)
+
+
+def test_the_shape_for_benchmarks_has_the_published_layers() -> None:
+    config = Qwen3Next.read_config(shape_config("qwen3-next-16l-64e"))
+    net = config.delta_net
+    assert net is not None and len(net.layer_ids) == 12 and 3 not in net.layer_ids
+    assert (net.num_k_heads, net.num_v_heads, net.k_dim, net.v_dim, net.conv_width) == (16, 32, 128, 128, 4)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 2, 256)
+    assert 4e9 < count_parameters(Qwen3Next, config) < 5e9
+    with pytest.raises(ConfigError, match="depends on the experts"):
+        weight_bytes("qwen3-next-16l-64e")
