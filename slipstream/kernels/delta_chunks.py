@@ -26,6 +26,7 @@ from slipstream.kernels.triton_jit import jit, jit_general, next_power_of_2, tl
 
 CHUNK = 64
 _COLUMNS = 32  # of a state in one program
+_SCAN = (4, 2)
 _FACTORS = 5  # of a token: of its query, of its key, of its news at the end, of the state, how much is learnt
 
 
@@ -71,8 +72,8 @@ def launch_chunks(
         RING=ring,
         V_DIM=v_dim,
         BLOCK_V=columns,
-        num_warps=8 if is_wide else 4,
-        num_stages=1 if is_wide else 2,
+        num_warps=8 if is_wide else _SCAN[0],
+        num_stages=1 if is_wide else _SCAN[1],
         **options,
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 triton: Any = None
 tl: Any = None
@@ -72,11 +73,43 @@ def jit_general(*names: str) -> Callable[[Callable[..., None]], Any]:
 
 
 class _Zeroed(TorchFunctionMode):
-    """What a kernel would fill is zero instead: numbers that something else may look up by."""
+    """What a kernel would fill is zero instead, and no garbage."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return out.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else out
+
+
+class _Blind(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Nothing is looked up by numbers in memory: the kernels that make them do not run, and what stands there is of
+    another step, or of a larger batch. Lookups find the first entry; writes by such numbers do not happen.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in _WRITES:
+            return args[0]
+        if func.overloadpacket is aten.repeat_interleave and kwargs.get("output_size") is not None:
+            return torch.zeros(kwargs["output_size"], dtype=args[0].dtype, device=args[0].device)
+        if func.overloadpacket in _LOOKUPS:
+            args = (args[0], *(_firsts(arg) for arg in args[1:]))
+        return func(*args, **kwargs)
+
+
+aten = torch.ops.aten
+_LOOKUPS = (aten.index, aten.index_select, aten.embedding, aten.gather, aten.take)
+_WRITES = (
+    *(aten.index_put_, aten._index_put_impl_, aten.index_copy_, aten.index_add_, aten.index_fill_),
+    *(aten.scatter_, aten.scatter_add_),
+)
+
+
+def _firsts(index: Any) -> Any:
+    """The same index, with every entry the first."""
+    if isinstance(index, list | tuple):
+        return [_firsts(one) for one in index]
+    is_index = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
+    return torch.zeros_like(index) if is_index else index
 
 
 def num_compilers() -> int:
@@ -94,7 +127,8 @@ def compile_ahead() -> Iterator[None]:
     before = _compiles_only.set(True)
     try:
         # By threads: most of a compilation is C++ and another program's, which let Python go on.
-        with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _Zeroed():
+        blind = _Blind()  # type: ignore[no-untyped-call]
+        with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _Zeroed(), blind:
             yield
     finally:
         _compiles_only.reset(before)
