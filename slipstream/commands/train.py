@@ -21,6 +21,8 @@ def run(settings: TrainSettings) -> int:
         def show(name: str, text: str, done: float, total: float) -> None:
             if name not in tasks:
                 tasks[name] = bar.add_task(text, total=total)
+                if hidden and name != "training":
+                    say(f"{text}: {total:,.0f}")  # a log has no bar
             bar.update(tasks[name], description=text, completed=done, total=total)
 
         def on_step(training: Training, share: float) -> None:
