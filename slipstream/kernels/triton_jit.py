@@ -16,9 +16,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 triton: Any = None
 tl: Any = None
@@ -72,44 +72,57 @@ def jit_general(*names: str) -> Callable[[Callable[..., None]], Any]:
     return lambda function: _kernel(function, do_not_specialize=list(names))
 
 
-class _Zeroed(TorchFunctionMode):
-    """What a kernel would fill is zero instead, and no garbage."""
+class _Blind(TorchFunctionMode):
+    """What a kernel would fill is zero instead, and nothing is looked up by numbers in memory: the kernels that make
+    them do not run, and what stands there is of another step, or of a larger batch. Lookups find the first entry, and
+    writes by such numbers do not happen.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _WRITES or (func is Tensor.__setitem__ and _has_numbers(args[1])):
+            return args[0]
+        if func in _REPETITIONS and "output_size" in kwargs:
+            return _repeat_first(*args, **kwargs)
+        if func in _LOOKUPS:
+            place = _LOOKUPS[func]
+            args = (*args[:place], _firsts(args[place]), *args[place + 1 :])
+        out = func(*args, **kwargs)
         return out.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else out
 
 
-class _Blind(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Nothing is looked up by numbers in memory: the kernels that make them do not run, and what stands there is of
-    another step, or of a larger batch. Lookups find the first entry; writes by such numbers do not happen.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.overloadpacket in _WRITES:
-            return args[0]
-        if func.overloadpacket is aten.repeat_interleave and kwargs.get("output_size") is not None:
-            return torch.zeros(kwargs["output_size"], dtype=args[0].dtype, device=args[0].device)
-        if func.overloadpacket in _LOOKUPS:
-            args = (args[0], *(_firsts(arg) for arg in args[1:]))
-        return func(*args, **kwargs)
-
-
-aten = torch.ops.aten
-_LOOKUPS = (aten.index, aten.index_select, aten.embedding, aten.gather, aten.take)
+# With the place of the index among the arguments.
+_LOOKUPS = {
+    Tensor.__getitem__: 1, F.embedding: 0, torch.embedding: 1,
+    torch.index_select: 2, Tensor.index_select: 2, torch.gather: 2, Tensor.gather: 2, torch.take: 1, Tensor.take: 1,
+}
 _WRITES = (
-    *(aten.index_put_, aten._index_put_impl_, aten.index_copy_, aten.index_add_, aten.index_fill_),
-    *(aten.scatter_, aten.scatter_add_),
+    *(Tensor.index_put_, Tensor.index_copy_, Tensor.index_add_, Tensor.index_fill_, Tensor.scatter_),
+    *(Tensor.scatter_add_, torch.index_put_),
 )
+_REPETITIONS = (torch.repeat_interleave, Tensor.repeat_interleave)
+
+
+def _is_number(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
+
+
+def _has_numbers(index: Any) -> bool:
+    return any(map(_is_number, index)) if isinstance(index, tuple) else _is_number(index)
 
 
 def _firsts(index: Any) -> Any:
     """The same index, with every entry the first."""
-    if isinstance(index, list | tuple):
-        return [_firsts(one) for one in index]
-    is_index = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
-    return torch.zeros_like(index) if is_index else index
+    if isinstance(index, tuple):
+        return tuple(map(_firsts, index))
+    return torch.zeros_like(index) if _is_number(index) else index
+
+
+def _repeat_first(values: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int) -> Tensor:
+    if repeats is None:  # then the values are the repeats, and what comes out are places
+        return values.new_zeros(output_size)
+    values = values.flatten() if dim is None else values
+    return values.index_select(dim or 0, torch.zeros(output_size, dtype=torch.int64, device=values.device))
 
 
 def num_compilers() -> int:
@@ -127,8 +140,7 @@ def compile_ahead() -> Iterator[None]:
     before = _compiles_only.set(True)
     try:
         # By threads: most of a compilation is C++ and another program's, which let Python go on.
-        blind = _Blind()  # type: ignore[no-untyped-call]
-        with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _Zeroed(), blind:
+        with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _Blind():
             yield
     finally:
         _compiles_only.reset(before)
