@@ -25,8 +25,8 @@ from slipstream.kernels.request_rows import describe, find_request
 from slipstream.kernels.triton_jit import jit, jit_general, next_power_of_2, tl
 
 CHUNK = 64
-_COLUMNS = 32  # of a state in one program
-_SCAN = (4, 2)
+# Of a state in one program. With fewer, and keys of 64 or more, what Triton 3.6 makes for Hopper updates states wrongly.
+_COLUMNS = 64
 _FACTORS = 5  # of a token: of its query, of its key, of its news at the end, of the state, how much is learnt
 
 
@@ -51,7 +51,7 @@ def launch_chunks(
     inverse, sees = (qkv.new_empty(num_tokens, v_heads, CHUNK) for _ in range(2))
     below = torch.empty(inverse.shape, dtype=torch.float32, device=qkv.device)
     factors = torch.empty(num_tokens, v_heads, _FACTORS, dtype=torch.float32, device=qkv.device)
-    columns = max(16, min(_COLUMNS, next_power_of_2(v_dim)))
+    columns = _COLUMNS if k_dim > 32 else max(16, min(_COLUMNS, next_power_of_2(v_dim)))
     options: dict[str, Any] = {
         "K_HEADS": (qkv.shape[1] - v_heads * v_dim) // (2 * k_dim),
         "V_HEADS": v_heads,
@@ -72,8 +72,8 @@ def launch_chunks(
         RING=ring,
         V_DIM=v_dim,
         BLOCK_V=columns,
-        num_warps=8 if is_wide else _SCAN[0],
-        num_stages=1 if is_wide else _SCAN[1],
+        num_warps=8 if is_wide else 4,
+        num_stages=1 if is_wide else 2,
         **options,
     )
 

@@ -144,6 +144,7 @@ def chunks() -> Iterator[Case]:
     for name, batch, sizes in (
         ("prompts", PROMPTS, SMALL),
         ("prompt-real", Batch([20], [6]), REAL),
+        ("prompt-narrow-values", Batch([70], [3]), Sizes(k_heads=1, v_heads=2, k_dim=64, v_dim=24, ring=3)),
         ("short", VERIFY, SMALL),
         ("ahead", Batch([5, 20], [0, 1], ahead=130, spare=1), SMALL),
     ):
