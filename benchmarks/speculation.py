@@ -110,8 +110,8 @@ def measure(
                     run_batch(client, asked[:batch], output_len, ignore_eos=not to_the_end) for _ in range(repeat + 1)
                 ][1:]
                 best[kind, batch] = max(runs, key=lambda run: rate(kind, run))
-                figure = rate(kind, best[kind, batch])
-                print(f"{options.speculate or 'plain'}, {kind}, batch {batch}: {figure:,.0f} tokens/s", file=sys.stderr)
+                figures = ", ".join(f"{rate(kind, run):,.0f} ({run.drafts.num_drafts} drafts)" for run in runs)
+                print(f"{options.speculate or 'plain'}, {kind}, batch {batch}: {figures} tokens/s", file=sys.stderr)
     finally:
         client.close()
     return best
@@ -128,6 +128,7 @@ def row(kind: str, batch: int, plain: BatchRun, drafted: BatchRun, arguments: ar
         "ratio": round(after / before, 3),
         "k": arguments.k or "adaptive",
         "mean_length": round(drafted.tokens_a_step, 3),
+        "drafts": drafts.num_drafts,
         "acceptance_by_position": [round(rate, 3) for rate in drafts.acceptance_at],
         "same_texts": same,
     }
@@ -142,6 +143,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
@@ -149,7 +151,7 @@ def main() -> int:
     prepare_folder(arguments.output_dir)
     batches = [int(size) for size in arguments.batch.split(",")]
     tokenizer = open_checkpoint(resolve_model(arguments.model)).tokenizer()
-    prompts = {kind: encode(tokenizer, texts(kind, max(batches))) for kind in KINDS}
+    prompts = {kind: encode(tokenizer, texts(kind, max(batches))) for kind in arguments.kinds.split(",")}
     plain_options = EngineOptions(
         model=arguments.model,
         device=arguments.device,

@@ -25,7 +25,7 @@ from slipstream.kernels.request_rows import describe, find_request
 from slipstream.kernels.triton_jit import jit, jit_general, next_power_of_2, tl
 
 CHUNK = 64
-# Of a state in one program. With fewer, and keys of 64 or more, what Triton 3.6 makes for Hopper updates states wrongly.
+# Of a state in one program. With fewer, and keys from 64 on, what Triton 3.6 makes for Hopper updates states wrongly.
 _COLUMNS = 64
 _FACTORS = 5  # of a token: of its query, of its key, of its news at the end, of the state, how much is learnt
 

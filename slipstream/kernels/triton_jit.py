@@ -93,8 +93,15 @@ class _Blind(TorchFunctionMode):
 
 # With the place of the index among the arguments.
 _LOOKUPS = {
-    Tensor.__getitem__: 1, F.embedding: 0, torch.embedding: 1,
-    torch.index_select: 2, Tensor.index_select: 2, torch.gather: 2, Tensor.gather: 2, torch.take: 1, Tensor.take: 1,
+    Tensor.__getitem__: 1,
+    F.embedding: 0,
+    torch.embedding: 1,
+    torch.index_select: 2,
+    Tensor.index_select: 2,
+    torch.gather: 2,
+    Tensor.gather: 2,
+    torch.take: 1,
+    Tensor.take: 1,
 }
 _WRITES = (
     *(Tensor.index_put_, Tensor.index_copy_, Tensor.index_add_, Tensor.index_fill_, Tensor.scatter_),
