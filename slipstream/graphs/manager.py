@@ -147,13 +147,15 @@ class CudaGraphManager:
             self._compile(some, create_forward_fn)
             self._num_compiled = len(some)
         self._num_compiled -= 1
-        desc = self._missing.pop(0)
+        desc = self._missing[0]
         try:
             self._capture_one(desc, create_forward_fn)
         except torch.OutOfMemoryError:
-            logger.warning("no memory for more graphs; %d sizes run in larger ones", 1 + len(self._missing))
+            logger.warning("no memory for more graphs; %d sizes run in larger ones", len(self._missing))
             self._missing.clear()
             return None
+        # Only now: whoever waits until none is missing may want the device for himself.
+        self._missing.pop(0)
         self._offer(desc)
         return desc
 

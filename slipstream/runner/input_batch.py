@@ -42,7 +42,7 @@ class _StagedBatch(NamedTuple):
 
     composition: Composition
     batch: InputBatch
-    columns: tuple[Int32s, ...]  # what the device is told of it: rows, and where their tokens and logits begin
+    columns: Int32s  # what the device is told of it: rows, and where their tokens and logits begin
     num_tokens: Int32s
     draft_bounds: Int32s | None  # the batch's, where the engine drafts
 
@@ -95,7 +95,7 @@ class InputBuffers:
         composition = plan.composition
         if self._staged is None or composition is not self._staged.composition:
             self._staged = self._made.get(composition) or self._made.put(composition, self._make(composition))
-            self.rows.stage_batch(*self._staged.columns)
+            self.rows.stage_batch(self._staged.columns)
         self.rows.flush()
         self._staged.set_bounds(plan, self.max_model_len)
         return self._staged.batch
@@ -131,19 +131,20 @@ class InputBuffers:
         common = replace(batch.attention, num_common_pages=composition.num_common_pages, num_drafts_cpu=num_drafts)
         batch = replace(batch, attention=common)
         draft_bounds = drafting.seq_lens_bound if self._max_logits > 1 else None
-        return _StagedBatch(composition, batch, columns, num_tokens, draft_bounds)
+        return _StagedBatch(composition, batch, self.rows.batch_columns(*columns), num_tokens, draft_bounds)
 
     def stage_nothing(self) -> None:
         """Make the batch on the device one of padding alone, as it was before the first step."""
         self._staged = None
-        self.rows.stage_batch(np.zeros(0, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING)
+        nobody = np.zeros(0, dtype=np.int32)
+        self.rows.stage_batch(self.rows.batch_columns(nobody, _NOTHING, _NOTHING, _NOTHING))
         self.rows.flush()
 
     def stage_nobody(self, num_reqs: int, query_len: int) -> None:
         """Make it a batch of so many requests, each of them the scratch row: a step that does nobody any harm."""
         self._staged = None
         starts, rows = self._one_each[: num_reqs + 1], np.full(num_reqs, self.rows.scratch_row, dtype=np.int32)
-        self.rows.stage_batch(rows, starts * query_len, starts * query_len, starts * 2)
+        self.rows.stage_batch(self.rows.batch_columns(rows, starts * query_len, starts * query_len, starts * 2))
         self.rows.flush()
 
     def pad(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> InputBatch:

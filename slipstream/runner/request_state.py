@@ -100,8 +100,8 @@ class RequestRows:
         self.batch_rows.fill_(self.scratch_row)
 
         # What the device holds of the batch composition, to stage differences only.
-        self._batch_rows_mirror = np.full(limits.max_num_seqs, self.scratch_row, dtype=np.int32)
-        self._offset_mirrors = {name: np.zeros(limits.max_num_seqs + 1, dtype=np.int32) for name in _BATCH_OFFSETS}
+        nothing = np.zeros(1, dtype=np.int32)
+        self._batch_mirror = self.batch_columns(nothing[:0], *[nothing] * len(_BATCH_OFFSETS))
         self._num_drafts = config.num_drafts
         self._staged = StagedWrites(device, self._capacity(config), config.steps_in_flight + 1)
 
@@ -174,19 +174,25 @@ class RequestRows:
         behind = np.arange(len(page_ids)) - np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
         self._staged.put_at(np.repeat(starts, lengths) + behind, page_ids)
 
-    def stage_batch(self, rows: Int32s, *offsets: Int32s) -> None:
-        """Make the batch these rows; whatever lies behind them becomes padding.
+    def batch_columns(self, rows: Int32s, *offsets: Int32s) -> Int32s:
+        """What the device is told of a batch of these rows, columns one behind the other; behind each is padding.
 
         ``offsets`` are those of ``_BATCH_OFFSETS``; the last may be left out where nobody drafts.
         """
-        n = len(rows)
-        wanted_rows = np.full_like(self._batch_rows_mirror, self.scratch_row)
-        wanted_rows[:n] = rows
-        self._put_changes("batch_rows", self._batch_rows_mirror, wanted_rows)
-        for name, starts in zip(_BATCH_OFFSETS, offsets, strict=False):
-            wanted_starts = np.full_like(self._offset_mirrors[name], starts[-1])
-            wanted_starts[: n + 1] = starts
-            self._put_changes(name, self._offset_mirrors[name], wanted_starts)
+        n, most = len(rows), self.num_rows - 1
+        columns = np.zeros(most + len(_BATCH_OFFSETS) * (most + 1), dtype=np.int32)
+        columns[:n], columns[n:most] = rows, self.scratch_row
+        for idx, starts in enumerate(offsets):
+            own = columns[most + idx * (most + 1) :][: most + 1]
+            own[: n + 1], own[n + 1 :] = starts, starts[-1]
+        return columns
+
+    def stage_batch(self, columns: Int32s) -> None:
+        """Make this the batch. They stand in the store as they stand there; what has not changed is not sent."""
+        changed = np.flatnonzero(columns != self._batch_mirror)
+        if len(changed):
+            self._staged.put_at(self._layout["batch_rows"][0] + changed, columns[changed])
+            self._batch_mirror = columns
 
     def flush(self) -> int:
         return self._staged.flush(self.store)
@@ -194,14 +200,6 @@ class RequestRows:
     def _put(self, name: str, row: int, values: Sequence[int] | Int32s) -> None:
         start, shape = self._layout[name]
         self._staged.put(start + row * math.prod(shape[1:]), np.asarray(values, dtype=np.int32))
-
-    def _put_changes(self, name: str, mirror: Int32s, wanted: Int32s) -> None:
-        changed = np.flatnonzero(mirror != wanted)
-        if len(changed):
-            # One run from the first to the last change: simpler than many, and the array is short.
-            first, end = int(changed[0]), int(changed[-1]) + 1
-            self._staged.put(self._layout[name][0] + first, wanted[first:end])
-            mirror[first:end] = wanted[first:end]
 
 
 def _float_bits(values: Sequence[float]) -> Int32s:

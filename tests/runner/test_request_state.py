@@ -63,16 +63,16 @@ def test_a_request_moves_in_and_no_other_row_changes() -> None:
 def test_an_unchanged_batch_stages_nothing() -> None:
     rows = RequestRows(config(), CpuDevice())
     batch, starts = np.array([2, 0], dtype=np.int32), np.array([0, 1, 4], dtype=np.int32)
-    rows.stage_batch(batch, starts, starts * 2, starts * 3)
+    rows.stage_batch(rows.batch_columns(batch, starts, starts * 2, starts * 3))
     assert rows.flush() > 0
     # Law 6: what lies behind the batch is padding.
     assert rows.batch_rows.tolist() == [2, 0, rows.scratch_row]
     assert rows.query_start_loc.tolist() == [0, 1, 4, 4]
     assert rows.logit_start_loc.tolist() == [0, 2, 8, 8]
     assert rows.draft_start_loc.tolist() == [0, 3, 12, 12]
-    rows.stage_batch(batch, starts, starts * 2, starts * 3)
+    rows.stage_batch(rows.batch_columns(batch, starts, starts * 2, starts * 3))
     assert rows.flush() == 0
-    rows.stage_batch(np.array([1], dtype=np.int32), *[np.array([0, 1], dtype=np.int32)] * 3)
+    rows.stage_batch(rows.batch_columns(np.array([1], dtype=np.int32), *[np.array([0, 1], dtype=np.int32)] * 3))
     rows.flush()
     assert rows.batch_rows.tolist() == [1, rows.scratch_row, rows.scratch_row]
     assert rows.query_start_loc.tolist() == [0, 1, 1, 1]
@@ -87,5 +87,6 @@ def test_the_worst_step_fits_into_the_staging_buffers() -> None:
         request = Request("r", (1,) * 13, params, tuple(range(16)), 40, bad_word_ids=words)
         rows.stage_init(RowInit(row, request, [1] * 13, 0))
         rows.stage_pages([PageDiff(row, 0, list(range(1, 11)))])
-    rows.stage_batch(np.array([0, 1, 2], dtype=np.int32), *[np.array([0, 2, 4, 8], dtype=np.int32)] * 3)
+    starts = np.array([0, 2, 4, 8], dtype=np.int32)
+    rows.stage_batch(rows.batch_columns(np.array([0, 1, 2], dtype=np.int32), *[starts] * 3))
     rows.flush()

@@ -153,14 +153,14 @@ MUTATIONS = [
     Mutation(
         "padding: rows with row 0",
         "runner/request_state.py",
-        "wanted_rows = np.full_like(self._batch_rows_mirror, self.scratch_row)",
-        "wanted_rows = np.full_like(self._batch_rows_mirror, 0)",
+        "columns[:n], columns[n:most] = rows, self.scratch_row",
+        "columns[:n], columns[n:most] = rows, 0",
     ),
     Mutation(
         "padding: token offsets with 0",
         "runner/request_state.py",
-        "wanted_starts = np.full_like(self._offset_mirrors[name], starts[-1])",
-        "wanted_starts = np.full_like(self._offset_mirrors[name], 0)",
+        "own[: n + 1], own[n + 1 :] = starts, starts[-1]",
+        "own[: n + 1], own[n + 1 :] = starts, 0",
     ),
     Mutation(
         "padding: tokens write to slot 0",

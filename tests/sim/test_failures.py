@@ -424,20 +424,20 @@ def test_8_an_output_read_before_its_event(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_9_a_padded_row_index_of_zero_commits_into_row_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = RequestRows.stage_batch
+    right = RequestRows.batch_columns
 
-    def faulty(self: RequestRows, rows: Any, *offsets: Any) -> None:
+    def faulty(self: RequestRows, rows: Any, *offsets: Any) -> Any:
         scratch, self.scratch_row = self.scratch_row, 0
         try:
-            right(self, rows, *offsets)
+            return right(self, rows, *offsets)
         finally:
             self.scratch_row = scratch
 
-    monkeypatch.setattr(RequestRows, "stage_batch", faulty)
+    monkeypatch.setattr(RequestRows, "batch_columns", faulty)
     # In chunks, so that row 0 is often in the middle of its prompt.
     chunks = {**PADDED, "long_prefill_token_threshold": 3}
     with monkeypatch.context() as patch:
-        patch.setattr(RequestRows, "stage_batch", right)
+        patch.setattr(RequestRows, "batch_columns", right)
         assert_right(faults_found(**chunks))
     assert_found(faults_found(**chunks, speculative_config=None), AssertionError)
     # A drafter may stumble over the row before a token is wrong.
