@@ -22,6 +22,7 @@ from vllm_figures import EAGLE3_K, eagle3_peer
 
 BANDWIDTH = 4.8e12  # bytes a second, NVIDIA H200
 COLORS = {"0": "#6b7280", "3": "#2563eb", "adaptive": "#dc2626"}
+PALE = {"1": "#93c5fd", "2": "#67e8f9", "4": "#86efac", "5": "#fcd34d", "6": "#fdba74", "7": "#d8b4fe"}
 
 
 def newest_rows(results: Sequence[Result], shape: str) -> dict[str, dict[int, dict[str, Any]]]:
@@ -52,7 +53,7 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], shape: str, output: Path) 
         if len(batches) == 1 and k not in COLORS:  # a single point is no curve
             continue
         name = "plain" if k == "0" else "adaptive" if k == "adaptive" else f"k = {k}"
-        color, width = COLORS.get(k), 2.2 if k in COLORS else 1.0
+        color, width = COLORS.get(k, PALE.get(k)), 2.2 if k in COLORS else 1.0
         rates = [rows[b]["tok_s"] for b in batches]
         axes.plot(batches, rates, marker="o", ms=4, lw=width, color=color, label=f"Slipstream, {name}")
     for k, marker in (("0", "x"), (EAGLE3_K, "^")):
