@@ -69,8 +69,7 @@ def measure(arguments: argparse.Namespace, k: str, batches: list[int]) -> list[d
     client = EngineClient.in_thread(build)
     rows = []
     try:
-        if k == "adaptive":  # what it chooses from; others have had all they need since the start
-            wait_for_graphs(client)
+        wait_for_graphs(client)
         stats = client.stats
         print(f"k = {k}: {stats.num_graphs} graphs, {stats.graph_bytes / 2**20:.0f} MiB", file=sys.stderr, flush=True)
         for name in arguments.rates.split(",") if k != "0" else ["high"]:

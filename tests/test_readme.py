@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import plot_speculation
 import plot_throughput
 import readme
 from result_files import Result, newest_first, read_result, select
@@ -246,3 +247,11 @@ def test_the_command_writes_page_and_pictures(tmp_path: Path, monkeypatch: pytes
     assert before.startswith(b"\x89PNG")
     assert readme.main() == 0
     assert picture.read_bytes() == before
+
+
+def test_a_quick_sweep_is_for_the_other_draft_lengths(tmp_path: Path) -> None:
+    kind = "speculative-throughput-llama-3.1-8b"
+    put(tmp_path, kind, [draft_row(500.0, "3", 1) | {"num_runs": 2}, draft_row(400.0, "1", 1)], hour=1)
+    put(tmp_path, kind, [draft_row(450.0, k, 1) | {"num_runs": 1} for k in ("1", "3")], hour=2)
+    found = plot_speculation.newest_rows(results(tmp_path), "llama-3.1-8b")
+    assert {k: rows[1]["tok_s"] for k, rows in found.items()} == {"1": 450.0, "3": 500.0}

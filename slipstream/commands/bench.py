@@ -95,7 +95,9 @@ def run(
 ) -> int:
     if model is not None and shape is not None:
         raise ConfigError("--model and --shape are two things to measure; give one of them")
-    options = with_shipped_head(options if model is None else replace(options, model=model), by_default=False)
+    options = options if model is None else replace(options, model=model)
+    if shape is None:
+        options = with_shipped_head(options, by_default=False)
     warn_if_synthetic(options)
     options = workload.fit(options)
     name = shape or case_name(options.model)

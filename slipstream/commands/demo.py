@@ -39,12 +39,13 @@ def run(prompt: str | None, engine: EngineOptions, *, max_tokens: int) -> int:
     if prompt is not None and not prompt.strip():
         raise RequestError("the prompt is empty; give a text, or leave it out")
     options = _with_drafts(engine)
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # answers are shown as they are
     with open_model(options) as llm:
-        llm.generate([encode_prompt(llm.tokenizer, PROMPTS[0], None, False)], _params(_WARM_UP, True))
+        for speculate in (False, True):
+            llm.generate([encode_prompt(llm.tokenizer, PROMPTS[0], None, False)], _params(_WARM_UP, speculate))
         pairs = []
         for text in PROMPTS if prompt is None else (prompt,):
-            out.print(f"> {text}", style="bold", markup=False)
+            out.print(f"> {text}", style="bold")
             pairs.append(_compare(llm, text, max_tokens, out))
         out.print(_table(pairs))
         if any(plain.token_ids != drafted.token_ids for plain, drafted in pairs):
@@ -61,7 +62,9 @@ def _with_drafts(engine: EngineOptions) -> EngineOptions:
         raise ConfigError("the demo compares speculation with none; leave out --speculate none")
     if options.speculate is None and options.speculative_config is None and options.draft_model is None:
         options = replace(options, speculate="ngram")  # needs nothing but the request's own tokens
-    speculation_of(options)
+    speculative = speculation_of(options)
+    if speculative is not None and speculative.verify != "match":
+        raise ConfigError(f"the demo shows that texts stay the same, which verify '{speculative.verify}' does not do")
     return options
 
 
@@ -74,13 +77,13 @@ def _compare(llm: LLM, text: str, max_tokens: int, out: Console) -> tuple[Answer
     token_ids = encode_prompt(llm.tokenizer, text, None, False)
     answers = []
     for speculate in (False, True):
-        label = "with drafts, accepted ones in green" if speculate else "without drafts"
-        out.print(f"[{label}]", style="dim", markup=False)
+        label = "with drafts" + ", accepted ones in green" * out.is_terminal if speculate else "without drafts"
+        out.print(f"[{label}]", style="dim")
         output = paint(llm.stream(token_ids, _params(max_tokens, speculate)), llm.tokenizer, out)
         drafts = output.outputs[0].speculation
         rate = output.timings.tokens_per_s(len(output.token_ids))
         line = f"{rate:,.1f} tokens per second" + ("; " + drafts_line(drafts) if speculate and drafts else "")
-        out.print(line + "\n", style="dim", markup=False)
+        out.print(line + "\n", style="dim")
         answers.append(Answer(output.token_ids, rate))
     return answers[0], answers[1]
 
@@ -97,10 +100,10 @@ def paint(outputs: Iterable[RequestOutput], tokenizer: Tokenizer, out: Console) 
         accepted = (completion.speculation.num_accepted if completion.speculation is not None else 0) - num_accepted
         # A step brings the drafts it accepted, and behind them the target's own token.
         for part, style in ((fresh[:accepted], _ACCEPTED), (fresh[accepted:], _PLAIN)):
-            out.print(detokenizer.add(part), end="", style=style, markup=False)
+            out.print(detokenizer.add(part), end="", style=style, markup=False, emoji=False)
         num_shown, num_accepted = num_shown + len(fresh), num_accepted + accepted
         sys.stdout.flush()
-    out.print(detokenizer.flush())
+    out.print(detokenizer.flush(), markup=False, emoji=False)
     if last is None:
         raise RequestError("the engine gave no answer; try again")
     return check(last)

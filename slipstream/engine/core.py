@@ -66,6 +66,7 @@ class EngineCore:
         if not self._in_flight:
             return TokenUpdates()
         with trace.host("wait"):
+            self.scheduler.use_wait()
             result = self._in_flight.popleft().collect()
         with trace.host("collect"):
             updates = self.scheduler.collect(result)

@@ -142,21 +142,21 @@ class CudaGraphManager:
             logger.info("graphs have taken %d MiB; %d more are left out", self._memory.used >> 20, len(self._missing))
             self._missing.clear()
             return None
-        if self._num_compiled == 0:
-            some = self._missing[: num_compilers()]
-            self._compile(some, create_forward_fn)
-            self._num_compiled = len(some)
-        self._num_compiled -= 1
         desc = self._missing[0]
         try:
+            if self._num_compiled == 0:
+                some = self._missing[: num_compilers()]
+                self._compile(some, create_forward_fn)
+                self._num_compiled = len(some)
+            self._num_compiled -= 1
             self._capture_one(desc, create_forward_fn)
         except torch.OutOfMemoryError:
             logger.warning("no memory for more graphs; %d sizes run in larger ones", len(self._missing))
             self._missing.clear()
             return None
+        self._offer(desc)
         # Only now: whoever waits until none is missing may want the device for himself.
         self._missing.pop(0)
-        self._offer(desc)
         return desc
 
     def _offer(self, desc: BatchExecutionDescriptor) -> None:

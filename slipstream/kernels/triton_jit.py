@@ -86,7 +86,8 @@ class _Blind(TorchFunctionMode):
             return _repeat_first(*args, **kwargs)
         if func in _LOOKUPS:
             place = _LOOKUPS[func]
-            args = (*args[:place], _firsts(args[place]), *args[place + 1 :])
+            args = (*args[:place], *map(_firsts, args[place : place + 1]), *args[place + 1 :])
+            kwargs = {name: _firsts(value) if name in _INDEX_NAMES else value for name, value in kwargs.items()}
         out = func(*args, **kwargs)
         return out.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else out
 
@@ -102,10 +103,16 @@ _LOOKUPS = {
     Tensor.gather: 2,
     torch.take: 1,
     Tensor.take: 1,
+    torch.take_along_dim: 1,
+    Tensor.take_along_dim: 1,
 }
+_INDEX_NAMES = ("index", "indices", "input")
 _WRITES = (
     *(Tensor.index_put_, Tensor.index_copy_, Tensor.index_add_, Tensor.index_fill_, Tensor.scatter_),
-    *(Tensor.scatter_add_, torch.index_put_),
+    *(Tensor.scatter_add_, Tensor.scatter_reduce_, Tensor.put_, torch.index_put_),
+    # Where these give a new tensor, it is the old one.
+    *(Tensor.index_put, Tensor.index_copy, Tensor.index_add, Tensor.index_fill, Tensor.scatter, Tensor.scatter_add),
+    *(torch.index_put, torch.index_copy, torch.index_add, torch.index_fill, torch.scatter, torch.scatter_add),
 )
 _REPETITIONS = (torch.repeat_interleave, Tensor.repeat_interleave)
 
@@ -115,13 +122,13 @@ def _is_number(index: Any) -> bool:
 
 
 def _has_numbers(index: Any) -> bool:
-    return any(map(_is_number, index)) if isinstance(index, tuple) else _is_number(index)
+    return any(map(_is_number, index)) if isinstance(index, tuple | list) else _is_number(index)
 
 
 def _firsts(index: Any) -> Any:
     """The same index, with every entry the first."""
-    if isinstance(index, tuple):
-        return tuple(map(_firsts, index))
+    if isinstance(index, tuple | list):
+        return type(index)(map(_firsts, index))
     return torch.zeros_like(index) if _is_number(index) else index
 
 

@@ -112,7 +112,7 @@ def shipped_head(model: str) -> Path | None:
     if alias is None or alias.head is None or _find_local(model, is_alias=True) is not None:
         return None
     folder = _HEADS / alias.head
-    return folder if (folder / "config.json").exists() else None
+    return folder if all((folder / name).exists() for name in ("config.json", "model.safetensors")) else None
 
 
 def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOptions:

@@ -154,7 +154,8 @@ class StepGraphs:
 
     @property
     def num_missing(self) -> int:
-        return self._manager.num_missing + len(self._unmeasured)
+        """Above 0 until idle time has found nothing left to do, a drafter's graphs and all measurements included."""
+        return max(self._manager.num_missing + len(self._unmeasured), not self._is_complete)
 
     @torch.inference_mode()
     def capture(self) -> None:

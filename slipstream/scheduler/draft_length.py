@@ -25,6 +25,7 @@ _HOPE = 0.7  # of a draft of which nothing is known
 _MARGIN = 1.01  # a change has to promise more than this
 _TRIAL_EVERY, _TRIAL_AT_LAST = 24, 64  # steps
 _TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
+_CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
 
 class Lengths(NamedTuple):
@@ -41,7 +42,13 @@ class DraftLength(Protocol):
 
     def launched(self, composition: Composition) -> None: ...
 
-    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None: ...
+    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
+        """To be remembered: the device waits for the next step."""
+        ...
+
+    def look(self) -> None:
+        """Now there is time to think about it: the device is busy."""
+        ...
 
     def move_in(self, row: int) -> None:
         """Another request has the row."""
@@ -59,6 +66,9 @@ class FixedLength:
         pass
 
     def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
+        pass
+
+    def look(self) -> None:
         pass
 
     def move_in(self, row: int) -> None:
@@ -84,6 +94,7 @@ class AdaptiveLength:
         self._usual: npt.NDArray[np.float64] = np.full(most, _HOPE)  # of any request, for those that come
         self._places = np.arange(most)
         self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
+        self._collected: list[tuple[Composition, Sequence[int]]] = []  # not yet looked at
         self._trial: _Trial | None = None
         self._num_since_trial = 0
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
@@ -95,6 +106,7 @@ class AdaptiveLength:
         return Lengths(trial.length, self.length) if trial.is_drafted else Lengths(self.length, trial.length)
 
     def move_in(self, row: int) -> None:
+        self.look()  # what is not yet learnt of the row is another's
         self._right[row] = self._usual
         self._num_seen[row] = 1.0
 
@@ -114,9 +126,20 @@ class AdaptiveLength:
             self._begin_trial(len(rows))
 
     def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
-        num_drafts = max(composition.num_drafts, default=0)
-        if not num_drafts:
-            return
+        if any(composition.num_drafts):
+            self._collected.append((composition, num_accepted))
+
+    def look(self) -> None:
+        if self._collected:
+            for step in self._collected:
+                self._take(*step)
+            self._collected.clear()
+            self._decide()
+
+    # --- learning ---------------------------------------------------------------------------------
+
+    def _take(self, composition: Composition, num_accepted: Sequence[int]) -> None:
+        num_drafts = max(composition.num_drafts)
         if len(composition.rows) == composition.num_drafts.count(num_drafts):
             rows, accepted = self._rows_of(composition), np.array(num_accepted)
         else:  # some are prompts
@@ -124,9 +147,6 @@ class AdaptiveLength:
             rows = np.array([composition.rows[i] for i in drafted])
             accepted = np.array([num_accepted[i] for i in drafted])
         self._learn(rows, accepted, num_drafts)
-        self._decide()
-
-    # --- learning ---------------------------------------------------------------------------------
 
     def _learn(self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], num_drafts: int) -> None:
         """A draft behind one that was wrong says nothing."""
@@ -182,7 +202,8 @@ class AdaptiveLength:
         if longer is None or seconds is None or longer_seconds is None:
             self._num_since_trial = 0
             return
-        extra = max(0.0, longer_seconds / seconds - 1.0)
+        # A trial changes the length three times: one step makes more, the next checks them, then all is as before.
+        extra = max(0.0, longer_seconds - seconds + 3 * _CHANGE_S) / seconds
         if self._num_since_trial < min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST):
             return
         self._num_since_trial = 0

@@ -197,6 +197,10 @@ class Scheduler:
         room = (config.max_num_batched_tokens - opened.num_tokens) // len(opened.states) - 1
         return max(0, min(most, _CATCH_UP_AT_ONCE, room))
 
+    def use_wait(self) -> None:
+        """What the next step need not wait for; called while the device is busy."""
+        self._draft_length.look()
+
     def collect(self, result: StepResult) -> TokenUpdates:
         """Take a finished step's tokens in, and turn bounds into facts."""
         states, decodes_only = self._in_flight.pop(result.plan.step_id)

@@ -28,6 +28,7 @@ from slipstream.train.settings import TrainSettings, check_same
 from slipstream.train.store import read_store, write_store
 from slipstream.types import RequestOutput, SamplingParams
 
+_RECIPE = 2  # of what is asked and how; texts of another one are another training's
 _TURN_TEMPERATURES = (0.6, 0.8, 1.0)
 _ANSWER_TEMPERATURES = (0.0, 0.0, 0.5, 0.8, 1.0)  # one after another
 _TURN_LEN = 64
@@ -96,7 +97,7 @@ class Source:
         self._settings, self._path = settings, path
         self._given = [] if settings.prompts is None else read_prompts(Path(settings.prompts))
         digest = hashlib.sha256(repr(self._given).encode()).hexdigest()
-        self._about = settings.of_data() | {"prompts_digest": digest}
+        self._about = settings.of_data() | {"prompts_digest": digest, "recipe": _RECIPE}
 
     def read(self) -> Texts | None:
         if not self._path.exists():

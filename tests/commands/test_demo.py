@@ -69,3 +69,21 @@ def test_accepted_drafts_are_painted_and_the_targets_own_tokens_are_not() -> Non
     paint(steps(([0], 0), ([1, 2, 3], 2), ([4], 0), ([5, 6], 2)), Letters(), out)  # type: ignore[arg-type]
     green = "\x1b[1;32m{}\x1b[0m"
     assert file.getvalue() == "a" + green.format("bc") + "d" + "e" + green.format("fg") + "\n"
+
+
+class Half:
+    """Ends in the middle of a character, behind what looks like markup and like an emoji's name."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "[/b] :key: \N{REPLACEMENT CHARACTER}" if ids else ""
+
+
+def test_answers_are_shown_as_they_are() -> None:
+    file = io.StringIO()
+    paint(steps(([0], 0)), Half(), Console(file=file, soft_wrap=True))  # type: ignore[arg-type]
+    assert file.getvalue() == "[/b] :key: \N{REPLACEMENT CHARACTER}\n"
+
+
+def test_texts_that_may_differ_are_no_demo(cli: RunCli, tiny_model: Path) -> None:
+    words = '{"method": "ngram", "verify": "rejection"}'
+    assert_one_line_error(cli("demo", "--model", tiny_model, "--speculative-config", words), "verify 'rejection'")

@@ -21,7 +21,8 @@ def test_lookups_find_the_first() -> None:
         found = [TABLE[FAR], TABLE.index_select(0, FAR), F.embedding(FAR, TABLE), TABLE[FAR, :]]
         assert TABLE[FAR, torch.tensor([3, 9, 1])].tolist() == [0.0] * 3
         assert TABLE.gather(1, FAR.view(3, 1)).tolist() == [[0.0], [2.0], [4.0]]
-    assert [part.tolist() for part in found] == [[[0.0, 1.0]] * 3] * 4
+        found += [torch.index_select(TABLE, 0, index=FAR), F.embedding(input=FAR, weight=TABLE)]
+    assert [part.tolist() for part in found] == [[[0.0, 1.0]] * 3] * 6
     assert TABLE[torch.tensor([3])].tolist() == [[6.0, 7.0]], "and outside everything is as ever"
 
 
@@ -31,6 +32,7 @@ def test_writes_do_not_happen() -> None:
         store[FAR] = 5
         store.index_copy_(0, FAR, FAR)
         store.scatter_(0, FAR, FAR)
+        assert store.scatter_add(0, FAR, FAR).tolist() == [0] * 4
         store[:2] = 3  # at a place that is known
     assert store.tolist() == [3, 3, 0, 0]
 

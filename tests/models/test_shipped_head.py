@@ -20,6 +20,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "heads" / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     monkeypatch.setattr(hub, "_HEADS", tmp_path / "heads")
     monkeypatch.chdir(tmp_path)
     return folder
@@ -57,7 +58,8 @@ def test_a_folder_of_that_name_is_another_model(head: Path, tmp_path: Path) -> N
     assert shipped_head(DEFAULT_MODEL) is None
 
 
-def test_without_the_files_there_is_none(head: Path) -> None:
-    (head / "config.json").unlink()
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_without_the_files_there_is_none(head: Path, name: str) -> None:
+    (head / name).unlink()
     options = EngineOptions(model=DEFAULT_MODEL)
     assert with_shipped_head(options, by_default=True) == options

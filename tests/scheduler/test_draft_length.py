@@ -56,6 +56,7 @@ class Engine:
         self._made = make
         self.trace.append(check)
         self.policy.launched(composition)
+        self.policy.look()  # while it waits for an older one
         self._flying.append((composition, accepted))
         if len(self._flying) >= self._depth:
             self.policy.collected(*self._flying.pop(0))
@@ -122,6 +123,13 @@ def test_a_trial_makes_further_drafts_in_one_step_and_checks_them_in_the_next() 
     assert all(check in (0, 1) for check in trace)
 
 
+def test_trials_are_rare_where_a_change_of_the_length_costs_as_much_as_a_step() -> None:
+    engine = Engine(1, {k: 3e-4 * seconds for k, seconds in dear(0.05).items()})
+    engine.run(ZERO, 2200)
+    assert engine.policy.length == 0
+    assert 28 <= sum(engine.trace[-2000:]) <= 32, "one in sixty-four steps"
+
+
 def test_nothing_is_tried_that_could_not_pay() -> None:
     engine = Engine(8, dear(1.5))
     engine.run(ZERO, 100)
@@ -148,6 +156,7 @@ def test_without_any_cost_the_first_length_stays() -> None:
     for _ in range(200):
         policy.launched(composition)
         policy.collected(composition, [0])
+        policy.look()
     assert policy.wanted() == Lengths(3, 3)
 
 
@@ -162,6 +171,7 @@ def test_requests_are_learnt_of_one_by_one() -> None:
     for _ in range(50):
         policy.launched(both)
         policy.collected(both, [3, 0])
+        policy.look()
     # A batch of the one that is always right wants many; of the other none.
     policy.launched(Composition(("a",), (1,), (2,), (4,), (True,), (3,), 4, 3))
     assert policy.length >= 3
@@ -179,5 +189,20 @@ def test_prompts_beside_decodes_are_not_counted() -> None:
     before = policy._right[1].copy()
     policy.launched(mixed)
     policy.collected(mixed, [0, 0])
+    policy.look()
     assert np.array_equal(policy._right[1], before)
     assert policy._right[0, 0] < before[0]
+
+
+def test_what_is_not_yet_learnt_of_a_row_is_not_its_next_requests() -> None:
+    policy = AdaptiveLength(CHOICES, 3, 2, StepCosts(in_graphs=False))
+    step = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
+    policy.launched(step)
+    before = policy._right[0].copy()
+    policy.collected(step, [0])
+    assert np.array_equal(policy._right[0], before), "the device is waiting"
+    policy.move_in(0)
+    usual = policy._right[0].copy()
+    policy.look()
+    assert np.array_equal(policy._right[0], usual)
+    assert policy._usual[0] < before[0], "but it counts for everybody"
