@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 GPU, CPU = "NVIDIA H200", "Intel Xeon Processor, 2 cores"
 SHAPE = "llama-3.1-8b"
 NAMES = {"smollm2-135m": "SmolLM2-135M", SHAPE: "Llama-3.1-8B shape"}
+SPEC_BENCH_TEXTS = 560  # 480 questions, of which 80 have two turns
 METHODS = {"ngram": "n-gram", "eagle3": "EAGLE-3"}
 MARKED = re.compile(r"(<!-- generated: ([\w -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 WIDTH = 120
@@ -192,15 +193,23 @@ def ngram(results: Results) -> str:
 
 
 def spec_bench(results: Results) -> str:
-    """Whole runs only: every question, the number of drafts left to the engine."""
+    """Whole runs only: every question, the number of drafts left to the engine. All kinds of a column are one run's."""
     found: dict[tuple[str, float, str, int], Row] = {}
-    model = ""
+    model, known = "", set()
     for result in select(results, "spec-bench", GPU):
+        groups: dict[tuple[str, str, float, int], list[Row]] = {}
         for row in result.rows:
             name, _, method = row["case"].partition("+")
             if method in METHODS and row.get("limit") is None and row.get("k") == "adaptive" and model in ("", name):
+                groups.setdefault((name, method, row["temperature"], row["batch"]), []).append(row)
+        for (name, *column), rows in groups.items():
+            num_texts = sum(row["num_texts"] for row in rows if row["kind"] != "overall")
+            is_whole = num_texts == SPEC_BENCH_TEXTS and any(row["kind"] == "overall" for row in rows)
+            if is_whole and tuple(column) not in known:
                 model = name
-                found.setdefault((method, row["temperature"], row["kind"], row["batch"]), row)
+                known.add(tuple(column))
+                method, temperature, batch = column
+                found |= {(method, temperature, row["kind"], batch): row for row in rows}
     columns = sorted(
         {(method, batch) for method, _, _, batch in found}, key=lambda c: (list(METHODS).index(c[0]), c[1])
     )

@@ -150,19 +150,25 @@ def test_plain_beside_ngram_is_the_better_of_the_last_two(tmp_path: Path) -> Non
 def spec_row(method: str, kind: str, length: float, ratio: float, **others: Any) -> dict[str, Any]:
     row = {"case": f"smollm2-135m+{method}", "kind": kind, "batch": 1, "k": "adaptive", "temperature": 0.0}
     row |= {"limit": None, "output_len": 256, "accepted_length": length, "ratio": ratio}
-    return {**row, "num_texts": 10, "same_texts": 8, "near_ties": 1, **others}
+    return {**row, "num_texts": 560, "same_texts": 500, "near_ties": 50, **others}
 
 
 def test_spec_bench_shows_whole_runs(tmp_path: Path) -> None:
     rows = [spec_row("ngram", "mt_bench", 1.456, 1.125), spec_row("ngram", "overall", 1.5, 1.2)]
-    rows += [spec_row("eagle3", "mt_bench", 2.25, 1.5, batch=32), spec_row("none", "mt_bench", 1.0, 1.0, k=0)]
-    put(tmp_path, "spec-bench", [*rows, {"case": "difference", "batch": 1, "gap": None}], hour=1)
-    put(tmp_path, "spec-bench", [spec_row("ngram", "mt_bench", 9.0, 9.0, limit=5)], hour=2)
-    put(tmp_path, "spec-bench", [spec_row("ngram", "mt_bench", 9.0, 9.0, k=4)], hour=3)
+    rows += [spec_row("eagle3", "mt_bench", 2.25, 1.5, batch=32), spec_row("eagle3", "overall", 2.5, 1.75, batch=32)]
+    rows += [spec_row("none", "mt_bench", 1.0, 1.0, k=0), {"case": "difference", "batch": 1, "gap": None}]
+    put(tmp_path, "spec-bench", rows, hour=1)
+    # Few questions of each kind, a fixed number of drafts, one kind alone, a run that broke off before its end.
+    some = {"limit": {"limit": 5}, "k": {"k": 4}, "kind": {"num_texts": 80}}
+    for hour, others in enumerate(some.values(), 2):
+        both = [spec_row("ngram", kind, 9.0, 9.0, **others) for kind in ("mt_bench", "overall")]
+        put(tmp_path, "spec-bench", both, hour)
+    put(tmp_path, "spec-bench", [spec_row("ngram", "mt_bench", 9.0, 9.0)], hour=5)
     text = readme.spec_bench(results(tmp_path))
     assert "| greedy | n-gram, batch 1 | EAGLE-3, batch 32 |\n" in text
-    assert "| MT-bench | 1.46, 1.13 x | 2.25, 1.50 x |\n| overall | 1.50, 1.20 x | |\n" in text
-    assert "Of 20 texts 16 are the plain run's, token for token; 2 leave it at a near-tie" in " ".join(text.split())
+    assert "| MT-bench | 1.46, 1.13 x | 2.25, 1.50 x |\n| overall | 1.50, 1.20 x | 2.50, 1.75 x |\n" in text
+    words = " ".join(text.split())
+    assert "Of 1,120 texts 1,000 are the plain run's, token for token; 100 leave it at a near-tie" in words
     assert "9.00" not in text
 
 
