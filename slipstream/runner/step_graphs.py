@@ -171,8 +171,13 @@ class StepGraphs:
         if self._is_complete:
             return False
         self._choices.clear()
+        program = self._program
         with self._waiting():  # nobody else does, if there turns out to be nothing to record
-            self._program.buffers.stage_nothing()
+            program.buffers.stage_nothing()
+            # Kernels are compiled in a run that fills nothing, where libraries' own would read what another step left.
+            own = (program.backend.step_buffers(), program.speculator.step_buffers())
+            for buffer in (*program.buffers.of_a_step(), *itertools.chain(*own)):
+                buffer.zero_()
         if (desc := self._manager.capture_one_more(self._create_forward)) is not None:
             self._measure(desc)
         elif self._unmeasured:
