@@ -133,10 +133,10 @@ MUTATIONS = [
         'key=b"", digest_size=16',
     ),
     Mutation(
-        "staging: the last change of a run is lost",
+        "staging: the last change is lost",
         "runner/request_state.py",
-        "first, end = int(changed[0]), int(changed[-1]) + 1",
-        "first, end = int(changed[0]), int(changed[-1])",
+        "changed = np.flatnonzero(columns != self._batch_mirror)",
+        "changed = np.flatnonzero(columns != self._batch_mirror)[:-1]",
     ),
     Mutation(
         "staging: new pages are written from the start of the table",
