@@ -20,7 +20,7 @@ demo: $(VENV)/.installed ## fetch the default model and answer a prompt
 	@$(BIN)/slipstream generate "$(PROMPT)" --max-tokens 128
 
 test: $(VENV)/.installed-dev ## the whole CPU suite
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(VENV)/.installed-dev ## the long matrices too
 	$(BIN)/python -m pytest -m "not gpu" --timeout 3600
