@@ -21,6 +21,19 @@ DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float
 GIB = 1024**3
 
 
+def writable_folder(folder: Path, what: str, other: str) -> Path:
+    """Make the folder; called before the work whose results go there, so that none is lost to a wrong path."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot write {what} {folder} ({reason}); choose another {other}") from error
+    return folder
+
+
 def cache_dir() -> Path:
     """Where fetched models live: $SLIPSTREAM_CACHE, else the user's cache folder."""
     if own := os.environ.get("SLIPSTREAM_CACHE"):

@@ -18,6 +18,7 @@ from typing import Any
 
 from slipstream import __version__
 from slipstream.commands.machine import describe_hardware
+from slipstream.config import writable_folder
 from slipstream.errors import ConfigError
 
 Row = dict[str, Any]  # at least case and batch
@@ -57,17 +58,7 @@ def collect_results(rows: Sequence[Row], *, device: str = "cpu") -> Results:
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Make the folder for results; called before measuring, so that no result is lost to a wrong path."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write results to {folder} ({error.strerror or error}); choose another --output-dir"
-        ) from error
-    return folder
+    return writable_folder(folder, "results to", "--output-dir")
 
 
 def write_results(results: Results, folder: Path, case: str) -> Path:

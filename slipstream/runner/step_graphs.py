@@ -155,7 +155,7 @@ class StepGraphs:
     @property
     def num_missing(self) -> int:
         """Above 0 until idle time has found nothing left to do, a drafter's graphs and all measurements included."""
-        return max(self._manager.num_missing + len(self._unmeasured), not self._is_complete)
+        return max(self._manager.num_missing + len(self._unmeasured), int(not self._is_complete))
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -103,6 +103,8 @@ class Source:
         if not self._path.exists():
             return None
         tensors, about = read_store(self._path)
+        if about.get("recipe") != _RECIPE:
+            raise ConfigError(f"{self._path} was written by another version, which asks otherwise; delete it")
         check_same(about, self._about, self._path)
         return Texts(**tensors)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config import ModelConfig
+from slipstream.config import ModelConfig, writable_folder
 from slipstream.errors import ConfigError
 from slipstream.models.hub import resolve_model
 from slipstream.models.registry import architecture_of
@@ -36,7 +36,7 @@ class Report:
 
 
 def train_eagle3(settings: TrainSettings, report: Report) -> Progress:
-    out = _writable(Path(settings.out))
+    out = writable_folder(Path(settings.out), "to --out", "folder")
     path = resolve_model(settings.model)
     checkpoint = open_checkpoint(path)
     target = architecture_of(checkpoint.config).read_config(checkpoint.config)
@@ -108,14 +108,3 @@ def _vocabulary(
         f"frequent are {coverage(vocabulary, unseen):.1%} of held-out texts"
     )
     return vocabulary
-
-
-def _writable(out: Path) -> Path:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".write-probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to --out {out} ({error.strerror or error}); choose another folder") from error
-    return out

@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.config import EngineOptions
 from slipstream.device.cpu import CpuDevice
+from slipstream.engine.build import build_engine
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.process import EngineProcess
 from slipstream.engine.resolve import resolve
@@ -195,3 +196,13 @@ def test_sockets_are_private(folder: Path) -> None:
         place = running._child._folder
         assert place.stat().st_mode & 0o777 == 0o700
     assert not place.exists()
+
+
+def test_figures_of_an_engine_that_is_not_done_preparing_travel(folder: Path) -> None:
+    """Every number is of the kind that the other side expects: a bool is no integer there."""
+    core = build_engine(EngineOptions(model=str(folder), device="cpu", max_num_seqs=2)).core
+    for _ in range(2):
+        assert decode(encode(Stats(core.stats))) == Stats(core.stats)
+        while core.use_idle_time():
+            pass
+    assert core.stats.num_missing_graphs == 0
