@@ -11,7 +11,7 @@ first difference: log probabilities, at a temperature with the noise that the se
 tie that the precision decided, and is counted and shown. Any other is a fault: the exit status is 1. On a CPU every
 difference is one.
 
-    python benchmarks/spec_bench.py --questions question.jsonl --methods none,ngram,eagle3 --head FOLDER
+    python benchmarks/spec_bench.py --questions question.jsonl --methods ngram,eagle3,eagle3:4 --head FOLDER
     python benchmarks/spec_bench.py --questions question.jsonl --limit 5 --batch 1 --temperature 0.7 --kinds qa,rag
 
 The questions are those of Spec-Bench (Xia et al., 2024; Apache-2.0).
@@ -20,10 +20,9 @@ The questions are those of Spec-Bench (Xia et al., 2024; Apache-2.0).
 from __future__ import annotations
 
 import argparse
-import queue
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from slipstream.commands.machine import describe_hardware
 from slipstream.commands.measure import wait_for_graphs
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
@@ -39,136 +39,16 @@ from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.models.hub import resolve_model
 from slipstream.sampling.gumbel import gumbel_noise_at
-from slipstream.types import MAX_LOGPROBS, RequestOutput, SamplingParams, TokenUpdates
+from slipstream.types import MAX_LOGPROBS, SamplingParams
 from spec_bench_questions import Question, read_questions
 from spec_bench_report import plot, print_difference, print_tables
+from spec_bench_runs import Run, answers_to, generate, joined
 
-METHODS = ("none", "ngram", "eagle3")
+METHODS = ("ngram", "eagle3")
 OVERALL = "overall"
 NEAR_TIE = 0.25  # between two log probabilities, in bfloat16
 WARM_UP_TOKENS = 32
 NUM_SHOWN = 8  # tokens of each text where two differ
-
-
-# --- runs -----------------------------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    prompt: list[int]
-    token_ids: list[int]
-    text: str
-    seed: int
-
-
-class Seen(NamedTuple):
-    """What a step brought to each of its requests."""
-
-    request_ids: Sequence[str]
-    num_tokens: Sequence[int]
-    num_drafts: Sequence[int]  # that were checked; empty where nothing is drafted
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Of requests, each counted for itself. The step that ends a prompt brings a token and is not among them."""
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_checks: int = 0  # steps with drafts
-    num_checked_tokens: int = 0  # that those brought
-
-    @classmethod
-    def of(cls, seen: Iterable[Seen]) -> Steps:
-        begun: set[str] = set()
-        num_steps = num_tokens = num_checks = num_checked_tokens = 0
-        for step in seen:
-            drafts = step.num_drafts or [0] * len(step.request_ids)
-            for request_id, count, num_drafts in zip(step.request_ids, step.num_tokens, drafts, strict=True):
-                if count and request_id in begun:
-                    num_steps, num_tokens = num_steps + 1, num_tokens + count
-                    if num_drafts:
-                        num_checks, num_checked_tokens = num_checks + 1, num_checked_tokens + count
-                elif count:
-                    begun.add(request_id)
-        return cls(num_steps, num_tokens, num_checks, num_checked_tokens)
-
-    def __add__(self, other: Steps) -> Steps:
-        return Steps(
-            self.num_steps + other.num_steps,
-            self.num_tokens + other.num_tokens,
-            self.num_checks + other.num_checks,
-            self.num_checked_tokens + other.num_checked_tokens,
-        )
-
-    @property
-    def accepted_length(self) -> float:
-        """Tokens a check; 1, the target's own, where nothing was checked."""
-        return self.num_checked_tokens / self.num_checks if self.num_checks else 1.0
-
-    @property
-    def tokens_a_step(self) -> float:
-        return self.num_tokens / self.num_steps if self.num_steps else 1.0
-
-
-@dataclass(frozen=True)
-class Run:
-    """One method over one kind of questions."""
-
-    answers: list[Answer]
-    seconds: float
-    steps: Steps
-    busy_s: float = 0.0  # of the seconds, those in which the engine had steps under way
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(answer.token_ids) for answer in self.answers)
-
-    @property
-    def rate(self) -> float:
-        return self.num_tokens / self.seconds
-
-
-def joined(runs: Iterable[Run]) -> Run:
-    runs = list(runs)
-    answers = [answer for run in runs for answer in run.answers]
-    seconds, busy_s = (sum(getattr(run, name) for run in runs) for name in ("seconds", "busy_s"))
-    return Run(answers, seconds, sum((run.steps for run in runs), Steps()), busy_s)
-
-
-def answers_to(
-    client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int | None = None
-) -> list[RequestOutput]:
-    """To all, in order. With a batch, so many run at a time: the next is sent when one is done."""
-    requests = [client.prepare(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    outputs: dict[str, RequestOutput] = {}
-    done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    num_sent = 0
-    while len(outputs) < len(requests):
-        while num_sent < min(len(requests), len(outputs) + (batch or len(requests))):
-            client.submit(requests[num_sent], done.put, every_token=False)
-            num_sent += 1
-        output = done.get()
-        if output.error is not None:
-            raise EngineError(output.error)
-        outputs[output.request_id] = output
-    return [outputs[request.request_id] for request in requests]
-
-
-def generate(client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int) -> Run:
-    seen: list[Seen] = []
-
-    def note(updates: TokenUpdates) -> None:
-        seen.append(Seen(updates.request_ids, tuple(map(len, updates.token_ids)), updates.num_drafts))
-
-    busy_s, start = client.stats.step_s.total, time.monotonic()
-    with client.tapped(note):
-        outputs = answers_to(client, prompts, params, batch)
-    seconds, busy_s = time.monotonic() - start, client.stats.step_s.total - busy_s
-    answers = [
-        Answer(list(prompt), list(output.token_ids), output.text, one.seed or 0)
-        for prompt, output, one in zip(prompts, outputs, params, strict=True)
-    ]
-    return Run(answers, seconds, Steps.of(seen), busy_s)
 
 
 # --- texts that differ ----------------------------------------------------------------------------
@@ -232,6 +112,17 @@ def _logprob(client: EngineClient, prompt: list[int], token: int) -> float:
 # --- the bench ------------------------------------------------------------------------------------
 
 
+class Method(NamedTuple):
+    name: str
+    k: int | None = None  # as many drafts in every step; None: the number adapts
+
+    def __str__(self) -> str:
+        return self.name if self.k is None else f"{self.name}:{self.k}"
+
+
+PLAIN = Method("none")
+
+
 class Setting(NamedTuple):
     temperature: float
     batch: int
@@ -251,13 +142,13 @@ class Bench:
         # First answers of the plain run, which second turns follow in every run.
         self._first_answers: dict[tuple[Setting, str], list[str]] = {}
 
-    def options(self, method: str) -> EngineOptions:
+    def options(self, method: Method) -> EngineOptions:
         arguments = self.arguments
         speculate: dict[str, Any] | None = None
-        if method != "none":
-            speculate = {"method": method, "num_speculative_tokens": arguments.k or arguments.max_k}
-            speculate |= {"adaptive": arguments.k is None}
-            speculate |= {"model": arguments.head} if method == "eagle3" else {}
+        if method != PLAIN:
+            speculate = {"method": method.name, "num_speculative_tokens": method.k or arguments.max_k}
+            speculate |= {"adaptive": method.k is None}
+            speculate |= {"model": arguments.head} if method.name == "eagle3" else {}
         return EngineOptions(
             model=arguments.model,
             device=arguments.device,
@@ -311,7 +202,7 @@ class Bench:
         params = [replace(one, max_tokens=WARM_UP_TOKENS) for one in self.params(setting.temperature, setting.batch)]
         generate(client, self.prompts(client, asked), params, setting.batch)
 
-    def run_method(self, method: str, plain: Runs | None = None) -> tuple[Runs, Differences]:
+    def run_method(self, method: Method, plain: Runs | None = None) -> tuple[Runs, Differences]:
         """The best runs; where there are plain ones, also the texts that differ from theirs."""
         begin = time.monotonic()
         client = EngineClient.in_thread(lambda: build_engine(self.options(method)))
@@ -348,7 +239,7 @@ class Bench:
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def rows(self, method: str, runs: Runs, plain: Runs, apart: Differences) -> list[Row]:
+    def rows(self, method: Method, runs: Runs, plain: Runs, apart: Differences) -> list[Row]:
         """By setting and kind; over all kinds only where all were asked."""
         asked, rows = self.arguments, []
         for setting, by_kind in runs.items():
@@ -360,10 +251,10 @@ class Bench:
                 num_ties = sum(is_near_tie(d, self.near_tie) for d in other)
                 rows.append(
                     {
-                        "case": f"{model_name(asked.model)}+{method}",
+                        "case": f"{model_name(asked.model)}+{method.name}",
                         "kind": kind,
                         "batch": setting.batch,
-                        "k": 0 if method == "none" else asked.k or "adaptive",
+                        "k": 0 if method == PLAIN else method.k or "adaptive",
                         "temperature": setting.temperature,
                         "limit": asked.limit,
                         "output_len": asked.output_len,
@@ -392,10 +283,10 @@ def model_name(model: str) -> str:
     return Path(model).name.removesuffix(".gguf")
 
 
-def difference_row(method: str, setting: Setting, found: Difference, tolerance: float) -> Row:
+def difference_row(method: Method, setting: Setting, found: Difference, tolerance: float) -> Row:
     return {
         "case": "difference",
-        "method": method,
+        "method": str(method),
         "batch": setting.batch,
         "temperature": setting.temperature,
         "kind": found.kind,
@@ -414,9 +305,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--methods", default="none,ngram", help="of none, ngram and eagle3; none is always measured")
+    parser.add_argument(
+        "--methods",
+        default="ngram",
+        help="of ngram and eagle3: eagle3:4 makes 4 drafts in every step, without a number it adapts; none is always "
+        "measured",
+    )
     parser.add_argument("--head", help="folder of the EAGLE-3 head")
-    parser.add_argument("--k", type=int, help="as many drafts in every step; otherwise the number adapts")
     parser.add_argument("--max-k", type=int, default=7, help="most drafts where the number adapts")
     parser.add_argument("--batch", default="1,32", help="requests at a time, such as 1,32")
     parser.add_argument("--temperature", default="0,0.7", help="such as 0,0.7")
@@ -436,20 +331,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     arguments.kinds = [kind for kind in arguments.kinds.split(",") if kind]
-    arguments.methods = [name for name in arguments.methods.split(",") if name and name != "none"]
-    if unknown := [name for name in arguments.methods if name not in METHODS]:
+    words = [word.partition(":") for word in arguments.methods.split(",") if word and word != "none"]
+    if unknown := [name for name, _, _ in words if name not in METHODS]:
         parser.error(f"unknown method {unknown[0]}; {', '.join(METHODS)} are known")
+    if wrong := [k for _, colon, k in words if colon and not (k.isdecimal() and int(k) > 0)]:
+        parser.error(f"a method's number of drafts is at least 1, not '{wrong[0]}'")
+    arguments.methods = [Method(name, int(k) if k else None) for name, _, k in words]
     try:
         arguments.batch = [int(size) for size in arguments.batch.split(",")]
         arguments.temperature = [float(number) for number in arguments.temperature.split(",")]
     except ValueError as error:
         parser.error(f"--batch and --temperature are numbers with commas between: {error}")
-    wishes = [wish for wish in (arguments.limit, arguments.k) if wish is not None]
-    if min(*arguments.batch, arguments.repeat, arguments.output_len, *wishes) < 1 or min(arguments.temperature) < 0:
-        parser.error("--batch, --repeat, --limit, --output-len and --k are at least 1, --temperature at least 0")
+    limit = 1 if arguments.limit is None else arguments.limit
+    if min(*arguments.batch, arguments.repeat, arguments.output_len, limit) < 1 or min(arguments.temperature) < 0:
+        parser.error("--batch, --repeat, --limit and --output-len are at least 1, --temperature at least 0")
     if arguments.max_model_len < arguments.output_len + 2:
         parser.error("--max-model-len must leave room for a prompt before --output-len tokens")
-    if "eagle3" in arguments.methods and not arguments.head:
+    if any(method.name == "eagle3" for method in arguments.methods) and not arguments.head:
         parser.error("eagle3 drafts with a head of the model; name its folder with --head")
     return arguments
 
@@ -458,32 +356,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     bench = Bench(arguments, read_questions(arguments.questions, arguments.limit, arguments.kinds))
     prepare_folder(arguments.output_dir)
-    if "eagle3" in arguments.methods:
+    if arguments.head:
         resolve_model(arguments.head, is_head=True)  # before minutes of plain runs
-    plain, _ = bench.run_method("none")
-    rows, apart = bench.rows("none", plain, plain, {}), []
-    failed: SlipstreamError | None = None
+    plain, _ = bench.run_method(PLAIN)
+    rows, apart = bench.rows(PLAIN, plain, plain, {}), []
+    path = write_results(collect_results(rows, device=bench.device), arguments.output_dir, "spec-bench")
     for method in arguments.methods:
-        try:
-            runs, found = bench.run_method(method, plain)
-        except SlipstreamError as error:  # what was measured before is kept
-            failed = error
-            break
+        runs, found = bench.run_method(method, plain)
         rows += bench.rows(method, runs, plain, found)
         apart += [difference_row(method, s, d, bench.near_tie) for s, many in found.items() for d in many]
-    results = collect_results([*rows, *apart], device=bench.device)
-    title = f"Spec-Bench, {model_name(arguments.model)}, k = {arguments.k or 'adaptive'}, {results.hardware}"
-    path = write_results(results, arguments.output_dir, "spec-bench")
+        # After each, so that what was measured is kept whatever happens to the next.
+        results = collect_results([*rows, *apart], device=bench.device)
+        path.write_text(results.as_json(), encoding="utf-8")
+    title = f"Spec-Bench, {model_name(arguments.model)}, {describe_hardware(bench.device)}"
     for row in sorted(apart, key=lambda row: not row["near_tie"]):  # faults where they are seen
         print_difference(row)
     print_tables(rows, title)
     faults = sum(not row["near_tie"] for row in apart)
     print(f"{len(apart)} texts differ from the plain run's: {len(apart) - faults} near-ties, {faults} faults")
     print(f"written to {path}")
-    if drafted := [row for row in rows if not row["case"].endswith("+none")]:
+    if drafted := [row for row in rows if row["k"] != 0]:
         plot(drafted, path.with_suffix(".png"), title)
-    if failed is not None:
-        raise failed
     return 1 if faults else 0
 
 

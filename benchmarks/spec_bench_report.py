@@ -12,6 +12,11 @@ from rich.table import Table
 from slipstream.commands.results import Row
 
 
+def label(row: Row) -> str:
+    method = str(row["case"].split("+")[-1])
+    return f"{method}, k = {row['k']}" if isinstance(row["k"], int) and row["k"] else method
+
+
 def print_tables(rows: Sequence[Row], title: str) -> None:
     for temperature in dict.fromkeys(r["temperature"] for r in rows):
         table = Table("method", "questions", title=f"{title}, temperature {temperature:g}")
@@ -22,7 +27,7 @@ def print_tables(rows: Sequence[Row], title: str) -> None:
                 lengths = (f"{r['accepted_length']:.2f}", f"{r['tokens_a_step']:.2f}")
                 rates = (f"{r['tok_s']:,.0f}", f"{r['plain_tok_s']:,.0f}", f"{r['ratio']:.2f}")
                 texts = (f"{r['same_texts']} of {r['num_texts']}", str(r["near_ties"]))
-                table.add_row(r["case"].split("+")[-1], r["kind"], str(r["batch"]), *lengths, *rates, *texts)
+                table.add_row(label(r), r["kind"], str(r["batch"]), *lengths, *rates, *texts)
         Console(width=120).print(table)
 
 
@@ -45,14 +50,12 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
     temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
     kinds = list(dict.fromkeys(r["kind"] for r in rows))
-    groups = list(dict.fromkeys((r["case"].split("+")[-1], r["batch"]) for r in rows))
+    groups = list(dict.fromkeys((label(r), r["batch"]) for r in rows))
     figure, stack = plt.subplots(len(temperatures), figsize=(10, 4.5 * len(temperatures)), dpi=130, squeeze=False)
     for axes, temperature in zip(stack[:, 0], temperatures, strict=True):
         for i, (method, batch) in enumerate(groups):
             own = {
-                r["kind"]: r
-                for r in rows
-                if (r["case"].split("+")[-1], r["batch"], r["temperature"]) == (method, batch, temperature)
+                r["kind"]: r for r in rows if (label(r), r["batch"], r["temperature"]) == (method, batch, temperature)
             }
             places = [j + (i - (len(groups) - 1) / 2) * 0.8 / len(groups) for j in range(len(kinds))]
             heights = [own[kind]["ratio"] for kind in kinds]

@@ -86,6 +86,12 @@ def test_a_gpu_has_its_own_defaults() -> None:
     assert 100 in resolve(EngineOptions(max_num_seqs=100), GPU, MODEL).cudagraph_sizes
 
 
+@pytest.mark.parametrize(("num_params", "largest"), [(10**8, 8192), (10**9, 3072), (8 * 10**9, 512)])
+def test_a_small_model_has_graphs_for_long_prompts(num_params: int, largest: int) -> None:
+    config = resolve(EngineOptions(max_num_batched_tokens=8192), GPU, MODEL, num_params)
+    assert config.cudagraph_sizes[-1] == largest
+
+
 def test_the_cache_of_a_gpu_is_what_others_and_weights_leave() -> None:
     long = replace(MODEL, max_position=2**20)
     page_bytes = 16 * long.kv_bytes_per_token("bfloat16")

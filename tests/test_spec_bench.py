@@ -17,9 +17,10 @@ from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError
 from slipstream.sampling.gumbel import gumbel_noise
 from slipstream.types import SamplingParams
-from spec_bench import Answer, Bench, Difference, Run, Seen, Setting, Steps, differences, joined, judge
+from spec_bench import PLAIN, Bench, Difference, Method, Setting, differences, judge
 from spec_bench_questions import MT_BENCH, Question, read_questions
 from spec_bench_report import plot, print_difference, print_tables
+from spec_bench_runs import Answer, Run, Seen, Steps, joined
 from tests import tiny_models
 
 QUESTIONS = [
@@ -131,7 +132,7 @@ def test_rows_by_kind_and_over_all(tmp_path: Path, capsys: pytest.CaptureFixture
     }
     apart = {setting: [Difference("qa", [7, 3], [9], [4], 1, gap=0.1)]}
     own = bench(near_tie=0.25)
-    rows = own.rows("ngram", drafted, plain, apart)
+    rows = own.rows(Method("ngram"), drafted, plain, apart)
     names = ("kind", "tok_s", "plain_tok_s", "ratio", "accepted_length", "tokens_a_step", "num_texts", "same_texts")
     assert [tuple(row[name] for name in names) for row in rows] == [
         ("qa", 4.0, 2.0, 2.0, 1.0, 1.0, 2, 1),
@@ -142,8 +143,15 @@ def test_rows_by_kind_and_over_all(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {(row["case"], row["batch"], row["k"], row["limit"]) for row in rows} == {
         ("Tiny-0.6B+ngram", 32, "adaptive", None)
     }
-    assert [row["faults"] for row in bench().rows("ngram", drafted, plain, apart)] == [1, 0, 1]  # a CPU's tolerance
-    assert [row["kind"] for row in bench(kinds=["qa", "rag"]).rows("ngram", drafted, plain, apart)] == ["qa", "rag"]
+    assert [row["faults"] for row in bench().rows(Method("ngram"), drafted, plain, apart)] == [
+        1,
+        0,
+        1,
+    ]  # a CPU's tolerance
+    assert [row["kind"] for row in bench(kinds=["qa", "rag"]).rows(Method("ngram"), drafted, plain, apart)] == [
+        "qa",
+        "rag",
+    ]
     print_tables([*rows, *({**row, "temperature": 0.7} for row in rows)], "title")
     shown = capsys.readouterr().out
     assert shown.count("title, temperature") == 2 and "1 of 2" in shown and "4.00" in shown
@@ -245,7 +253,7 @@ def test_a_whole_run_with_a_tiny_model(
     folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "results"
-    asked = arguments(folder, questions, output, "--methods", "none,ngram", "--batch", "1,2", "--k", "3")
+    asked = arguments(folder, questions, output, "--methods", "none,ngram:3", "--batch", "1,2")
     assert spec_bench.main(asked) == 0
     rows = rows_in(output)
     # Two methods, two temperatures, two batches, two kinds and all together.
@@ -296,8 +304,8 @@ def test_what_was_measured_is_kept_when_a_method_fails(
 ) -> None:
     run_method = Bench.run_method
 
-    def failing(self: Bench, method: str, *plain: Any) -> Any:
-        if method != "none":
+    def failing(self: Bench, method: Method, *plain: Any) -> Any:
+        if method != PLAIN:
             raise EngineError("out of memory")
         return run_method(self, method, *plain)
 
@@ -310,7 +318,7 @@ def test_what_was_measured_is_kept_when_a_method_fails(
 
 def test_differences_without_a_gap_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = Difference("qa", [1, 2], [-1], [5], 0, texts=("", "more"))
-    row = spec_bench.difference_row("ngram", Setting(0.0, 1), found, 0.25)
+    row = spec_bench.difference_row(Method("ngram"), Setting(0.0, 1), found, 0.25)
     assert row["gap"] is None and not row["near_tie"]
     print_difference(row)
     assert "'' for 'more', no gap, A FAULT" in capsys.readouterr().out
@@ -324,7 +332,7 @@ def test_differences_without_a_gap_are_shown(capsys: pytest.CaptureFixture[str])
         (["--batch", "1,many"], "--batch and --temperature"),
         (["--temperature", "-1"], "at least"),
         (["--limit", "0"], "at least"),
-        (["--k", "0"], "at least"),
+        (["--methods", "ngram:0"], "at least 1"),
         (["--max-model-len", "100"], "--max-model-len"),
     ],
 )

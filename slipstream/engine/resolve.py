@@ -91,7 +91,7 @@ def resolve(
         steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
         seed=options.seed,
         cudagraph_mode=graph_mode,
-        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs),
+        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs, num_params),
         poison=poison_enabled(),
         speculative=speculative,
         draft_model=None if draft is None else draft.config,
@@ -176,11 +176,16 @@ def _resolve_graph_mode(wish: str, hardware: Hardware) -> str:
     return "none"
 
 
-def _resolve_graph_sizes(wish: tuple[int, ...] | None, max_num_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
+def _resolve_graph_sizes(
+    wish: tuple[int, ...] | None, max_num_tokens: int, max_num_seqs: int, num_params: int
+) -> tuple[int, ...]:
     """Close together where batches are small, because padding is a share of the batch."""
-    # The full batch has a size of its own; beyond 512 there are decodes only.
-    large = range(544, max_num_seqs + 1, 32)
-    sizes: Iterable[int] = wish or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *large, max_num_seqs)
+    # The full batch has a size of its own.
+    decodes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs + 1, 32), max_num_seqs)
+    # Launches one by one take some 10 ms. So long a large model computes for 512 tokens, a small one for many more.
+    most = int(4e12 / max(1, num_params))
+    mixed = (size for power in range(9, 20) for size in (1 << power, 3 << (power - 1)) if max_num_seqs < size <= most)
+    sizes: Iterable[int] = wish or (*decodes, *mixed)
     for size in sizes:
         _positive("cudagraph_capture_sizes", size, 1)
     return tuple(sorted({size for size in sizes if size <= max_num_tokens}))

@@ -24,7 +24,7 @@ from slipstream.kernels.triton_jit import compile_ahead, compiles_ahead, num_com
 
 logger = logging.getLogger("slipstream.graphs")
 
-_MAX_MIXED_TOKENS = 512
+_SMALL_MIXED = 512  # tokens
 DECODES_AND_MIXED = (GraphKind(1), GraphKind(None))
 
 
@@ -210,7 +210,8 @@ def _descriptors(
 ) -> Iterator[BatchExecutionDescriptor]:
     """Smallest first. Batches of decodes pad requests and tokens together; mixed ones may have a token a request.
 
-    A mixed batch with more tokens is long enough for its launches to go unnoticed.
+    A size that no batch of decodes has is for mixed ones. Of the others those have the smaller ones only, for there are
+    many.
     """
     decode, mixed = mode.decode_mode(), mode.mixed_mode()
     for size in sizes:
@@ -218,5 +219,5 @@ def _descriptors(
             if query_len is not None:
                 if decode is CUDAGraphMode.FULL and size <= max_num_reqs:
                     yield BatchExecutionDescriptor(decode, size * query_len, size, query_len, tier, num_drafts)
-            elif mixed is not CUDAGraphMode.NONE and size <= _MAX_MIXED_TOKENS:
+            elif mixed is not CUDAGraphMode.NONE and (size <= _SMALL_MIXED or size > max_num_reqs):
                 yield BatchExecutionDescriptor(mixed, size, min(size, max_num_reqs), None, tier, num_drafts)

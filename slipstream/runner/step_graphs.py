@@ -22,7 +22,8 @@ from slipstream.runner.recent import Recent
 from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.speculator import GraphSetting
 
-_SMALLEST_MIXED = 16  # tokens of the smallest mixed batch that is recorded before the first step
+# Tokens of mixed batches that are recorded before the first step; where many decode, up to twice as many as those.
+_SMALLEST_MIXED, _LARGEST_MIXED = 16, 512
 # What a graph with sampling inside can do: greedy and noise at any temperature, row by row.
 _FAST_NEEDS = SamplingNeeds(noise=True)
 # Of the device's memory, for what is recorded when idle, beside what the first steps have needed.
@@ -66,7 +67,8 @@ class DraftSizes(NamedTuple):
         if size & (size - 1) and (is_mixed or size != largest_decode):
             return 4 if is_usual or desc.query_len == 1 else None
         if is_mixed:
-            return 0 if is_fast and size >= _SMALLEST_MIXED else 2
+            most = max(_LARGEST_MIXED, 2 * largest_decode)
+            return 0 if is_fast and _SMALLEST_MIXED <= size <= most else 2
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
         if desc.num_tokens > _MAX_DECODE_TOKENS and not is_usual and num_checked:

@@ -28,11 +28,11 @@ from slipstream.train.settings import TrainSettings, check_same
 from slipstream.train.store import read_store, write_store
 from slipstream.types import RequestOutput, SamplingParams
 
-_RECIPE = 2  # of what is asked and how; texts of another one are another training's
+_RECIPE = 3  # of what is asked and how; texts of another one are another training's
 _TURN_TEMPERATURES = (0.6, 0.8, 1.0)
 _ANSWER_TEMPERATURES = (0.0, 0.0, 0.5, 0.8, 1.0)  # one after another
 _TURN_LEN = 64
-_LEAST_ANSWER, _LONGEST_ANSWER = 16, 512
+_LEAST_ANSWER, _LONGEST_ANSWER = 16, 320  # small targets repeat themselves in longer ones
 _HELD_OUT_EVERY, _MAX_HELD_OUT = 16, 96
 _SHARE_LONG, _SHARE_FOLLOW_UP = 0.2, 0.15
 

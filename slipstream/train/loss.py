@@ -49,10 +49,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
             inputs, wanted = states[part].to(target.dtype), target[part]
             log_probs = (inputs @ matrix.T).log_softmax(dim=-1, dtype=wide)
             loss -= (wanted * log_probs).sum()
-            grads = ((log_probs.exp_() - wanted) / rows).to(target.dtype)
+            grads = log_probs.exp_().sub_(wanted).to(target.dtype)
             state_grads[part] = grads @ matrix
             weight_grad += grads.T @ inputs
-        ctx.save_for_backward(state_grads, weight_grad)
+        # The mean is taken of what is small, not of the logits' gradients.
+        ctx.save_for_backward(state_grads.div_(rows), weight_grad.div_(rows))
         return loss / rows
 
     @staticmethod

@@ -196,6 +196,24 @@ def test_chunks_of_prompts(make_engine: MakeEngine, expected: dict[str, list[int
     assert tokens_of(engine, some_requests()) == expected
 
 
+def test_long_prompts_in_graphs(make_engine: MakeEngine, folder: Path) -> None:
+    rng = random.Random(8)
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 480))] for _ in range(40)]
+    requests = [make_request(f"r{i}", prompt, 1 + i % 9, seed=i) for i, prompt in enumerate(prompts)]
+    options = {"model": str(folder), "device": "cpu", "dtype": "float64", "max_num_seqs": 16}
+    wanted = tokens_of(build_engine(EngineOptions.from_dict(options)), requests)
+    sizes = {"max_num_batched_tokens": 4096, "cudagraph_capture_sizes": (4, 16, 64, 256, 1024, 4096)}
+    core = make_engine(**sizes, enable_prefix_caching=False).core
+    while core.use_idle_time():
+        pass
+    chosen = []
+    choose = core.runner.graphs._choose
+    core.runner.graphs._choose = lambda *about: chosen.append(choose(*about)) or chosen[-1]  # type: ignore[method-assign]
+    assert {i: outcome.token_ids for i, outcome in run(core, requests).items()} == wanted
+    assert {choice.desc.mode.value for choice in chosen} == {"full"}
+    assert {choice.desc.num_tokens for choice in chosen} >= {1024, 4096}
+
+
 def test_preemption(make_engine: MakeEngine, expected: dict[str, list[int]]) -> None:
     engine = make_engine(num_gpu_blocks_override=9)
     assert tokens_of(engine, some_requests()) == expected

@@ -41,6 +41,12 @@ def test_mixed_batches_take_their_own_graphs_or_none() -> None:
     assert make(M.FULL).dispatch(5, 4, query_len=None).num_reqs >= 5
 
 
+def test_large_sizes_are_for_decodes_or_for_mixed_batches() -> None:
+    manager = make(M.FULL, sizes=(512, 544, 640, 1024), max_num_reqs=640)
+    assert manager.dispatch(600, 600, query_len=1).num_tokens == 640
+    assert manager.dispatch(500, 513, query_len=None) == BatchExecutionDescriptor(M.FULL, 1024, 640)
+
+
 def test_a_batch_without_a_graph_keeps_its_size() -> None:
     desc = make(M.NONE).dispatch(3, 9, query_len=None)
     assert desc == BatchExecutionDescriptor(M.NONE, num_tokens=9, num_reqs=3)
