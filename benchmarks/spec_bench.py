@@ -7,9 +7,15 @@ all methods get the same prompts. Accepted length is tokens a step that checks d
 it tokens a step, where steps without drafts count too.
 
 Every text is compared with the plain run's. For one that differs, the engine is asked for the two tokens' scores at the
-first difference: log probabilities, at a temperature with the noise that the seed draws. A gap below `--near-tie` is a
-tie that the precision decided, and is counted and shown. Any other is a fault: the exit status is 1. On a CPU every
-difference is one.
+first difference: log probabilities, at a temperature with the noise that the seed draws. The gap is as a prefill of
+what the two texts have in common sees it. That is a fair judge: it takes neither side, and how far decoding lies from
+it can be measured. Where rounding moves no score by more than X from the prefill's, one run can put the one token ahead
+and another run the other only if the prefill finds them at most 2 X apart. On a GPU the bench measures X with the plain
+engine: the largest change between decoding and prefill. A check of drafts, a few tokens at a time, is taken to lie
+between those.
+
+A gap below 2 X, or below `--near-tie` where that is given, is a tie that the precision decided, and is counted and
+shown. Any other is a fault: the exit status is 1. On a CPU every difference is one.
 
     python benchmarks/spec_bench.py --questions question.jsonl --methods ngram,eagle3,eagle3:4 --head FOLDER
     python benchmarks/spec_bench.py --questions question.jsonl --limit 5 --batch 1 --temperature 0.7 --kinds qa,rag
@@ -40,14 +46,16 @@ from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.models.hub import resolve_model
 from slipstream.sampling.gumbel import gumbel_noise_at
 from slipstream.types import MAX_LOGPROBS, SamplingParams
+from spec_bench_noise import Noise, measure_noise
 from spec_bench_questions import Question, read_questions
 from spec_bench_report import plot, print_difference, print_tables
 from spec_bench_runs import Run, answers_to, generate, joined
 
 METHODS = ("ngram", "eagle3")
 OVERALL = "overall"
-NEAR_TIE = 0.25  # between two log probabilities, in bfloat16
 WARM_UP_TOKENS = 32
+NUM_NOISE_QUESTIONS = 16  # of each kind, at most
+MAX_NOISE_BATCH = 32
 NUM_SHOWN = 8  # tokens of each text where two differ
 
 
@@ -93,6 +101,10 @@ def judge(client: EngineClient, found: Sequence[Difference], temperature: float)
         known = (output.outputs[0].logprobs or [{}])[0]
         scores = [known[t].logprob if t in known else _logprob(client, one.prompt, t) for t in pair]
         if temperature:
+            # The engine takes the largest of logits / temperature + noise. Times the temperature that is the largest of
+            # logits + temperature * noise, and log probabilities are logits less a number that all tokens share. So
+            # these scores have the engine's order, and as the noise is the same in every run, rounding moves them as
+            # it moves log probabilities: the tolerance is the same at every temperature.
             seeds = torch.from_numpy(np.array([[one.seed]], dtype=np.uint64).view(np.int32))
             at = (torch.tensor([len(one.prompt)], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
             noise = gumbel_noise_at(seeds, *at, torch.tensor(pair, dtype=torch.int32))[0].tolist()
@@ -139,6 +151,7 @@ class Bench:
         self.arguments, self.questions = arguments, questions
         self.settings = [Setting(t, b) for t in arguments.temperature for b in arguments.batch]
         self.device = "cpu"  # until an engine says otherwise
+        self.noise: Noise | None = None  # where it is measured
         # First answers of the plain run, which second turns follow in every run.
         self._first_answers: dict[tuple[Setting, str], list[str]] = {}
 
@@ -223,6 +236,8 @@ class Bench:
                     self._say(
                         f"{method}, temperature {setting.temperature:g}, batch {setting.batch}, {kind}: {figures}"
                     )
+            if method == PLAIN and self.measures_noise:
+                self.noise = self.noise_of(client)
             for setting, before in (plain or {}).items():
                 apart[setting] = [d for kind in before for d in differences(kind, before[kind], best[setting][kind])]
                 judge(client, apart[setting], setting.temperature)
@@ -230,11 +245,21 @@ class Bench:
             client.close()
         return best, apart
 
+    def noise_of(self, client: EngineClient) -> Noise:
+        """Over greedy answers to some first turns of each kind."""
+        asked = [question for own in self.questions.values() for question in own[:NUM_NOISE_QUESTIONS]]
+        batch = min(MAX_NOISE_BATCH, max(self.arguments.batch))
+        return measure_noise(client, self.prompts(client, asked), self.params(0.0, len(asked)), batch)
+
+    @property
+    def measures_noise(self) -> bool:
+        """A CPU computes a token among others as it computes it alone: nothing there is a tie."""
+        return self.arguments.near_tie is None and self.device.startswith("cuda")
+
     @property
     def near_tie(self) -> float:
-        """A CPU computes a token among others as it computes it alone: nothing there is a tie."""
         wanted: float | None = self.arguments.near_tie
-        return wanted if wanted is not None else NEAR_TIE if self.device.startswith("cuda") else 0.0
+        return wanted if wanted is not None else self.noise.tolerance if self.noise is not None else 0.0
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -320,7 +345,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--limit", type=int, help="as many questions of each kind")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--near-tie", type=float, help=f"{NEAR_TIE} on a GPU and 0 on a CPU if unset")
+    parser.add_argument(
+        "--near-tie", type=float, help="gaps below it are no faults; measured on a GPU and 0 on a CPU if unset"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
@@ -360,18 +387,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         resolve_model(arguments.head, is_head=True)  # before minutes of plain runs
     plain, _ = bench.run_method(PLAIN)
     rows, apart = bench.rows(PLAIN, plain, plain, {}), []
-    path = write_results(collect_results(rows, device=bench.device), arguments.output_dir, "spec-bench")
+    noise = [] if bench.noise is None else [bench.noise.row]
+    results = collect_results([*rows, *noise], device=bench.device)
+    path = write_results(results, arguments.output_dir, "spec-bench")
     for method in arguments.methods:
         runs, found = bench.run_method(method, plain)
         rows += bench.rows(method, runs, plain, found)
         apart += [difference_row(method, s, d, bench.near_tie) for s, many in found.items() for d in many]
         # After each, so that what was measured is kept whatever happens to the next.
-        results = collect_results([*rows, *apart], device=bench.device)
+        results = collect_results([*rows, *noise, *apart], device=bench.device)
         path.write_text(results.as_json(), encoding="utf-8")
     title = f"Spec-Bench, {model_name(arguments.model)}, {describe_hardware(bench.device)}"
     for row in sorted(apart, key=lambda row: not row["near_tie"]):  # faults where they are seen
         print_difference(row)
     print_tables(rows, title)
+    if bench.noise is not None:
+        print(bench.noise)
     faults = sum(not row["near_tie"] for row in apart)
     print(f"{len(apart)} texts differ from the plain run's: {len(apart) - faults} near-ties, {faults} faults")
     print(f"written to {path}")

@@ -169,7 +169,28 @@ def test_spec_bench_shows_whole_runs(tmp_path: Path) -> None:
     assert "| MT-bench | 1.46, 1.13 x | 2.25, 1.50 x |\n| overall | 1.50, 1.20 x | 2.50, 1.75 x |\n" in text
     words = " ".join(text.split())
     assert "Of 1,120 texts 1,000 are the plain run's, token for token; 100 leave it at a near-tie" in words
+    assert "near-tie of bfloat16, 20 anywhere else." in words
     assert "9.00" not in text
+
+
+def test_spec_bench_names_a_tolerance_that_was_measured(tmp_path: Path) -> None:
+    def whole(method: str) -> Rows:
+        return [spec_row(method, kind, 1.5, 1.2) for kind in ("mt_bench", "overall")]
+
+    def noise(tolerance: float) -> dict[str, Any]:
+        return {"case": "noise", "batch": 32, "largest": tolerance / 2, "tolerance": tolerance, "num_tokens": 9}
+
+    def sentence() -> str:
+        return " ".join(readme.spec_bench(results(tmp_path)).split("\n\n")[-1].split())
+
+    why = "twice the largest change that computing the same token as part of a prompt makes)"
+    put(tmp_path, "spec-bench", [*whole("ngram"), noise(0.864)], hour=2)
+    assert f"50 leave it at a near-tie of bfloat16 (gaps below 0.86, {why}, 10 anywhere else." in sentence()
+    # A column of an older run, which has a tolerance of its own or none.
+    put(tmp_path, "spec-bench", [*whole("eagle3"), noise(0.7)], hour=1)
+    assert f"(gaps below 0.70 to 0.86, {why}, 20 anywhere else." in sentence()
+    put(tmp_path, "spec-bench", whole("eagle3"), hour=1)
+    assert "near-tie of bfloat16, 20 anywhere else." in sentence()
 
 
 def test_small_parts(tmp_path: Path) -> None:

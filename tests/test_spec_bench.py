@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import spec_bench
+import spec_bench_noise
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
 from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError
 from slipstream.sampling.gumbel import gumbel_noise
-from slipstream.types import SamplingParams
+from slipstream.types import Logprob, RequestOutput, SamplingParams
 from spec_bench import PLAIN, Bench, Difference, Method, Setting, differences, judge
+from spec_bench_noise import Noise, measure_noise
 from spec_bench_questions import MT_BENCH, Question, read_questions
 from spec_bench_report import plot, print_difference, print_tables
 from spec_bench_runs import Answer, Run, Seen, Steps, joined
@@ -159,6 +161,21 @@ def test_rows_by_kind_and_over_all(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_cell_of_the_table_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest names of Spec-Bench's kinds and of methods, and figures as long as they get."""
+    row = {"case": "m+eagle3", "kind": "math_reasoning", "batch": 128, "k": 16, "temperature": 0.0, "ratio": 10.25}
+    row |= {"accepted_length": 17.0, "tokens_a_step": 16.5, "tok_s": 123456.7, "plain_tok_s": 98765.4}
+    row |= {"num_texts": 560, "same_texts": 123, "near_ties": 437}
+    print_tables([row], "Spec-Bench, SmolLM2-135M, NVIDIA H200")
+    title, *table = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Spec-Bench, SmolLM2-135M, NVIDIA H200, temperature 0"
+    head, body = (line.strip("┃│ ") for line in table if line[0] in "┃│")  # one line each
+    names = ["method", "questions", "batch", "accepted", "a step", "tokens/s", "plain", "speed-up", "same", "ties"]
+    cells = ["eagle3, k = 16", "math_reasoning", "128", "17.00", "16.50", "123,457", "98,765", "10.25", "123 of 560"]
+    assert [name.strip() for name in head.split("┃")] == names
+    assert [cell.strip() for cell in body.split("│")] == [*cells, "437"]
+
+
 def test_joined_runs_add_up() -> None:
     both = joined([run(1.0, [1], steps=Steps(1, 2, 3, 4)), run(2.5, [2, 3], steps=Steps(10, 20, 30, 40))])
     assert (both.num_tokens, both.seconds, both.steps) == (3, 3.5, Steps(11, 22, 33, 44))
@@ -211,6 +228,89 @@ def test_a_gap_is_that_of_the_scores_that_the_engine_compares(client: EngineClie
     for one, other in zip(found, (second, last), strict=False):
         assert one.gap == pytest.approx(float(scores[best] - scores[other]), abs=1e-4)
     assert found[2].gap is None
+
+
+# --- the tolerance --------------------------------------------------------------------------------
+
+
+def test_figures_of_noise_by_hand() -> None:
+    noise = Noise.of([i / 1000 for i in range(1000, -1, -1)], batch=8)
+    assert noise == pytest.approx((1.0, 0.5, 0.999, 1001, 8))
+    assert noise.row == {
+        "case": "noise",
+        "batch": 8,
+        "largest": 1.0,
+        "median": 0.5,
+        "p999": 0.999,
+        "tolerance": 2.0,
+        "num_tokens": 1001,
+    }
+    assert str(noise) == (
+        "the same token's log probability differs by up to 1 between decoding and a prompt, median 0.5, 99.9th "
+        "percentile 0.999, over 1,001 tokens: gaps below 2 are near-ties"
+    )
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def test_in_float64_there_is_no_noise(client: EngineClient) -> None:
+    """Log probabilities come as float32, and those of a token and of its neighbours are far apart."""
+    noise = measure_noise(client, [[5, 6, 7], [8], [9, 9]], [GREEDY] * 3, 2)
+    assert noise.num_tokens == 18 and noise.batch == 2
+    assert noise.largest < 1e-6
+
+
+@pytest.mark.parametrize("in_prompt", [False, True])
+def test_one_disturbed_token_is_found_exactly(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, in_prompt: bool
+) -> None:
+    """The last token of the second answer, either as it was decoded or as part of a prompt."""
+    answers_to = spec_bench_noise.answers_to
+
+    def disturbed(*others: Any) -> list[RequestOutput]:
+        outputs = answers_to(*others)
+        known = outputs[1].prompt_logprobs if in_prompt else outputs[1].outputs[0].logprobs
+        if known is not None:
+            last = known[-1]
+            assert last is not None
+            ((token, own),) = last.items()
+            last[token] = Logprob(own.logprob - 0.375, own.rank, own.text)
+        return outputs
+
+    monkeypatch.setattr(spec_bench_noise, "answers_to", disturbed)
+    noise = measure_noise(client, [[5, 6, 7], [8]], [GREEDY] * 2, 2)
+    assert noise.largest == pytest.approx(0.375, abs=1e-6)
+    assert noise.tolerance == pytest.approx(0.75, abs=2e-6)
+    assert noise.median < 1e-6 and noise.num_tokens == 12
+
+
+def test_only_a_gpu_has_noise_and_only_where_no_tolerance_is_given() -> None:
+    own = bench()
+    assert not own.measures_noise and own.near_tie == 0.0
+    own.device = "cuda:0"
+    assert own.measures_noise
+    own.noise = Noise.of([0.125, 0.25], 1)
+    assert own.near_tie == 0.5
+    given = bench(near_tie=0.1)
+    given.device = "cuda:0"
+    assert not given.measures_noise and given.near_tie == 0.1
+
+
+def test_noise_is_of_some_questions_of_each_kind_and_of_few_at_a_time(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = bench(batch=[1, 64], output_len=3, max_model_len=128)
+    own.questions = {kind: [Question(kind, (f"{kind} {i}", "more"))] * 20 for i, kind in enumerate(("qa", "rag"))}
+    asked: list[Any] = []
+    monkeypatch.setattr(spec_bench, "measure_noise", lambda *others: asked.append(others))
+    own.noise_of(client)
+    ((_, prompts, params, batch),) = asked
+    assert (len(prompts), batch) == (32, 32)
+    assert {(one.temperature, one.max_tokens) for one in params} == {(0.0, 3)} and len(params) == 32
+
+
+# --- so many at a time ----------------------------------------------------------------------------
 
 
 def test_no_more_run_at_a_time_than_asked_for(client: EngineClient) -> None:
@@ -297,6 +397,41 @@ def test_a_text_that_differs_is_shown_counted_and_fails_on_a_cpu(
     assert spec_bench.main(arguments(folder, questions, tmp_path / "b", *few, "--near-tie", "1e9")) == 0
     assert "a near-tie" in capsys.readouterr().out
     assert rows_in(tmp_path / "b")[-2]["near_ties"] == 1
+
+
+def test_noise_that_is_measured_is_shown_kept_and_decides(
+    folder: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU: two differences with gaps on both sides of the tolerance."""
+    gaps = iter([0.49, 0.51])
+
+    def judged(_client: EngineClient, found: Sequence[Difference], _temperature: float) -> None:
+        for one in found:
+            one.gap = next(gaps)
+
+    def apart(kind: str, *_runs: Run) -> list[Difference]:
+        return [Difference(kind, [1], [2], [3], 0) for _ in range(2)]
+
+    measured: list[EngineClient] = []
+
+    def planted(client: EngineClient, *others: Any) -> Noise:
+        measured.append(client)
+        assert measure_noise(client, *others).largest < 1e-3
+        return Noise.of([0.0, 0.25], 1)
+
+    monkeypatch.setattr(Bench, "measures_noise", True)
+    for name, stand_in in (("judge", judged), ("differences", apart), ("measure_noise", planted)):
+        monkeypatch.setattr(spec_bench, name, stand_in)
+    few = ("--kinds", "qa", "--batch", "1", "--temperature", "0")
+    assert spec_bench.main(arguments(folder, questions, tmp_path / "a", *few)) == 1
+    shown = capsys.readouterr().out
+    assert "gaps below 0.5 are near-ties" in shown
+    assert "2 texts differ from the plain run's: 1 near-ties, 1 faults" in shown
+    plain, drafted, noise, tie, fault = rows_in(tmp_path / "a")
+    assert (noise["case"], noise["batch"], noise["tolerance"], noise["num_tokens"]) == ("noise", 1, 0.5, 2)
+    assert (plain["faults"], drafted["near_ties"], drafted["faults"]) == (0, 1, 1)
+    assert tie["near_tie"] and not fault["near_tie"]
+    assert len(measured) == 1 and measured[0].config.speculative is None  # by the plain engine alone
 
 
 def test_what_was_measured_is_kept_when_a_method_fails(
