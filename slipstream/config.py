@@ -316,6 +316,8 @@ class SchedulerConfig:
     least_saved: int | None = None
     # Whether its keys at a slot depend on the token behind. A page is then known by its tokens and the one behind them.
     drafts_look_ahead: bool = False
+    # Whether it is shown every token, even where it makes no drafts: its keys then have no gaps.
+    drafter_follows: bool = False
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,12 @@ class AttentionContext:
         q = rope_and_cache(q, k, v, *turn, kv_cache, *self.slots)
         return self.backend.run(layer, q, kv_cache, self.metadata)
 
+    def store(self, layer: AttentionLayer, k: Tensor, v: Tensor, cos_sin: Tensor, norms: HeadNorms | None) -> None:
+        """The same without attending: norm and rotate keys, store them and their values."""
+        k = k if norms is None else rms_norm(k, norms.key, norms.eps)
+        turn = self.rotation(cos_sin, k.dtype)
+        rope_and_cache(k[:, :0], k, v, *turn, self.kv_caches[layer.idx], *self.slots)
+
     def prepare_states(self) -> None:
         """What layers with states share, before the product in front of the first one's.
 

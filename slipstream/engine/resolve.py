@@ -80,6 +80,7 @@ def resolve(
         num_draft_slots=num_drafts if draft is not None else 0,
         drafts_in_pages=draft is not None,
         drafts_look_ahead=speculative is not None and speculative.takes_hidden_states,
+        drafter_follows=speculative is not None and speculative.takes_hidden_states and speculative.adaptive,
     )
     return EngineConfig(
         model=model,

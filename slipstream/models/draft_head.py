@@ -141,6 +141,10 @@ class DraftHead(nn.Module, ABC):
         """One pass at the context's positions p."""
         ...
 
+    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
+        """What the first module's pass leaves in its cache, and nothing else."""
+        self.forward(0, input_ids, hidden, context)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, draft_vocab], in float32 at least, from what ``forward`` returned."""
         return self.project_logits(hidden)

@@ -174,6 +174,16 @@ class Eagle3Head(DraftHead):
             out, residual = layer(out, residual, context, own_cos_sin)
         return self.norm.add(out, residual)[0] if normed else out + residual
 
+    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
+        first = self.layers[0]
+        assert isinstance(first, FirstLayer)
+        if len(self.layers) > 1:  # what the next layer keeps comes out of the whole of this one
+            return super().write_keys(input_ids, hidden, context)
+        if few := self.fused_for(0, hidden) is not None:
+            prepare_attention(context, self.cos_sin, hidden.dtype)
+        joined = self.join(input_ids, hidden, (first.input_layernorm, first.hidden_norm))
+        return first.self_attn.store(joined, context, self.cos_sin[0], few)
+
     def pack(self) -> None:
         super().pack()
         parts = [layer_parts(layer, normed=idx > 0) for idx, layer in enumerate(self.layers)]

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from slipstream.attention.backend import AttentionContext, AttentionLayer, HeadNorms
 from slipstream.config import ModelConfig
+from slipstream.kernels.fused_linear import linear_few
 from slipstream.kernels.geglu import geglu
-from slipstream.kernels.linear import PackedWeight, Weight, embedding, pack, pack_gated, project
+from slipstream.kernels.linear import PackedWeight, Weight, embedding, linear, pack, pack_gated, project
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
 from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.kernels.swiglu import swiglu
@@ -114,13 +115,32 @@ class Attention(Layer):
 
     def mix(self, qkv: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
         """What lies between the two products: [num_tokens, all heads] -> [num_tokens, query heads]."""
-        layer, norms = self.layer, None
-        counts = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, *[layer.num_heads] * self.has_gate]
-        q, k, v, *gate = torch.split(qkv.view(qkv.shape[0], -1, layer.head_dim), counts, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        mixed = context.attend(layer, q, k, v, cos_sin, norms)
+        q, k, v, *gate = self._heads(qkv)
+        mixed = context.attend(self.layer, q, k, v, cos_sin, self._norms())
         return (mixed * torch.sigmoid(gate[0]) if gate else mixed).flatten(1)
+
+    def store(self, x: Tensor, context: AttentionContext, cos_sin: Tensor, few: bool) -> None:
+        """Keys and values of the tokens go to the cache, and that is all. Of ``few`` tokens by another kernel."""
+        qkv, layer = self.qkv_proj, self.layer
+        if isinstance(weight := qkv.matrix, Tensor):
+            rows = slice(layer.num_heads * layer.head_dim, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim)
+            bias = None if qkv.bias is None else qkv.bias[rows]
+            made = (linear_few if few else linear)(x, weight[rows], bias)
+            k, v = made.view(made.shape[0], -1, layer.head_dim).chunk(2, dim=1)
+        else:  # packed for a CPU, where the whole product costs little
+            _, k, v, *_ = self._heads(qkv(x))
+        context.store(layer, k, v, cos_sin, self._norms())
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, values and, where there are any, gates: [num_tokens, heads, head_dim] each."""
+        layer = self.layer
+        counts = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, *[layer.num_heads] * self.has_gate]
+        return torch.split(qkv.view(qkv.shape[0], -1, layer.head_dim), counts, dim=1)
+
+    def _norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class FeedForward(Layer):

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.kernels.fused_linear import linear_scaled
+from slipstream.kernels.fused_linear import linear_few, linear_scaled
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DEEPSEEK_COUNT, QWEN_COUNT, DraftHead, HeadPlan
 from slipstream.models.fused_head import head_weights
 from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, prepare_attention, stored
-from slipstream.models.layers import Layer, Linear, RMSNorm
+from slipstream.models.layers import Attention, Layer, Linear, RMSNorm
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 # Every layer of a checkpoint may repeat these; they are one matrix, shared with the target.
@@ -130,6 +130,16 @@ class MtpHead(DraftHead):
         x, scaled, squares = linear_scaled(joined, stored(module.mix), module.mix.bias, gain)
         state: Tensor = module.last_norm(fused.forward_scaled(Stream(x, (scaled, squares)), context, [cos_sin]))
         return state
+
+    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
+        module, cos_sin = self.module(0), self.cos_sin[0]
+        if few := self.fused_for(0, hidden) is not None:
+            prepare_attention(context, [cos_sin], hidden.dtype)
+        joined = self.join(input_ids, hidden, module.norms, context.positions if self.leaves_first_out else None)
+        x = linear_few(joined, stored(module.mix), module.mix.bias) if few else module.mix(joined)
+        attention = module.body.self_attn
+        assert isinstance(attention, Attention)
+        attention.store(module.body.input_layernorm(x), context, cos_sin, few)
 
     def pack(self) -> None:
         super().pack()

@@ -114,6 +114,7 @@ class StepGraphs:
         self._program = program
         self.mode = usable_mode(mode, program.backend.caps)
         self._drafts = drafts
+        self._follows = program.speculator.follows
         self._on_cost = on_cost
         largest = max((size for size in sizes if size <= max_num_reqs), default=0)
         self.memory = GraphMemory(device)
@@ -204,10 +205,12 @@ class StepGraphs:
             program.buffers.stage_nobody(num_reqs, query_len)
 
         def run() -> None:
-            target = program.target(batch, num_drafts > 0)
+            target = program.target(batch, num_drafts > 0 or self._follows)
             program.finish(batch, target.logits, _FAST_NEEDS)
             if num_drafts:
                 program.draft(batch.drafting, noise=True, in_graph=True)
+            elif self._follows:
+                program.speculator.follow(batch.drafting)
 
         self._time(num_reqs, num_drafts, run)
         with self._waiting():
@@ -252,13 +255,16 @@ class StepGraphs:
             program.buffers.prepare(padded)
             target = program.with_logits(padded, self._pieces[desc].replay(program.context(padded, True)))
         else:
-            padded, target = batch, program.target(batch, drafting is not None)
+            padded, target = batch, program.target(batch, drafting is not None or self._follows)
         logprobs = program.finish(padded, target.logits[: padded.logit_indices.shape[0]], needs)
-        if drafting:
+        if drafting or self._follows:
             # In pieces the drafter's first pass may be padded as the target's; the device's padding is there.
             in_pieces = desc.mode is CUDAGraphMode.PIECEWISE
             drafted = (padded if in_pieces else batch).drafting.behind(desc)
-            program.draft(drafted, drafting.noise, in_graph=False)
+            if drafting:
+                program.draft(drafted, drafting.noise, in_graph=False)
+            else:
+                program.speculator.follow(drafted)
         return target.hidden, logprobs
 
     def _choose(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> _Choice:
@@ -280,7 +286,8 @@ class StepGraphs:
         program = self._program
         batch = program.buffers.static(desc)
         state = AttentionState(batch)
-        taps = desc.num_drafts > 0 or desc.tier == "full"  # who is drafted for, the target's own graph does not know
+        # Who is drafted for, the target's own graph does not know.
+        taps = desc.num_drafts > 0 or desc.tier == "full" or self._follows
 
         def run_pieces() -> None:
             program.buffers.prepare(batch)
@@ -303,6 +310,8 @@ class StepGraphs:
                 program.finish(batch, logits, _FAST_NEEDS)
                 if desc.num_drafts:
                     program.draft(batch.drafting, noise=True, in_graph=True)
+                elif self._follows:
+                    program.speculator.follow(batch.drafting)
             if not warmup:
                 self._hidden[desc], self._batches[desc] = hidden, batch
 

@@ -204,7 +204,8 @@ class Scheduler:
     def collect(self, result: StepResult) -> TokenUpdates:
         """Take a finished step's tokens in, and turn bounds into facts."""
         states, decodes_only = self._in_flight.pop(result.plan.step_id)
-        if self._config.drafts_in_pages and not result.plan.composition.num_next_drafts:
+        misses = self._config.drafts_in_pages and not self._config.drafter_follows
+        if misses and not result.plan.composition.num_next_drafts:
             for state in states:
                 state.has_draft_gap = True
         all_go_on = decodes_only and not any(result.statuses) and all(result.token_ids)

@@ -35,6 +35,7 @@ class AutoRegressiveSpeculator(ABC):
     # How many slots before a token's own its keys lie: 1 where a token is paired with the hidden state before it.
     slots_before: ClassVar[int] = 0
     shares_states: bool = False
+    follows: bool = False
     draft_columns: Tensor | None = None
 
     def __init__(self, config: EngineConfig, device: Device, backend: AttentionBackend, rows: DraftRows) -> None:
@@ -100,6 +101,10 @@ class AutoRegressiveSpeculator(ABC):
     @abstractmethod
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         """The first pass: [padded_tokens, hidden]."""
+
+    @abstractmethod
+    def follow(self, batch: DraftBatch) -> None:
+        """In place of a first pass, where nothing is drafted."""
 
     @abstractmethod
     def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:

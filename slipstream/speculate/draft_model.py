@@ -79,6 +79,9 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)
 
+    def follow(self, batch: DraftBatch) -> None:
+        """Nothing: it needs no more than tokens, and goes over those it has missed when it is asked again."""
+
     def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)
 

@@ -41,6 +41,8 @@ class Head(Protocol):
 
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor: ...
 
+    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None: ...
+
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -53,6 +55,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     ) -> None:
         super().__init__(config, device, backend, rows)
         self._head = head
+        self.follows = config.scheduler.drafter_follows
         place, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
         layers = head.taps or (NORMED,)
         width = len(layers) * size
@@ -130,6 +133,14 @@ class EagleSpeculator(AutoRegressiveSpeculator):
             before = kept.index_select(0, self._slots_before[:num_tokens])
             made.append(head.forward(idx, input_ids, before, context))
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
+
+    def follow(self, batch: DraftBatch) -> None:
+        input_ids, context = self.first_ids(batch), self.first_context(batch)
+        if self._num_modules > 1:  # each takes what the one before has made
+            self.forward(input_ids, context)
+        else:
+            hidden = self._head.combine(self._features[: input_ids.shape[0]])
+            self._head.write_keys(input_ids, hidden, context)
 
     def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
         made = list(self._hidden[:, : input_ids.shape[0]].unbind())

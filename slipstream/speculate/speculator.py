@@ -145,6 +145,9 @@ class Speculator(Protocol):
     # Which column of those each token of the target has; -1: none. None where they are the first so many tokens.
     draft_columns: Tensor | None  # [vocab] int32
 
+    # Whether it is to be shown the tokens of steps that it makes no drafts behind.
+    follows: bool
+
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         """Where the target is to leave its residual stream, by number of layers: [num_tokens, hidden] each."""
         ...
@@ -156,6 +159,10 @@ class Speculator(Protocol):
 
         Launches only, so that a step's graph can hold it. Without ``noise`` every request is greedy.
         """
+        ...
+
+    def follow(self, batch: DraftBatch) -> None:
+        """In place of a proposal: keep up with the step's tokens, so that the next proposal is as good as any."""
         ...
 
     def run(self, batch: DraftBatch, noise: bool) -> Tensor:
@@ -181,9 +188,13 @@ class NoSpeculator:
     needs: ClassVar[Needs] = Needs(own_keys=False)
     draft_logits: Tensor | None = None
     draft_columns: Tensor | None = None
+    follows: bool = False
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         return {}
+
+    def follow(self, batch: DraftBatch) -> None:
+        pass
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         return batch.rows.new_empty(batch.rows.shape[0], 0)

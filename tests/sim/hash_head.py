@@ -154,6 +154,9 @@ class HashHead:
             first_seen, (_, seen) = hidden[:, 7:9], attend(context, layer, key, self._cos_sin)
         return next_state(hidden, own, first_seen, seen, context.positions, module_idx)
 
+    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
+        self.forward(0, input_ids, hidden, context)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Of the tokens it can say: where the likeliest is none of them the next likely one comes first."""
         logits = hash_logits(hidden, self._num_used, True)

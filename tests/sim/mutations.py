@@ -298,6 +298,24 @@ MUTATIONS = [
         "num_drafts = self._drafts.initial if drafting and tier",
     ),
     Mutation(
+        "following: a recorded step without drafts is not shown to the head",
+        "runner/step_graphs.py",
+        "                elif self._follows:\n                    program.speculator.follow(batch.drafting)\n            if not warmup:",
+        "            if not warmup:",
+    ),
+    Mutation(
+        "following: a launched step without drafts is not shown to the head",
+        "runner/step_graphs.py",
+        "program.speculator.follow(drafted)",
+        "pass",
+    ),
+    Mutation(
+        "following: the target does not say what it thought of a step without drafts",
+        "runner/step_graphs.py",
+        "program.target(batch, drafting is not None or self._follows)",
+        "program.target(batch, drafting is not None)",
+    ),
+    Mutation(
         "gaps: of a single token they are not seen",
         "speculate/draft_gaps.py",
         "gap = runs & (first > end)\n    if not goes",

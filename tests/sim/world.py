@@ -117,13 +117,15 @@ class Drafted:
     num_before: int = 0  # by the one before: those that the newest step could check
     start_before: int = 0
 
-    def take(self, scheduled: ScheduledRequest, num_new: int, plan: StepPlan, goes_over_all: bool) -> None:
+    def take(
+        self, scheduled: ScheduledRequest, num_new: int, plan: StepPlan, goes_over_all: bool, follows: bool
+    ) -> None:
         """Another step is collected."""
         first, num_made = self.num_computed, plan.composition.num_next_drafts
         self.num_tokens += num_new
         self.num_computed = self.num_tokens - 1 if num_new else first + scheduled.num_tokens - scheduled.num_drafts
         self.num_before, self.start_before, self.num_made = self.num_made, self.start, num_made
-        if num_made:
+        if num_made or follows:
             begins = first if goes_over_all else self.num_computed - 1 - plan.composition.num_caught_up
             if first > self.end and begins > self.end:
                 self.start = begins
@@ -387,6 +389,7 @@ class World:
         core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
         collect = core.scheduler.collect
         goes_over_all = config.speculative is not None and config.speculative.takes_hidden_states
+        follows = config.scheduler.drafter_follows
 
         def collect_and_keep(result: StepResult) -> list[TokenUpdate]:
             self._collected = {
@@ -398,7 +401,7 @@ class World:
                 lengths = (init.num_computed, len(init.token_ids), init.draft_start, init.num_computed)
                 self._drafted[init.request.request_id] = Drafted(*lengths)
             for r, new in zip(result.plan.requests, result.token_ids, strict=True):
-                self._drafted[r.request_id].take(r, len(new), result.plan, goes_over_all)
+                self._drafted[r.request_id].take(r, len(new), result.plan, goes_over_all, follows)
             return collect(result)
 
         core.scheduler.collect = collect_and_keep  # type: ignore[method-assign]
