@@ -5,7 +5,8 @@ is learnt from every step: for each request and place the probability that the d
 Where a draft that was hoped for is not there, it counts as wrong. One length serves the batch, for one graph does.
 
 Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, at
-no length at all one draft, and the next step checks that. A trial costs at most about a hundredth of the steps between.
+no length at all one draft, and the next step checks that. The first trial of a request comes soon, the next one soon
+after a trial that was right and twice as late after one that was wrong, until trials cost a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import numpy.typing as npt
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import Composition
 
-_RATE = 1 / 8  # of forgetting
+_RATE = 1 / 16  # of forgetting
 _HOPE = 0.7  # of a draft of which nothing is known
-_MARGIN = 1.01  # a change has to promise more than this
-_TRIAL_EVERY, _TRIAL_AT_LAST = 24, 64  # steps
+_MARGIN = 1.02  # a change has to promise more than this
+# Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
+_SOON, _FIRST = 8, 16
+_TRIAL_EVERY, _TRIAL_AT_LAST = 24, 64
 _TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
@@ -96,7 +99,7 @@ class AdaptiveLength:
         self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
         self._collected: list[tuple[Composition, Sequence[int]]] = []  # not yet looked at
         self._trial: _Trial | None = None
-        self._num_since_trial = 0
+        self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
 
     def wanted(self) -> Lengths:
@@ -109,6 +112,9 @@ class AdaptiveLength:
         self.look()  # what is not yet learnt of the row is another's
         self._right[row] = self._usual
         self._num_seen[row] = 1.0
+        # The more of a batch is new, the sooner a trial is worth it.
+        others = 0 if self._batch is None else len(self._batch[1]) - 1
+        self._interval = max(_FIRST, self._interval * others // (others + 1))
 
     def launched(self, composition: Composition) -> None:
         rows = self._rows_of(composition)
@@ -122,7 +128,7 @@ class AdaptiveLength:
                 self._trial = None
             return
         self._num_since_trial += 1
-        if self._num_since_trial >= _TRIAL_EVERY:
+        if self._num_since_trial >= self._interval:
             self._begin_trial(len(rows))
 
     def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
@@ -147,6 +153,10 @@ class AdaptiveLength:
             rows = np.array([composition.rows[i] for i in drafted])
             accepted = np.array([num_accepted[i] for i in drafted])
         self._learn(rows, accepted, num_drafts)
+        if num_drafts > (usual := composition.num_next_drafts):  # a trial
+            is_right = 2 * np.count_nonzero(accepted > usual) >= len(rows)
+            longer = min(2 * self._interval, self._longest_interval)
+            self._interval = max(_SOON, self._interval // 2) if is_right else longer
 
     def _learn(self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], num_drafts: int) -> None:
         """A draft behind one that was wrong says nothing."""
@@ -204,8 +214,7 @@ class AdaptiveLength:
             return
         # A trial changes the length three times: one step makes more, the next checks them, then all is as before.
         extra = max(0.0, longer_seconds - seconds + 3 * _CHANGE_S) / seconds
-        if self._num_since_trial < min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST):
-            return
+        self._longest_interval = max(_TRIAL_EVERY, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
         self._num_since_trial = 0
         assert self._batch is not None
         rows = self._batch[1]

@@ -130,6 +130,47 @@ def test_trials_are_rare_where_a_change_of_the_length_costs_as_much_as_a_step() 
     assert 28 <= sum(engine.trace[-2000:]) <= 32, "one in sixty-four steps"
 
 
+def trials(trace: list[int]) -> list[int]:
+    """At which steps something was tried, where nothing is usual."""
+    return [step for step, check in enumerate(trace) if check]
+
+
+def test_wrong_trials_come_later_and_later_until_another_request_does() -> None:
+    engine = Engine(1, {k: 3e-4 * seconds for k, seconds in dear(0.05).items()})
+    engine.run(ZERO, 600)
+    assert engine.policy.length == 0
+    for _ in range(2):
+        engine.policy.move_in(0)
+        engine.policy._num_since_trial = 0
+        engine.trace.clear()
+        engine.run(ZERO, 300)
+        # A step until the trial's drafts are made, another until they are checked, and what was in flight.
+        gaps = np.diff([0, *trials(engine.trace)])
+        assert all(low <= gap <= low + 4 for gap, low in zip(gaps, (16, 32, 64, 64, 64), strict=False)), gaps
+        assert len(gaps) >= 4
+
+
+def test_right_trials_are_followed_by_others_soon() -> None:
+    engine = Engine(1, {k: 3e-4 * seconds for k, seconds in dear(0.02).items()})
+    engine.run(ZERO, 600)
+    engine.policy.move_in(0)
+    engine.trace.clear()
+    engine.run((0.99,) * 7, 75)
+    assert engine.policy.length == 7, "one after the other, five lengths"
+
+
+def test_steps_that_were_in_flight_when_the_length_fell_are_no_trials() -> None:
+    engine = Engine(1, dear(0.05), in_flight=4)
+    engine.run(HIGH, 200)
+    engine.policy.look()
+    before = engine.policy._interval
+    usual = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
+    engine.policy.length = 0
+    engine.policy.collected(usual, [0])
+    engine.policy.look()
+    assert engine.policy._interval == before
+
+
 def test_nothing_is_tried_that_could_not_pay() -> None:
     engine = Engine(8, dear(1.5))
     engine.run(ZERO, 100)

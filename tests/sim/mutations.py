@@ -300,8 +300,8 @@ MUTATIONS = [
     Mutation(
         "following: a recorded step without drafts is not shown to the head",
         "runner/step_graphs.py",
-        "                elif self._follows:\n                    program.speculator.follow(batch.drafting)\n            if not warmup:",
-        "            if not warmup:",
+        "follow(batch.drafting)\n            if not warmup:",
+        "follows\n            if not warmup:",
     ),
     Mutation(
         "following: a launched step without drafts is not shown to the head",
