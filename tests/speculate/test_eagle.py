@@ -13,8 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.config import EngineOptions
+from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
+from slipstream.scheduler.draft_length import FixedLength
+from slipstream.speculate.eagle import EagleSpeculator
 from tests import tiny_models
+from tests.engine.drive import make_request
 from tests.models import tiny_heads
 from tests.speculate.test_lossless import IN_GRAPHS, KINDS, MakeEngine, check
 
@@ -108,3 +112,38 @@ def test_greedy_requests_are_the_same_under_rejection(written: Any, name: str) -
     folder, speculative = written(name)
     check(maker(folder), "greedy", 24, {**speculative, "num_speculative_tokens": 3, "verify": "rejection"})
     assert torch.get_default_dtype() is torch.float32, "building a head leaves the type as it was"
+
+
+@pytest.mark.parametrize("where", [{}, IN_GRAPHS], ids=["cpu", "sim"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp-deepseek", "mtp-qwen"])
+def test_a_head_that_makes_no_drafts_keeps_up(
+    written: Any, name: str, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys and values are those of a head that was asked after every step."""
+    folder, speculative = written(name)
+    requests = [make_request(f"r{i}", [5, 6, 7 + i], 24) for i in range(3)]
+
+    def kept(length: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(build, "decide_draft_length", lambda _config, _backend: (FixedLength(length), None))
+        config = {**speculative, "num_speculative_tokens": 3, "adaptive": True}
+        engine = maker(folder)(speculative_config=config, max_num_seqs=4, block_size=64, **where)
+        core, ends = engine.core, {}
+        for request in requests:
+            core.add(request)
+        pages = {}
+        while core.has_work:
+            core.step()
+            pages |= {state.request.request_id: state.page_ids[0] for state in core.scheduler.running if state.page_ids}
+            ends |= {state.request.request_id: list(state.token_ids) for state in core.scheduler.running}
+        assert (core.stats.num_draft_tokens > 0) is (length > 0)
+        assert isinstance(core.runner.speculator, EagleSpeculator)
+        caches = core.runner.speculator.kv_caches
+        num_kept = min(map(len, ends.values())) - 6  # behind them may stand what was drafted
+        with core.runner.device.sync_guard.allow("build"):
+            rows = [cache.cpu() for cache in caches]
+        return [torch.stack([cache[pages[i]][:, :, :num_kept] for i in sorted(pages)]) for cache in rows]
+
+    for own, theirs in zip(kept(0), kept(3), strict=True):
+        size = min(own.shape[3], theirs.shape[3])
+        assert size > 12
+        torch.testing.assert_close(own[:, :, :, :size], theirs[:, :, :, :size], rtol=1e-9, atol=1e-9)
