@@ -128,6 +128,8 @@ def test_a_head_that_makes_no_drafts_keeps_up(
         config = {**speculative, "num_speculative_tokens": 3, "adaptive": True}
         engine = maker(folder)(speculative_config=config, max_num_seqs=4, block_size=64, **where)
         core, ends = engine.core, {}
+        while where and core.use_idle_time():  # until all graphs are there
+            pass
         for request in requests:
             core.add(request)
         pages = {}
