@@ -40,7 +40,7 @@ _HEAD: Cuts = ((64, 128, 4, 4), (128, 64, 4, 4), (64, 256, 4, 3), (64, 64, 2, 4)
 def candidates(weight: Weight, num_tokens: int) -> Iterator[Tile]:
     """16-bit weights only: others are for tests."""
     is_short, late = weight.in_size <= 2048, weight.num_bytes > 8 << 20
-    if num_tokens <= 2 and is_short and weight.kind != "head":
+    if num_tokens <= 8 and is_short and weight.kind != "head":
         for rows in (2, 4, 8, 16):
             yield from (Tile(0, rows, 0, num_warps, 1) for num_warps in (4, 8))
     tokens = max(8, next_power_of_2(num_tokens))

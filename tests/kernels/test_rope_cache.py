@@ -25,10 +25,11 @@ def rotated(x: np.ndarray, positions: list[int], theta: float, rotary_dim: int) 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, 8])
 @pytest.mark.parametrize("slots", [[5, 6, 7, 8, 18], [-1, 9, -1, 4, -1], [-1] * 5])
-def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int]) -> None:
+@pytest.mark.parametrize("heads", [HEADS, 0], ids=["attends", "stores only"])
+def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int], heads: int) -> None:
     positions = [3, 4, 5, 6, 0]
     # Slices of a joint projection, as a model has them.
-    q, k, v = torch.randn(5, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    q, k, v = torch.randn(5, heads + 2 * KV_HEADS, HEAD_DIM, dtype=dtype).split([heads, KV_HEADS, KV_HEADS], dim=1)
     table = cos_sin_table(RopeConfig(theta=100.0, rotary_dim=rotary_dim), 16, torch.device("cpu"))
     cache = torch.full((PAGES, 2, KV_HEADS, PAGE, HEAD_DIM), 7.0, dtype=dtype)
     turn = rotation(table, torch.tensor(positions), q.dtype)

@@ -51,7 +51,13 @@ def _write_rows() -> Iterator[Case]:
 
 
 def _rope() -> Iterator[Case]:
-    for num_tokens, heads, kv_heads, head_dim, rotary_dim in ((1, 9, 3, 64, 64), (5, 4, 2, 16, 8), (7, 8, 1, 24, 24)):
+    sizes = (
+        (1, 9, 3, 64, 64),
+        (5, 4, 2, 16, 8),
+        (7, 8, 1, 24, 24),
+        (3, 0, 2, 16, 16),
+    )  # without queries: to store only
+    for num_tokens, heads, kv_heads, head_dim, rotary_dim in sizes:
 
         def turn(n: int = num_tokens, half: int = rotary_dim // 2) -> dict[str, Any]:
             table = torch.randn(40, 2, half)

@@ -132,6 +132,41 @@ def test_kernels_round_no_worse_than_the_plain_way(name: str, dtype: torch.dtype
     check_against_plain(name, dtype, "cpu")
 
 
+@torch.inference_mode()
+def keys_left(head: DraftHead, only_keys: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    features = torch.randn(6, max(1, len(head.taps)) * HIDDEN, generator=generator).to(head.borrowed.embedding.dtype)
+    ids = torch.randint(0, VOCAB, (6,), generator=generator).int()
+    run = Run(head, None)  # type: ignore[arg-type]
+    context = run.context([0, 1], [0, 0], [4, 2])
+    if only_keys:
+        head.write_keys(ids, head.combine(features), context)
+    else:
+        head.forward(0, ids, head.combine(features), context)
+    return run.kv_caches
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_only_shown_to_a_head_leaves_the_same_keys(name: str, fused: bool) -> None:
+    head = build(CASES[name](), torch.float64, "cpu")
+    if not fused:
+        head.fused = []
+    for found, wanted in zip(keys_left(head, True), keys_left(head, False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.skipif(not triton_jit.is_available(), reason="there is no Triton here")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_leave_the_same_keys(name: str) -> None:
+    case = CASES[name]()
+    head = build(case, torch.float32, "cpu")
+    with quietly_interpreted():
+        found = keys_left(head, True)
+    for ours, wanted in zip(found, keys_left(build(case, torch.float64, "cpu"), False), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 @contextmanager
 def noted_launches() -> Iterator[list[str]]:
     """Operations, and what torch computes outside of them."""

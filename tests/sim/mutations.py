@@ -298,12 +298,6 @@ MUTATIONS = [
         "num_drafts = self._drafts.initial if drafting and tier",
     ),
     Mutation(
-        "following: a recorded step without drafts is not shown to the head",
-        "runner/step_graphs.py",
-        "follow(batch.drafting)\n            if not warmup:",
-        "follows\n            if not warmup:",
-    ),
-    Mutation(
         "following: a launched step without drafts is not shown to the head",
         "runner/step_graphs.py",
         "program.speculator.follow(drafted)",
