@@ -118,7 +118,7 @@ class Author:
         params = [*turn_params, *document_params]
         outputs = self._run("turns of users, documents", zip(prompts, params, strict=True))
         turns = [
-            (opening.words + output.outputs[0].text).strip() or "Hello!"
+            (opening.words + self._without_loop(output)[0]).strip() or "Hello!"
             for opening, output in zip(openings, outputs[:num_turns], strict=True)
         ]
         documents = [
