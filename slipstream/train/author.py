@@ -27,8 +27,8 @@ from slipstream.train.settings import TrainSettings
 from slipstream.train.words import Words, words_of
 from slipstream.types import RequestOutput, SamplingParams
 
-_TURN_TEMPERATURES = (0.6, 0.8, 1.0)  # one after another, as the others
-_DOCUMENT_TEMPERATURES = (0.8, 0.9, 1.0)
+_TURN_TEMPERATURES = (0.5, 0.7, 0.9)  # one after another, as the others
+_DOCUMENT_TEMPERATURES, _FOREIGN_TEMPERATURE = (0.7, 0.8, 0.9), 0.6  # small targets slip into English else
 _ANSWER_TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
 _TURN_LEN, _DOCUMENT_LEN = 64, 300
 _LEAST_ANSWER, _LONGEST_ANSWER = 16, 320  # small targets repeat themselves in longer ones
@@ -112,7 +112,10 @@ class Author:
         begun_ids = [self._client.tokenizer.encode(words) for words in begun]
         longest = min(_DOCUMENT_LEN, self._longest_answer())
         document_params = [
-            self._params(_DOCUMENT_TEMPERATURES[i % len(_DOCUMENT_TEMPERATURES)], longest) for i in range(num_documents)
+            self._params(
+                _FOREIGN_TEMPERATURE if flag else _DOCUMENT_TEMPERATURES[i % len(_DOCUMENT_TEMPERATURES)], longest
+            )
+            for i, flag in enumerate(foreign)
         ]
         prompts = [*(opening.token_ids for opening in openings), *begun_ids]
         params = [*turn_params, *document_params]

@@ -86,7 +86,7 @@ class PlainForm:
 
 
 def _opener(generator: random.Random, words: Words, openers: Sequence[str], more: bool) -> str:
-    return words.phrase(generator, openers, generator.randint(1, 2) if more else 0)
+    return words.phrase(generator, openers, generator.choice((1, 1, 2)) if more else 0)
 
 
 def form_of(tokenizer: Tokenizer) -> tuple[Form, str | None]:

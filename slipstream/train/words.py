@@ -32,16 +32,19 @@ def words_of(tokenizer: Tokenizer) -> list[str]:
 
 
 class Words:
-    """Fills the places of phrases: ``{word}``, ``{Word}``, ``{name}``, ``{number}`` and ``{year}``."""
+    """Fills the places of phrases: ``{word}``, ``{Word}``, ``{name}``, ``{few}``, ``{number}`` and ``{year}``."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
 
     def phrase(self, generator: random.Random, phrases: Sequence[str], num_words: int = 0) -> str:
-        """One of them that can be filled, with random words behind it if it has no place for any."""
+        """One of them that can be filled, with random words behind it if it has no place for any.
+
+        A phrase that has begun to quote something, as behind a colon, goes on without: it may be in another language.
+        """
         phrase = generator.choice(phrases if self._words else [phrase for phrase in phrases if not has_words(phrase)])
         filled = phrase.format_map(_Drawn(generator, self._words))
-        if not self._words or has_words(phrase):
+        if not self._words or has_words(phrase) or ": " in phrase:
             return filled
         return " ".join([filled, *(generator.choice(self._words) for _ in range(num_words))])
 
@@ -67,5 +70,7 @@ class _Drawn(dict[str, str]):
         if place == "year":
             return str(self._generator.randint(1700, 2025))
         if place == "number":
-            return str(self._generator.randint(2, self._generator.choice((12, 60, 500, 3000))))
+            return str(self._generator.randint(2, self._generator.choice((20, 100, 500, 3000))))
+        if place == "few":
+            return str(self._generator.randint(2, 30))
         raise KeyError(place)
