@@ -22,7 +22,7 @@ from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError
 from slipstream.train.loops import Ids, end_without_loop
 from slipstream.train.phrases import DOCUMENTS, FOLLOW_UPS, FOREIGN_DOCUMENTS, LONG_TASKS, QUESTIONS, TRANSLATIONS
-from slipstream.train.prompts import Form
+from slipstream.train.prompts import Form, Opening
 from slipstream.train.settings import TrainSettings
 from slipstream.train.words import Words, words_of
 from slipstream.types import RequestOutput, SamplingParams
@@ -41,6 +41,7 @@ _MOST_HELD_OUT, _MOST_LONG_HELD_OUT = 400, 96  # long ones take more time to mea
 # Whatever the model's authors recommend: the pure distribution, which steps draw from inside their graphs.
 _PURE = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
+_EngineRequest = tuple[list[int], SamplingParams]
 Advance = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
@@ -98,44 +99,43 @@ class Author:
 
     def _material(self, num_turns: int, num_documents: int) -> tuple[list[str], list[_Passage]]:
         """Turns of users, and documents."""
-        openings = [self._form.opening(self._random, self._words) for _ in range(num_turns)]
-        turn_params = [
-            replace(
-                self._params(_TURN_TEMPERATURES[i % len(_TURN_TEMPERATURES)], _TURN_LEN),
-                stop=self._form.stop,
-                stop_token_ids=self._form.stop_ids,
-            )
-            for i in range(num_turns)
-        ]
+        openings: list[Opening] = []
+        begun: list[Opening] = []
         foreign = [self._random.random() < _SHARE_FOREIGN for _ in range(num_documents)]
-        begun = [self._words.phrase(self._random, FOREIGN_DOCUMENTS if flag else DOCUMENTS) for flag in foreign]
-        begun_ids = [self._client.tokenizer.encode(words) for words in begun]
-        longest = min(_DOCUMENT_LEN, self._longest_answer())
-        document_params = [
-            self._params(
-                _FOREIGN_TEMPERATURE if flag else _DOCUMENT_TEMPERATURES[i % len(_DOCUMENT_TEMPERATURES)], longest
-            )
-            for i, flag in enumerate(foreign)
-        ]
-        prompts = [*(opening.token_ids for opening in openings), *begun_ids]
-        params = [*turn_params, *document_params]
-        outputs = self._run("turns of users, documents", zip(prompts, params, strict=True))
+        requests = chain(self._turn_requests(openings, num_turns), self._document_requests(begun, foreign))
+        outputs = self._run("turns of users, documents", requests)
         turns = [
             (opening.words + self._without_loop(output)[0]).strip() or "Hello!"
             for opening, output in zip(openings, outputs[:num_turns], strict=True)
         ]
-        documents = [
-            self._document(words, ids, output, flag)
-            for words, ids, output, flag in zip(begun, begun_ids, outputs[num_turns:], foreign, strict=True)
-        ]
+        documents: list[_Passage] = []
+        for opening, output, flag in zip(begun, outputs[num_turns:], foreign, strict=True):
+            text, token_ids = self._without_loop(output)
+            token_ids = np.append(_ids(opening.token_ids), token_ids)
+            documents.append(_Passage(whole_sentences(opening.words + text), token_ids, (), False, flag))
         held = _held_out([document.text for document in documents], _MOST_LONG_HELD_OUT)
         return turns, [one._replace(held_out=flag) for one, flag in zip(documents, held, strict=True)]
 
-    def _document(self, words: str, opening_ids: list[int], output: RequestOutput, foreign: bool) -> _Passage:
-        text, token_ids = self._without_loop(output)
-        return _Passage(
-            whole_sentences(words + text), np.append(_ids(opening_ids), token_ids), (), held_out=False, foreign=foreign
-        )
+    def _turn_requests(self, openings: list[Opening], count: int) -> Iterator[_EngineRequest]:
+        for i in range(count):
+            openings.append(self._fitting(self._form.opening(self._random, self._words), self._form.begin))
+            params = self._params(_TURN_TEMPERATURES[i % len(_TURN_TEMPERATURES)], _TURN_LEN)
+            yield openings[-1].token_ids, replace(params, stop=self._form.stop, stop_token_ids=self._form.stop_ids)
+
+    def _document_requests(self, begun: list[Opening], foreign: list[bool]) -> Iterator[_EngineRequest]:
+        longest = min(_DOCUMENT_LEN, self._longest_answer())
+        for i, flag in enumerate(foreign):
+            words = self._words.phrase(self._random, FOREIGN_DOCUMENTS if flag else DOCUMENTS)
+            begun.append(self._fitting(Opening(self._client.tokenizer.encode(words), words), 0))
+            temperature = _FOREIGN_TEMPERATURE if flag else _DOCUMENT_TEMPERATURES[i % len(_DOCUMENT_TEMPERATURES)]
+            yield begun[-1].token_ids, self._params(temperature, longest)
+
+    def _fitting(self, opening: Opening, begin: int) -> Opening:
+        """Cut where it would not leave room, as where --max-len is small and every letter is a token."""
+        token_ids = opening.token_ids[: self._settings.max_len - _LEAST_ANSWER]
+        if len(token_ids) == len(opening.token_ids):
+            return opening
+        return Opening(token_ids, self._client.tokenizer.decode(token_ids[begin:]))
 
     def _first(self, given: list[str], own: list[str]) -> Iterator[_Asked]:
         """The beginnings of conversations. None that is asked twice is held out, for its other answer is learnt."""
@@ -223,7 +223,7 @@ class Author:
         """Let the target answer, and keep what it writes."""
         sent: list[_Asked] = []
 
-        def requests() -> Iterator[tuple[list[int], SamplingParams]]:
+        def requests() -> Iterator[_EngineRequest]:
             for i, one in enumerate(asked):
                 sent.append(one)
                 temperature = 0.0 if one.held_out else _ANSWER_TEMPERATURES[i % len(_ANSWER_TEMPERATURES)]
@@ -251,7 +251,7 @@ class Author:
         seed = (self._settings.seed << 32) + self._num_asked
         return replace(_PURE, temperature=temperature, max_tokens=max_tokens, seed=seed)
 
-    def _run(self, what: str, requests: Iterable[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    def _run(self, what: str, requests: Iterable[_EngineRequest]) -> list[RequestOutput]:
         """All requests at once; the engine batches them, and begins while later ones are still made."""
         done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         request_ids: list[str] = []

@@ -139,6 +139,13 @@ def test_prompts_that_leave_no_room(tokenizer: Tokenizer) -> None:
         write(tokenizer, 16, [["x" * 100]] * 16, max_len=32)
 
 
+def test_openings_fit_where_every_letter_is_a_token(tokenizer: Tokenizer) -> None:
+    client, written = write(tokenizer, 200, text="{}", max_len=64)
+    assert written and max(len(sent.prompt) for sent in client.sent) == 64 - 16
+    with pytest.raises(ConfigError, match="every prompt is longer than --max-len 32 allows"):
+        write(tokenizer, 200, text="{}", max_len=32)
+
+
 def test_sentences() -> None:
     assert whole_sentences(" One. Two! Thr") == "One. Two!"
     assert whole_sentences("One. Two.\n") == "One. Two."
