@@ -28,7 +28,7 @@ from slipstream.train.words import Words, words_of
 from slipstream.types import RequestOutput, SamplingParams
 
 _TURN_TEMPERATURES = (0.5, 0.7, 0.9)  # one after another, as the others
-_DOCUMENT_TEMPERATURES, _FOREIGN_TEMPERATURE = (0.7, 0.8, 0.9), 0.6  # small targets slip into English else
+_DOCUMENT_TEMPERATURES, _FOREIGN_TEMPERATURE = (0.7, 0.8, 0.9), 0.7  # small targets slip into English else
 _ANSWER_TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
 _TURN_LEN, _DOCUMENT_LEN = 64, 300
 _LEAST_ANSWER, _LONGEST_ANSWER = 16, 320  # small targets repeat themselves in longer ones

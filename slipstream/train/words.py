@@ -38,13 +38,13 @@ class Words:
         self._words = words
 
     def phrase(self, generator: random.Random, phrases: Sequence[str], num_words: int = 0) -> str:
-        """One of them that can be filled, with random words behind it if it has no place for any.
+        """One of them that can be filled, with random words behind it if it has no places of its own.
 
         A phrase that has begun to quote something, as behind a colon, goes on without: it may be in another language.
         """
         phrase = generator.choice(phrases if self._words else [phrase for phrase in phrases if not has_words(phrase)])
         filled = phrase.format_map(_Drawn(generator, self._words))
-        if not self._words or has_words(phrase) or ": " in phrase:
+        if not self._words or filled != phrase or ": " in phrase:
             return filled
         return " ".join([filled, *(generator.choice(self._words) for _ in range(num_words))])
 

@@ -43,6 +43,7 @@ def test_places_are_filled_and_words_put_behind() -> None:
     assert words.phrase(generator, ("Explain how",), 2) == "Explain how harbor harbor"
     assert words.phrase(generator, ("Explain how",)) == "Explain how"
     assert words.phrase(generator, ("Translate: Auf der",), 2) == "Translate: Auf der"
+    assert words.phrase(generator, ("Solve {few}",), 2).removeprefix("Solve ").isdigit()
     assert words.phrase(generator, ("The {word} of {Word}",), 2) == "The harbor of Harbor"
     numbers = {words.phrase(generator, ("{number}",)) for _ in range(200)}
     assert len(numbers) > 50 and all(2 <= int(number) <= 3000 for number in numbers)
