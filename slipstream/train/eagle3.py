@@ -14,8 +14,9 @@ from slipstream.errors import ConfigError
 from slipstream.models.hub import resolve_model
 from slipstream.models.registry import architecture_of
 from slipstream.models.weights import Checkpoint, open_checkpoint
+from slipstream.train.author import Advance
 from slipstream.train.curves import draw_curves
-from slipstream.train.data import Advance, Source, Texts
+from slipstream.train.data import Source, Texts
 from slipstream.train.export import default_taps, plan_head, write_head
 from slipstream.train.head import TrainableHead
 from slipstream.train.loop import OnProgress, Progress, Trainer, read_checkpoint

@@ -10,35 +10,11 @@ from typing import Any, NamedTuple, Protocol
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.train.phrases import OPENERS, PLAIN_OPENERS
+from slipstream.train.words import Words
 
-# First words of requests. Half of the turns begin with one, for a small model left alone keeps to few subjects.
-OPENERS = (
-    *("Write a short story about", "Write a Python function that", "Write an email to", "Write a poem about"),
-    *("Explain how", "Explain the difference between", "Explain to a child why", "Describe", "Summarize the"),
-    *("What is", "What are the", "What would happen if", "How do I", "How can I", "How does", "Why is", "Why do"),
-    *("Who was", "When did", "Where is", "Give me a list of", "Give three examples of", "List the steps to"),
-    *("Can you help me", "Compare", "Translate into French:", "Fix this code:", "I need advice on", "Solve:"),
-    *("Translate to English:", "Translate this into Spanish:", "A shop sells", "If I have", "Calculate", "Classify"),
-    *("Rewrite this sentence:", "Create a plan for", "Imagine you are", "Is it true that", "Tell me about"),
-)
-PLAIN_OPENERS = ("The", "In", "A", "When", "It was", "There is", "How to", "Once", "We", "This", "I", "#", "def", "1.")
-FOLLOW_UPS = (
-    *("Can you give an example?", "Make it shorter.", "Why is that?", "Explain it in simpler words.", "Go on."),
-    *("Rewrite it as a list.", "What are the disadvantages?", "Are you sure?", "Say that again in other words."),
-)
-# Of a text, and one of the questions that it answers.
-LONG_TASKS = (
-    "Summarize the following text.\n\n{text}",
-    "Summarize: {text}",
-    "{text}\n\nSummarize the text above in a few sentences.",
-    "Repeat the following text word for word.\n\n{text}",
-    "Quote the most important sentences of this text:\n\n{text}",
-    "Continue this text:\n\n{text}",
-    "{text}\n\nWhat is the text above about?",
-    "{text}\n\n{question}",
-    "Answer with what this text says.\n\n{text}\n\nQuestion: {question}",
-)
 _MARK = "a1turn2of3the4user"
+_NO_WORDS, _OPENER_ALONE = 0.25, 0.25  # shares of turns; the others have random words behind their opener
 
 
 class Opening(NamedTuple):
@@ -56,7 +32,7 @@ class Form(Protocol):
     stop_ids: tuple[int, ...]
     stop: tuple[str, ...]
 
-    def opening(self, generator: random.Random) -> Opening: ...
+    def opening(self, generator: random.Random, words: Words) -> Opening: ...
 
     def prompt(self, turns: Sequence[str]) -> list[int]:
         """Turns alternate, beginning and ending with the user's."""
@@ -79,9 +55,12 @@ class ChatForm:
         self.stop_ids: tuple[int, ...] = (ids[0],) if by_token else ()
         self.stop: tuple[str, ...] = (after.strip(),) if ids and not by_token else ()
 
-    def opening(self, generator: random.Random) -> Opening:
-        words = generator.choice(OPENERS) if generator.random() < 0.5 else ""
-        return Opening(self._tokenizer.encode(self._before + words, add_special_tokens=False), words)
+    def opening(self, generator: random.Random, words: Words) -> Opening:
+        kind = generator.random()
+        given = ""
+        if kind >= _NO_WORDS:
+            given = _opener(generator, words, generator.choice(OPENERS), kind >= _NO_WORDS + _OPENER_ALONE)
+        return Opening(self._tokenizer.encode(self._before + given, add_special_tokens=False), given)
 
     def prompt(self, turns: Sequence[str]) -> list[int]:
         roles = ("user", "assistant")
@@ -98,12 +77,16 @@ class PlainForm:
         self._tokenizer = tokenizer
         self.begin = len(tokenizer.encode(""))
 
-    def opening(self, generator: random.Random) -> Opening:
-        words = generator.choice(PLAIN_OPENERS)
-        return Opening(self._tokenizer.encode(words), words)
+    def opening(self, generator: random.Random, words: Words) -> Opening:
+        given = _opener(generator, words, PLAIN_OPENERS, generator.random() >= 0.5)
+        return Opening(self._tokenizer.encode(given), given)
 
     def prompt(self, turns: Sequence[str]) -> list[int]:
         return self._tokenizer.encode("\n\n".join(turns))
+
+
+def _opener(generator: random.Random, words: Words, openers: Sequence[str], more: bool) -> str:
+    return words.phrase(generator, openers, generator.choice((1, 1, 2)) if more else 0)
 
 
 def form_of(tokenizer: Tokenizer) -> tuple[Form, str | None]:

@@ -2,22 +2,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.train.data import Source, _held_out
+from slipstream.train.author import Written
+from slipstream.train.data import Source, _texts_of
 from slipstream.train.settings import TrainSettings
 from slipstream.train.store import write_store
 
 
-def test_nothing_that_is_asked_twice_is_held_out() -> None:
-    turns = [f"turn {i}" for i in range(64)]
-    held = _held_out(turns)
-    assert [i for i, flag in enumerate(held) if flag] == [8, 24, 40, 56]
-    turns[60] = turns[24]
-    assert [i for i, flag in enumerate(_held_out(turns)) if flag] == [8, 40, 56]
-    assert sum(_held_out([str(i) for i in range(40_000)])) == 96
+def test_texts_one_after_another() -> None:
+    written = [
+        Written(np.array([1, 2, 3], dtype=np.int32), 0, 2, False),
+        Written(np.array([4, 5, 6, 7], dtype=np.int32), 1, 3, True),
+    ]
+    texts = _texts_of(written)
+    assert texts.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7] and texts.token_ids.dtype is torch.int32
+    assert texts.lengths.tolist() == [3, 4] and texts.tokens_of(1).tolist() == [4, 5, 6, 7]
+    assert texts.learn_from.tolist() == [0, 1] and texts.answer_from.tolist() == [2, 3]
+    assert texts.where(True).tolist() == [1]
+    for few in ([], written[:1], written[1:]):
+        with pytest.raises(ConfigError, match="the target wrote almost nothing"):
+            _texts_of(few)
 
 
 def test_texts_of_another_recipe_are_not_taken_for_ours(tmp_path: Path) -> None:

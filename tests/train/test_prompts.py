@@ -9,6 +9,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.prompts import ChatForm, PlainForm, form_of, read_prompts
+from slipstream.train.words import Words
 from tests import tiny_models
 
 
@@ -54,8 +55,10 @@ def test_the_template_is_cut_where_the_user_speaks(tmp_path: Path) -> None:
     form, line = form_of(tokenizer)
     assert isinstance(form, ChatForm) and line is None
     assert form.stop_ids == (tiny_models.EOS_ID,) and form.stop == ()
-    openings = [form.opening(random.Random(seed)) for seed in range(20)]
-    assert {opening.words == "" for opening in openings} == {True, False}
+    words, generator = Words(["harbor"]), random.Random(0)
+    openings = [form.opening(generator, words) for _ in range(400)]
+    assert 70 < sum(opening.words == "" for opening in openings) < 130
+    assert 140 < sum("arbor" in opening.words for opening in openings) < 220
     for opening in openings:
         assert tokenizer.decode(opening.token_ids) == "user: " + opening.words
     assert form.begin == len(tokenizer.encode("<s>user: ", add_special_tokens=False))
@@ -73,4 +76,4 @@ def test_without_a_template_texts_go_on(tmp_path: Path, template: str | None, ph
     form, line = form_of(tokenizer)
     assert isinstance(form, PlainForm) and line is not None and phrase in line
     assert tokenizer.decode(form.prompt(["a", "b"])) == "a\n\nb"
-    assert form.opening(random.Random(0)).token_ids
+    assert form.opening(random.Random(0), Words([])).token_ids

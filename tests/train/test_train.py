@@ -121,8 +121,9 @@ def test_the_engine_accepts_as_many_drafts(format: str, target: Path, trained: P
     held_out = texts.where(True).tolist()
     prompts = [texts.tokens_of(idx)[: int(texts.answer_from[idx])].tolist() for idx in held_out]
     with LLM(str(target), speculate="eagle3", draft_model=str(folder), k=3, max_num_seqs=8) as llm:
-        greedy = SamplingParams(temperature=0, max_tokens=112)
-        outputs = llm.generate(prompts, [greedy] * len(prompts))
+        lengths = [int(texts.lengths[idx] - texts.answer_from[idx]) for idx in held_out]
+        greedy = [SamplingParams(temperature=0, max_tokens=length) for length in lengths]
+        outputs = llm.generate(prompts, greedy)
         counts = llm.stats
         for idx, output in zip(held_out, outputs, strict=True):
             wrote = texts.tokens_of(idx)[int(texts.answer_from[idx]) :].tolist()
