@@ -73,6 +73,8 @@ class EngineCore:
         now = time.monotonic()
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)
+        if self._max_in_flight == 1:
+            self.scheduler.took(result.plan, now - start)
         updates.set_time(now)
         self._stats.count_updates(updates)
         if not self.has_work:

@@ -29,7 +29,7 @@ _FAST_NEEDS = SamplingNeeds(noise=True)
 # Of the device's memory, for what is recorded when idle, beside what the first steps have needed.
 _IDLE_GRAPH_BYTES = 2 << 30
 _MAX_DECODE_TOKENS = 512  # of graphs for other draft lengths than the first: beyond, drafts do not pay on any GPU
-_NUM_TIMED, _LONG_S = 5, 0.03  # a longer step is timed once
+_NUM_TIMED, _LONG_S = 5, 0.01  # a longer step is timed by itself
 _MAX_MEASURED = 16  # requests, where steps are launched one operation at a time
 
 OnCost = Callable[[int, int, float], None]  # requests, drafts of each, seconds
@@ -236,6 +236,8 @@ class StepGraphs:
             seconds = device.seconds_of(run)
             if seconds < _LONG_S:
                 seconds = device.seconds_of(run_often) / _NUM_TIMED
+            else:  # one time and another, for a CPU may have others to serve
+                seconds = min(seconds, *(device.seconds_of(run) for _ in range(2)))
         assert self._on_cost is not None
         self._on_cost(num_reqs, num_drafts, seconds)
 

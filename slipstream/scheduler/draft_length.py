@@ -53,6 +53,10 @@ class DraftLength(Protocol):
         """Now there is time to think about it: the device is busy."""
         ...
 
+    def took(self, composition: Composition, seconds: float) -> None:
+        """Of a step that had the device for itself, from its plan to its tokens."""
+        ...
+
     def move_in(self, row: int) -> None:
         """Another request has the row."""
         ...
@@ -72,6 +76,9 @@ class FixedLength:
         pass
 
     def look(self) -> None:
+        pass
+
+    def took(self, composition: Composition, seconds: float) -> None:
         pass
 
     def move_in(self, row: int) -> None:
@@ -141,6 +148,18 @@ class AdaptiveLength:
                 self._take(*step)
             self._collected.clear()
             self._decide()
+
+    def took(self, composition: Composition, seconds: float) -> None:
+        num_reqs, make = composition.num_reqs, composition.num_next_drafts
+        check = composition.num_drafts[0]
+        if composition.num_tokens != (1 + check,) * num_reqs or composition.num_drafts != (check,) * num_reqs:
+            return  # somebody's prompt
+        if check != make:
+            # A step of a trial costs what checking costs and what making costs, about half of a usual step each.
+            less = self._costs.seconds(num_reqs, min(check, make))
+            seconds = 0.0 if less is None else 2 * seconds - less
+        if seconds > 0.0:
+            self._costs.observe(num_reqs, max(check, make), seconds)
 
     # --- learning ---------------------------------------------------------------------------------
 

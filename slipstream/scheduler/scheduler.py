@@ -201,6 +201,11 @@ class Scheduler:
         """What the next step need not wait for; called while the device is busy."""
         self._draft_length.look()
 
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """Of a step that was alone."""
+        if self._config.num_drafts:
+            self._draft_length.took(plan.composition, seconds)
+
     def collect(self, result: StepResult) -> TokenUpdates:
         """Take a finished step's tokens in, and turn bounds into facts."""
         states, decodes_only = self._in_flight.pop(result.plan.step_id)

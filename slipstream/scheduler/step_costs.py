@@ -5,12 +5,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+_RATE, _HELD_UP = 1 / 8, 1.5  # of what real steps say; of the usual time
+
 
 class StepCosts:
     """Seconds of steps that check and make equally many drafts. Sparse: a few sizes of each draft length.
 
     Where steps run in graphs, a batch costs what the graph costs that it is padded to, and a length without a graph for
-    it is not on offer. Elsewhere a batch between the measured ones costs what its number of tokens says.
+    it is not on offer. Elsewhere a batch between the measured ones costs what its number of tokens says, and real steps
+    put the measurements right, by a factor for each length: drawing at random costs what greedy requests do not pay,
+    and a CPU may have others to serve. A length that nobody has used has the others' factor.
     """
 
     def __init__(self, in_graphs: bool) -> None:
@@ -18,6 +22,7 @@ class StepCosts:
         self._sizes: dict[int, list[int]] = {}  # by draft length, ascending
         self._seconds: dict[tuple[int, int], float] = {}
         self._by_tokens: list[tuple[int, float]] = []  # of everything measured, ascending
+        self._factors: dict[int, float] = {}  # by draft length: real seconds for a measured one
         self.version = 0  # moves on with every measurement
 
     def record(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
@@ -30,8 +35,26 @@ class StepCosts:
         self._by_tokens = sorted(by_tokens.items())
         self.version += 1
 
+    def observe(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
+        """So long a real step took."""
+        measured = self._measured(num_reqs, num_drafts)
+        if measured is None or self._in_graphs:
+            return
+        before = self._factor(num_drafts)
+        # A step that was held up says little.
+        factor = min(seconds / measured, _HELD_UP * before)
+        self._factors[num_drafts] = before + _RATE * (factor - before)
+
+    def _factor(self, num_drafts: int) -> float:
+        usual = sum(self._factors.values()) / len(self._factors) if self._factors else 1.0
+        return self._factors.get(num_drafts, usual)
+
     def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         """None where nothing is known, or no graph would take the batch."""
+        measured = self._measured(num_reqs, num_drafts)
+        return None if measured is None else measured * self._factor(num_drafts)
+
+    def _measured(self, num_reqs: int, num_drafts: int) -> float | None:
         sizes = self._sizes.get(num_drafts, [])
         at = bisect.bisect_left(sizes, num_reqs)
         if at < len(sizes):

@@ -247,3 +247,81 @@ def test_what_is_not_yet_learnt_of_a_row_is_not_its_next_requests() -> None:
     policy.look()
     assert np.array_equal(policy._right[0], usual)
     assert policy._usual[0] < before[0], "but it counts for everybody"
+
+
+# --- what real steps say ----------------------------------------------------------------------------
+
+
+def step_of(check: int, make: int, num_reqs: int = 1) -> Composition:
+    n = num_reqs
+    ids = tuple(map(str, range(n)))
+    tokens = (1 + check,) * n
+    return Composition(ids, (1,) * n, tuple(range(n)), tokens, (True,) * n, (check,) * n, n * (1 + check), make)
+
+
+def costs_of(in_graphs: bool) -> StepCosts:
+    costs = StepCosts(in_graphs)
+    for k in CHOICES:
+        costs.record(1, k, 1.0 + 0.5 * k)
+    return costs
+
+
+def test_real_steps_put_the_measurements_right() -> None:
+    costs = costs_of(in_graphs=False)
+    for _ in range(60):
+        costs.observe(1, 2, 1.0)  # measured: 2.0
+    assert costs.seconds(1, 2) == pytest.approx(1.0, rel=0.01)
+    # Nobody has used the others, so they are taken to be half as long as well.
+    assert costs.seconds(1, 0) == pytest.approx(0.5, rel=0.01)
+    for _ in range(60):
+        costs.observe(1, 0, 1.0)
+    assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.01)
+    assert costs.seconds(1, 2) == pytest.approx(1.0, rel=0.01)
+    costs.observe(1, 0, 1000.0)  # held up
+    assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_is_measured_in_graphs_stays() -> None:
+    costs = costs_of(in_graphs=True)
+    costs.observe(1, 2, 1.0)
+    assert costs.seconds(1, 2) == 2.0
+    assert StepCosts(in_graphs=False).seconds(1, 0) is None
+    StepCosts(in_graphs=False).observe(1, 0, 1.0)  # of which nothing was measured
+
+
+def test_steps_of_a_trial_are_half_of_each_length() -> None:
+    policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=False))
+    for _ in range(60):
+        policy.took(step_of(0, 0), 1.0)
+        for step in (step_of(0, 1), step_of(1, 0)):
+            policy.took(step, 1.1)
+    assert policy._costs.seconds(1, 0) == pytest.approx(1.0)
+    assert policy._costs.seconds(1, 1) == pytest.approx(1.2, rel=0.01)  # measured: 1.5
+
+
+def test_steps_with_prompts_say_nothing_of_drafts() -> None:
+    policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=False))
+    policy.took(Composition(("a",), (1,), (0,), (9,), (True,), (0,), 9, 0), 9.0)
+    policy.took(Composition(("a", "b"), (1, 1), (0, 1), (1, 9), (True, True), (0, 0), 10, 0), 9.0)
+    assert policy._costs.seconds(1, 0) == 1.0
+
+
+def test_a_length_that_was_measured_too_dear_is_found_nevertheless() -> None:
+    """A CPU with noise in the measurement: really a draft costs little."""
+    costs = StepCosts(in_graphs=False)
+    for k in CHOICES:
+        costs.record(1, k, 1.0 + 0.35 * k)
+    policy = AdaptiveLength(CHOICES, 3, 1, costs)
+    policy.move_in(0)
+    rng, made, lengths = random.Random(3), 0, []
+    for _ in range(600):
+        check, make = policy.wanted()
+        check = min(check, made)
+        step, draw = step_of(check, make), rng.random()
+        policy.launched(step)
+        policy.collected(step, [sum(draw < 0.6 ** (i + 1) for i in range(check))])
+        policy.took(step, 1.0 + 0.12 * (check + make) / 2)
+        policy.look()
+        made = make
+        lengths.append(policy.length)
+    assert np.mean(lengths[300:]) > 1.5, "two drafts are best, at most one by what was measured"
