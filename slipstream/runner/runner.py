@@ -143,10 +143,9 @@ class Runner:
 
         A request that draws nothing in this step may be drafted for: with one token of its prompt left.
         """
-        if not composition.num_next_drafts:
-            return None
         rows = [row for row in composition.rows if self._drafts_of_row[row]]
-        return Drafting(any(self._needs_of_row[row].noise for row in rows)) if rows else None
+        noise = any(self._needs_of_row[row].noise for row in rows)
+        return Drafting(noise, composition.num_next_drafts > 0) if rows else None
 
     def _needs(self, composition: Composition) -> SamplingNeeds:
         drawing = (row for row, samples in zip(composition.rows, composition.samples, strict=True) if samples)

@@ -85,6 +85,7 @@ class Drafting:
     """A step has requests to draft for."""
 
     noise: bool  # one of them is not greedy
+    makes: bool = True  # drafts, behind this step; otherwise the drafter may still want to see it
 
 
 class _Choice(NamedTuple):
@@ -257,13 +258,14 @@ class StepGraphs:
             program.buffers.prepare(padded)
             target = program.with_logits(padded, self._pieces[desc].replay(program.context(padded, True)))
         else:
-            padded, target = batch, program.target(batch, drafting is not None or self._follows)
+            seen = drafting is not None and (drafting.makes or self._follows)
+            padded, target = batch, program.target(batch, seen)
         logprobs = program.finish(padded, target.logits[: padded.logit_indices.shape[0]], needs)
-        if drafting or self._follows:
+        if drafting is not None and (drafting.makes or self._follows):
             # In pieces the drafter's first pass may be padded as the target's; the device's padding is there.
             in_pieces = desc.mode is CUDAGraphMode.PIECEWISE
             drafted = (padded if in_pieces else batch).drafting.behind(desc)
-            if drafting:
+            if drafting.makes:
                 program.draft(drafted, drafting.noise, in_graph=False)
             else:
                 program.speculator.follow(drafted)

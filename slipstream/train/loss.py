@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.entropy_grads import entropy_grads
+
 _CHUNK = 8192  # rows at a time
 
 
@@ -19,12 +21,8 @@ def target_distribution(normed: Tensor, head: Tensor) -> Tensor:
 
     ``normed`` [n, hidden] is what its logits are made of, ``head`` [draft_vocab, hidden] their matrix.
     """
-    wide = torch.promote_types(normed.dtype, torch.float32)
-    with torch.no_grad():
-        chunks = [
-            (chunk @ head.T).softmax(dim=-1, dtype=wide).to(normed.dtype) for chunk in torch.split(normed, _CHUNK)
-        ]
-        return torch.cat(chunks)
+    with torch.no_grad():  # torch sums in float32 whatever the type
+        return torch.cat([(chunk @ head.T).softmax(dim=-1) for chunk in torch.split(normed, _CHUNK)])
 
 
 def soft_cross_entropy(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -47,9 +45,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for start in range(0, states.shape[0], _CHUNK):
             part = slice(start, start + _CHUNK)
             inputs, wanted = states[part].to(target.dtype), target[part]
-            log_probs = (inputs @ matrix.T).log_softmax(dim=-1, dtype=wide)
-            loss -= (wanted * log_probs).sum()
-            grads = log_probs.exp_().sub_(wanted).to(target.dtype)
+            grads = inputs @ matrix.T
+            loss += entropy_grads(grads, wanted).sum()
             state_grads[part] = grads @ matrix
             weight_grad += grads.T @ inputs
         # The mean is taken of what is small, not of the logits' gradients.

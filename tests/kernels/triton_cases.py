@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
+from slipstream.kernels.entropy_grads import entropy_grads
 from slipstream.kernels.geglu import geglu
 from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
@@ -48,6 +49,15 @@ def _write_rows() -> Iterator[Case]:
             return {"store": torch.arange(2000, dtype=torch.int32), "staged": staged}
 
         yield Case(f"write_rows-{n}", write_rows, args)
+
+
+def _entropy() -> Iterator[Case]:
+    for n, vocab_size in ((1, 5), (7, 300), (3, 5000)):
+
+        def args(n: int = n, size: int = vocab_size) -> dict[str, Any]:
+            return {"logits": Real(3 * torch.randn(n, size)), "wanted": Real(torch.randn(n, size).softmax(1))}
+
+        yield Case(f"entropy_grads-{n}x{vocab_size}", entropy_grads, args)
 
 
 def _rope() -> Iterator[Case]:
@@ -281,7 +291,18 @@ def _attention() -> Iterator[Case]:
 
 
 CASES = [
-    *(*_gated(), *_write_rows(), *_rope(), *_prepare(), *_commit(), *_attention(), *norms(), *routes(), *experts()),
+    *(
+        *_gated(),
+        *_write_rows(),
+        *_rope(),
+        *_entropy(),
+        *_prepare(),
+        *_commit(),
+        *_attention(),
+        *norms(),
+        *routes(),
+        *experts(),
+    ),
     *(*products(), *decodes(), *head_passes(), *cascades()),
     *(*convolutions(), *recurrences(), *chunks(), *gated_norms()),
 ]
