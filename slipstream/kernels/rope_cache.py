@@ -53,8 +53,13 @@ def cache_slots(
     if runs_triton(slot_mapping):
         page_ids, offsets = torch.empty_like(slot_mapping), torch.empty_like(slot_mapping)
         n = slot_mapping.shape[0]
-        grid = (-(-n // 1024),)
-        _slots_kernel[grid](slot_mapping, page_ids, offsets, n, num_pages - 1, page_size, BLOCK=1024)
+        block = 128 if n <= 128 else 1024  # a decode's few in one warp
+        _slots_kernel[(-(-n // block),)](
+            *(slot_mapping, page_ids, offsets, n, num_pages - 1),
+            PAGE_SIZE=page_size,
+            BLOCK=block,
+            num_warps=1 if n <= 128 else 4,
+        )
         return page_ids, offsets
     slots = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
     page_ids = slots // page_size
@@ -164,11 +169,11 @@ def _rotation_kernel(cos_sin, positions, cos, sin, half, BLOCK: tl.constexpr):
 
 
 @jit
-def _slots_kernel(slot_mapping, page_ids, offsets, n, spare_page, page_size, BLOCK: tl.constexpr):
+def _slots_kernel(slot_mapping, page_ids, offsets, n, spare_page, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_mapping + i, mask=i < n, other=-1)
-    tl.store(page_ids + i, tl.where(slot >= 0, slot // page_size, spare_page), mask=i < n)
-    tl.store(offsets + i, tl.where(slot >= 0, slot % page_size, 0), mask=i < n)
+    tl.store(page_ids + i, tl.where(slot >= 0, slot // PAGE_SIZE, spare_page), mask=i < n)
+    tl.store(offsets + i, tl.where(slot >= 0, slot % PAGE_SIZE, 0), mask=i < n)
 
 
 @jit
