@@ -15,6 +15,7 @@ from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
 from slipstream.kernels.row_writes import write_rows
 from slipstream.kernels.swiglu import swiglu
+from slipstream.kernels.tap import tap
 from slipstream.kernels.triton_attention import triton_attention
 from slipstream.types import RowStatus
 from tests.kernels.dense_attention import hide_queries, plant_nan
@@ -49,6 +50,17 @@ def _write_rows() -> Iterator[Case]:
             return {"store": torch.arange(2000, dtype=torch.int32), "staged": staged}
 
         yield Case(f"write_rows-{n}", write_rows, args)
+
+
+def _taps() -> Iterator[Case]:
+    for n, size, sums in ((1, 576, False), (5, 48, True), (3, 7, False)):
+
+        def args(n: int = n, size: int = size, sums: bool = sums) -> dict[str, Any]:
+            parts = torch.randn(n, 3 * size)
+            residual = Real(torch.randn(n, size)) if sums else None
+            return {"hidden": Real(torch.randn(n, size)), "residual": residual, "out": Real(parts[:, size : 2 * size])}
+
+        yield Case(f"tap-{n}x{size}", tap, args)
 
 
 def _entropy() -> Iterator[Case]:
@@ -296,6 +308,7 @@ CASES = [
         *_write_rows(),
         *_rope(),
         *_entropy(),
+        *_taps(),
         *_prepare(),
         *_commit(),
         *_attention(),
