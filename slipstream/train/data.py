@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class Source:
         self._given = [] if settings.prompts is None else read_prompts(Path(settings.prompts))
         digest = hashlib.sha256(repr(self._given).encode()).hexdigest()
         self._about = settings.of_data() | {"prompts_digest": digest, "recipe": _RECIPE}
+        self.seconds: float | None = None  # that writing them took
 
     def read(self) -> Texts | None:
         if not self._path.exists():
@@ -61,13 +63,16 @@ class Source:
         if about.get("recipe") != _RECIPE:
             raise ConfigError(f"{self._path} was written by another version, which asks otherwise; delete it")
         check_same(about, self._about, self._path)
+        self.seconds = about.get("seconds")
         return Texts(**tensors)
 
     def write(self, model_path: Path, say: Callable[[str], None], advance: Advance) -> Texts:
         if len(self._given) > self._settings.sequences:
             say(f"of {len(self._given):,} prompts the first {self._settings.sequences:,} are used (--sequences)")
+        begin = time.monotonic()
         texts = _generate(self._settings, model_path, self._given, say, advance)
-        write_store(self._path, dict(vars(texts)), self._about)
+        self.seconds = round(time.monotonic() - begin, 1)
+        write_store(self._path, dict(vars(texts)), self._about | {"seconds": self.seconds})
         return texts
 
 

@@ -15,6 +15,7 @@ from slipstream.models.hub import resolve_model
 from slipstream.models.registry import architecture_of
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.train.author import Advance
+from slipstream.train.card import write_card
 from slipstream.train.curves import draw_curves
 from slipstream.train.data import Source, Texts
 from slipstream.train.export import default_taps, plan_head, write_head
@@ -53,7 +54,7 @@ def train_eagle3(settings: TrainSettings, report: Report) -> Progress:
     if texts is None:
         texts = source.write(path, report.say, report.on_texts)
     teacher = load_teacher(path, checkpoint, taps, settings.device, settings.dtype)
-    vocabulary = _vocabulary(settings, checkpoint, texts, target, report)
+    vocabulary, covered = _vocabulary(settings, checkpoint, texts, target, report)
     head = make_head(settings, teacher, vocabulary)
     trainer = Trainer(settings, teacher, head, texts, kept)
     if stored is not None:
@@ -76,8 +77,19 @@ def train_eagle3(settings: TrainSettings, report: Report) -> Progress:
         verifier=settings.model,
         num_drafts=settings.draft_steps,
     )
-    about = {"settings": settings.of_training(), "format": settings.format, **vars(progress)}
+    place = teacher.device
+    about = {
+        "settings": settings.of_training(),
+        "format": settings.format,
+        "texts": {"count": len(texts.lengths), "tokens": len(texts.token_ids), "seconds": source.seconds},
+        "vocabulary": {"size": len(vocabulary.target_ids), "coverage": covered},
+        "hardware": torch.cuda.get_device_name(place) if place.type == "cuda" else "a CPU",
+        "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "dtype": str(teacher.dtype).removeprefix("torch."),
+        **vars(progress),
+    }
     (work / "curves.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    write_card(out, about)
     if (line := draw_curves(progress, out / "curves.png", f"EAGLE-3 head for {settings.model}")) is not None:
         report.say(line)
     return progress
@@ -98,14 +110,16 @@ def make_head(settings: TrainSettings, teacher: Teacher, vocabulary: DraftVocabu
 
 def _vocabulary(
     settings: TrainSettings, checkpoint: Checkpoint, texts: Texts, target: ModelConfig, report: Report
-) -> DraftVocabulary:
+) -> tuple[DraftVocabulary, float]:
+    """And the share of held-out texts that it covers."""
     eos = checkpoint.tokenizer().eos_token_id
     learnt = torch.cat([texts.tokens_of(idx) for idx in texts.where(held_out=False).tolist()])
     always = () if eos is None else (eos,)
     vocabulary = choose_vocabulary(learnt, target.vocab_size, settings.draft_vocab, always)
     unseen = torch.cat([texts.tokens_of(idx) for idx in texts.where(held_out=True).tolist()])
+    covered = coverage(vocabulary, unseen)
     report.say(
         f"{len(texts.lengths):,} texts, {len(texts.token_ids):,} tokens; the {len(vocabulary.target_ids):,} most "
-        f"frequent are {coverage(vocabulary, unseen):.1%} of held-out texts"
+        f"frequent are {covered:.1%} of held-out texts"
     )
-    return vocabulary
+    return vocabulary, covered
