@@ -318,6 +318,8 @@ class SchedulerConfig:
     drafts_look_ahead: bool = False
     # Whether it is shown every token, even where it makes no drafts: its keys then have no gaps.
     drafter_follows: bool = False
+    # How many are made behind a step with prompts, if any: for so many there is a graph. None: as many as anywhere.
+    drafts_beside_prompts: int | None = None
 
 
 @dataclass(frozen=True)

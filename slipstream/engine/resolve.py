@@ -81,6 +81,7 @@ def resolve(
         drafts_in_pages=draft is not None,
         drafts_look_ahead=speculative is not None and speculative.takes_hidden_states,
         drafter_follows=speculative is not None and speculative.takes_hidden_states and speculative.adaptive,
+        drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode),
     )
     return EngineConfig(
         model=model,
@@ -98,6 +99,12 @@ def resolve(
         draft_model=None if draft is None else draft.config,
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
     )
+
+
+def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str) -> int | None:
+    if speculative is None or not speculative.adaptive or graph_mode == "none":
+        return None
+    return speculative.initial_length
 
 
 def _prefix_refusal(options: EngineOptions, model: ModelConfig) -> str:

@@ -7,7 +7,9 @@ and take the reference's path.
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -34,6 +36,8 @@ _interpreted = False
 # Of a thread: engines in others go on meanwhile.
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 _MOST_COMPILERS = 16
+_SLOW_S = 0.05
+logger = logging.getLogger("slipstream.kernels")
 
 
 def _kernel(function: Callable[..., None], **options: Any) -> Any:
@@ -53,7 +57,10 @@ def _kernel_class() -> type:
             return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **kwargs)
 
         def _do_compile(self, key: Any, signature: Any, device: Any, *rest: Any, **kwargs: Any) -> Any:
+            begin = time.monotonic()
             kernel = super()._do_compile(key, signature, device, *rest, **kwargs)
+            if (seconds := time.monotonic() - begin) > _SLOW_S:  # in the middle of a step somebody waits for it
+                logger.debug("compiled %s in %.2f s", self.__name__, seconds)
             if _compiles_only.get() and kernel is not None:
                 # Asked for again before it is there, it is not looked up by its source a second time.
                 self.device_caches[device][0].setdefault(key, kernel)

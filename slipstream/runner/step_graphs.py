@@ -52,7 +52,7 @@ class DraftSizes(NamedTuple):
         if len(self.lengths) > 1:
             for a, b in itertools.pairwise(lengths):
                 kinds += [GraphKind(1 + a, "fast", b), GraphKind(1 + b, "fast", a)]
-        kinds.append(GraphKind(None, "fast", self.initial))
+        kinds += [GraphKind(None, "fast", k) for k in sorted({0, self.initial} & {self.initial, *self.lengths})]
         return [*kinds, *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
 
     def order(self, desc: BatchExecutionDescriptor, largest_decode: int) -> int | None:
@@ -68,7 +68,8 @@ class DraftSizes(NamedTuple):
             return 4 if is_usual or desc.query_len == 1 else None
         if is_mixed:
             most = max(_LARGEST_MIXED, 2 * largest_decode)
-            return 0 if is_fast and _SMALLEST_MIXED <= size <= most else 2
+            is_first = is_fast and desc.num_drafts == self.initial
+            return 0 if is_first and _SMALLEST_MIXED <= size <= most else 1 if is_fast else 2
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
         if desc.num_tokens > _MAX_DECODE_TOKENS and not is_usual and num_checked:

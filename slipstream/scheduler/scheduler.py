@@ -146,13 +146,9 @@ class Scheduler:
         self._admit(opened, budget)
         if not opened.states:
             return None
-        num_made = 0
-        if any(s.drafts for s in opened.states):
-            # A prompt that the drafter has not seen would leave a gap that nothing closes.
-            fewest = int(self._config.drafts_in_pages and len(opened.states) > len(decodes))
-            num_made = max(lengths.make, fewest)
-        num_behind = self._num_to_catch_up(opened, decodes) if num_made and not self._num_made else 0
         has_prompts, exact = len(opened.states) > len(decodes), self._config.exact_lengths
+        num_made = self._num_to_make(lengths.make, has_prompts) if any(s.drafts for s in opened.states) else 0
+        num_behind = self._num_to_catch_up(opened, decodes) if num_made and not self._num_made else 0
         is_exact = exact == "always" or (exact == "prefill" and has_prompts)
         assert not (is_exact and self._in_flight)
         plan = opened.close(self._next_step_id, self._recent, num_made, num_behind, is_exact, self._count_common)
@@ -184,6 +180,14 @@ class Scheduler:
         self._num_made = num_made
         self._draft_length.launched(plan.composition)
         return plan
+
+    def _num_to_make(self, wanted: int, has_prompts: bool) -> int:
+        config = self._config
+        # A prompt that the drafter has not seen would leave a gap that nothing closes.
+        if has_prompts and config.drafts_in_pages and not config.drafter_follows:
+            wanted = max(wanted, 1)
+        is_other = has_prompts and wanted and config.drafts_beside_prompts is not None
+        return config.drafts_beside_prompts or 0 if is_other else wanted
 
     def _num_to_catch_up(self, opened: OpenPlan, decodes: Sequence[RequestState]) -> int:
         """After steps without drafts: tokens that a drafter which needs no more than tokens was not shown, at most.

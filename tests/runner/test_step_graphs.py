@@ -5,7 +5,9 @@ import torch
 
 from slipstream.attention.backend import Caps
 from slipstream.device.sim import SimDevice
+from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
+from slipstream.runner.step_graphs import DraftSizes
 from tests.engine.drive import make_request
 from tests.sim.world import World
 
@@ -62,3 +64,17 @@ def test_recording_when_idle_does_not_run_the_last_step_again(aborted: bool) -> 
     while core.use_idle_time():
         pass
     assert torch.equal(world.device.peek(core.runner.rows.num_computed), before)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "initial", "mixed"), [((0,), 0, [0]), ((3,), 3, [3]), ((0, 1, 2, 3, 5), 3, [0, 3]), ((0, 1), 1, [0, 1])]
+)
+def test_mixed_batches_have_graphs_for_the_drafts_that_are_made_behind_them(
+    lengths: tuple[int, ...], initial: int, mixed: list[int]
+) -> None:
+    sizes = DraftSizes(lengths, initial)
+    found = [kind for kind in sizes.kinds() if kind.query_len is None and kind.tier == "fast"]
+    assert [kind.num_drafts for kind in found] == mixed
+    # Only those with as many as the first steps make are there before the first step.
+    urgent = {k: sizes.order(BatchExecutionDescriptor(M.FULL, 64, 8, None, "fast", k), 8) for k in mixed}
+    assert [k for k, place in urgent.items() if place == 0] == [initial]

@@ -459,3 +459,37 @@ def test_steps_check_what_was_made_and_make_what_is_wanted() -> None:
     assert next_step() == (2, 2)
     length.want(5, 5)
     assert [next_step(), next_step()] == [(2, 5), (5, 5)], "more take a step"
+
+
+@pytest.mark.parametrize(
+    ("own_keys", "follows", "wanted", "made"),
+    [
+        (True, False, 0, 3),  # it must be shown the prompt
+        (True, True, 0, 0),  # it is shown it anyhow
+        (False, False, 0, 0),
+        (True, True, 5, 3),
+        (False, False, 1, 3),
+    ],
+)
+def test_behind_a_step_with_prompts_as_many_are_made_as_there_is_a_graph_for(
+    own_keys: bool, follows: bool, wanted: int, made: int
+) -> None:
+    config = SchedulerConfig(
+        *(4, 32, 16, 64),
+        num_drafts=5,
+        num_draft_slots=5,
+        drafts_in_pages=own_keys,
+        drafter_follows=follows,
+        drafts_beside_prompts=3,
+    )
+    scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), Wanted(5, wanted))
+    scheduler.add(request("a", 4, 40))
+    steps = []
+    for step in range(4):
+        if step == 2:
+            scheduler.add(request("b", 4, 40))
+        plan = scheduler.schedule()
+        assert plan is not None
+        steps.append((plan.composition.num_drafts[0], plan.composition.num_next_drafts))
+    # A prompt; a decode; a decode beside a prompt; two decodes. What is made beyond the wish is checked as well.
+    assert steps == [(0, made), (made, wanted), (wanted, made), (made, wanted)]
