@@ -81,7 +81,7 @@ def resolve(
         drafts_in_pages=draft is not None,
         drafts_look_ahead=speculative is not None and speculative.takes_hidden_states,
         drafter_follows=speculative is not None and speculative.takes_hidden_states and speculative.adaptive,
-        drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode),
+        drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode, backend),
     )
     return EngineConfig(
         model=model,
@@ -101,8 +101,10 @@ def resolve(
     )
 
 
-def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str) -> int | None:
-    if speculative is None or not speculative.adaptive or graph_mode == "none":
+def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str, backend: str) -> int | None:
+    # Others run mixed batches in pieces at most, with drafts made behind them.
+    in_graphs = graph_mode == "full" and backend == "triton"
+    if speculative is None or not speculative.adaptive or not in_graphs:
         return None
     return speculative.initial_length
 

@@ -21,6 +21,7 @@ def entropy_grads(
     wanted: Tensor,  # [n, vocab], rows sum up to 1
 ) -> Tensor:  # [n] losses, in float32 at least
     if runs_triton(logits):
+        assert logits.is_contiguous() and wanted.is_contiguous()
         num_rows, vocab_size = logits.shape
         losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         block = min(_BLOCK, next_power_of_2(vocab_size))

@@ -67,9 +67,10 @@ class DraftSizes(NamedTuple):
         if size & (size - 1) and (is_mixed or size != largest_decode):
             return 4 if is_usual or desc.query_len == 1 else None
         if is_mixed:
-            most = max(_LARGEST_MIXED, 2 * largest_decode)
+            if size > max(_LARGEST_MIXED, 2 * largest_decode):
+                return 4  # they take much memory
             is_first = is_fast and desc.num_drafts == self.initial
-            return 0 if is_first and _SMALLEST_MIXED <= size <= most else 1 if is_fast else 2
+            return 0 if is_first and size >= _SMALLEST_MIXED else 1 if is_fast else 2
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
         if desc.num_tokens > _MAX_DECODE_TOKENS and not is_usual and num_checked:
@@ -269,7 +270,7 @@ class StepGraphs:
             if drafting.makes:
                 program.draft(drafted, drafting.noise, in_graph=False)
             else:
-                program.speculator.follow(drafted)
+                program.speculator.run_follow(drafted)
         return target.hidden, logprobs
 
     def _choose(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> _Choice:

@@ -26,6 +26,7 @@ _HOPE = 0.7  # of a draft of which nothing is known
 _MARGIN = 1.02  # a change has to promise more than this
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
+_NEARLY = 0.97  # of what the usual length promises
 _TRIAL_EVERY, _TRIAL_AT_LAST = 24, 64
 _TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
@@ -106,6 +107,7 @@ class AdaptiveLength:
         self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
         self._collected: list[tuple[Composition, Sequence[int]]] = []  # not yet looked at
         self._trial: _Trial | None = None
+        self._tried: list[tuple[Composition, int]] = []  # steps under way that check a trial, and the length it left
         self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
 
@@ -121,7 +123,7 @@ class AdaptiveLength:
         self._num_seen[row] = 1.0
         # The more of a batch is new, the sooner a trial is worth it.
         others = 0 if self._batch is None else len(self._batch[1]) - 1
-        self._interval = max(_FIRST, self._interval * others // (others + 1))
+        self._interval = min(self._interval, max(_FIRST, self._interval * others // (others + 1)))
 
     def launched(self, composition: Composition) -> None:
         rows = self._rows_of(composition)
@@ -132,6 +134,8 @@ class AdaptiveLength:
             if not self._trial.is_drafted and composition.num_next_drafts >= self._trial.length:
                 self._trial = self._trial._replace(is_drafted=True)
             elif self._trial.is_drafted:
+                if max(composition.num_drafts) > self.length:
+                    self._tried.append((composition, self.length))
                 self._trial = None
             return
         self._num_since_trial += 1
@@ -172,10 +176,23 @@ class AdaptiveLength:
             rows = np.array([composition.rows[i] for i in drafted])
             accepted = np.array([num_accepted[i] for i in drafted])
         self._learn(rows, accepted, num_drafts)
-        if num_drafts > (usual := composition.num_next_drafts):  # a trial
-            is_right = 2 * np.count_nonzero(accepted > usual) >= len(rows)
-            longer = min(2 * self._interval, self._longest_interval)
-            self._interval = max(_SOON, self._interval // 2) if is_right else longer
+        tried = next((i for i, (step, _) in enumerate(self._tried) if step is composition), None)
+        if tried is not None:
+            usual = self._tried[tried][1]
+            del self._tried[: tried + 1]
+            self._space_trials(rows, accepted, usual, num_drafts)
+
+    def _space_trials(
+        self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], usual: int, longer: int
+    ) -> None:
+        """Soon again where a trial was right and more drafts nearly pay, later otherwise."""
+        tokens = self._tokens(rows)
+        now, then = (self._rate(len(rows), length, tokens) for length in (usual, longer))
+        is_right = 2 * np.count_nonzero(accepted > usual) >= len(rows)
+        if is_right and now is not None and then is not None and then > _NEARLY * now:
+            self._interval = max(_SOON, self._interval // 2)
+        else:
+            self._interval = min(2 * self._interval, self._longest_interval)
 
     def _learn(self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], num_drafts: int) -> None:
         """A draft behind one that was wrong says nothing."""

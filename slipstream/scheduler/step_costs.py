@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-_RATE, _HELD_UP = 1 / 8, 1.5  # of what real steps say; of the usual time
+_RATE, _DRIFT, _HELD_UP = 1 / 8, 1 / 64, 1.5  # of what real steps say; of what they say of others; of the usual time
 
 
 class StepCosts:
@@ -43,7 +43,10 @@ class StepCosts:
         before = self._factor(num_drafts)
         # A step that was held up says little.
         factor = min(seconds / measured, _HELD_UP * before)
-        self._factors[num_drafts] = before + _RATE * (factor - before)
+        now = self._factors[num_drafts] = before + _RATE * (factor - before)
+        # What all lengths have in common, such as others on the machine, changes with time: what is old is forgotten.
+        for length, other in self._factors.items():
+            self._factors[length] = other + _DRIFT * (now - other)
 
     def _factor(self, num_drafts: int) -> float:
         usual = sum(self._factors.values()) / len(self._factors) if self._factors else 1.0

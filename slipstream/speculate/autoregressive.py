@@ -158,6 +158,10 @@ class AutoRegressiveSpeculator(ABC):
     def run(self, batch: DraftBatch, noise: bool) -> Tensor:
         return self.propose(batch, noise) if self._graphs is None else self._graphs.run(batch, noise)
 
+    def run_follow(self, batch: DraftBatch) -> None:
+        if self._graphs is None or not self._graphs.follow(batch):
+            self.follow(batch)
+
     def choose_first(self, batch: DraftBatch, hidden: Tensor, noise: bool) -> None:
         self._choose(batch, 0, self._chosen(hidden, self._last_indices[: batch.padded_reqs]), noise)
 

@@ -98,6 +98,14 @@ class DraftGraphs:
             return self._drafts[rest]
         return passes.finish(batch.pad(num_reqs, batch.num_tokens), noise)
 
+    def follow(self, batch: DraftBatch) -> bool:
+        """By the first pass, if it is recorded: more than is asked for, in one launch. Its draft is not placed."""
+        desc = self._find_first(batch)
+        if desc.mode is not CUDAGraphMode.FULL:
+            return False
+        self.first.replay(desc)
+        return True
+
     def _find_first(self, batch: DraftBatch) -> BatchExecutionDescriptor:
         num_reqs, size, target = batch.num_reqs, self._passes.first_size(batch), batch.step.graph
         if not self._passes.shares_states and not batch.num_caught_up:

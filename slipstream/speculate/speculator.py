@@ -162,7 +162,14 @@ class Speculator(Protocol):
         ...
 
     def follow(self, batch: DraftBatch) -> None:
-        """In place of a proposal: keep up with the step's tokens, so that the next proposal is as good as any."""
+        """In place of a proposal: keep up with the step's tokens, so that the next proposal is as good as any.
+
+        Launches only, as a proposal.
+        """
+        ...
+
+    def run_follow(self, batch: DraftBatch) -> None:
+        """The same, outside of a step's graph."""
         ...
 
     def run(self, batch: DraftBatch, noise: bool) -> Tensor:
@@ -195,6 +202,8 @@ class NoSpeculator:
 
     def follow(self, batch: DraftBatch) -> None:
         pass
+
+    run_follow = follow
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         return batch.rows.new_empty(batch.rows.shape[0], 0)

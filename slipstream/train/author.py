@@ -243,8 +243,12 @@ class Author:
         answer = output.outputs[0]
         token_ids = _ids(answer.token_ids)
         kept = token_ids[: end_without_loop(token_ids)]
-        whole = len(kept) == len(token_ids)
-        return (answer.text if whole else self._client.tokenizer.decode(kept.tolist())), kept
+        if len(kept) == len(token_ids):
+            return answer.text, kept
+        text = self._client.tokenizer.decode(kept.tolist())
+        # Some tokenizers leave out a space at the beginning, but what is written here goes on from something.
+        space = answer.text[:1] if answer.text[:1].isspace() and not text[:1].isspace() else ""
+        return space + text, kept
 
     def _params(self, temperature: float, max_tokens: int) -> SamplingParams:
         self._num_asked += 1

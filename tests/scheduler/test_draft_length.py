@@ -273,10 +273,10 @@ def test_real_steps_put_the_measurements_right() -> None:
     assert costs.seconds(1, 2) == pytest.approx(1.0, rel=0.01)
     # Nobody has used the others, so they are taken to be half as long as well.
     assert costs.seconds(1, 0) == pytest.approx(0.5, rel=0.01)
-    for _ in range(60):
+    for _ in range(30):
         costs.observe(1, 0, 1.0)
-    assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.01)
-    assert costs.seconds(1, 2) == pytest.approx(1.0, rel=0.01)
+    assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.02)
+    assert costs.seconds(1, 2) == pytest.approx(1.0, rel=0.4), "half forgotten: the machine may have slowed down"
     costs.observe(1, 0, 1000.0)  # held up
     assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.1)
 
@@ -295,8 +295,8 @@ def test_steps_of_a_trial_are_half_of_each_length() -> None:
         policy.took(step_of(0, 0), 1.0)
         for step in (step_of(0, 1), step_of(1, 0)):
             policy.took(step, 1.1)
-    assert policy._costs.seconds(1, 0) == pytest.approx(1.0)
-    assert policy._costs.seconds(1, 1) == pytest.approx(1.2, rel=0.01)  # measured: 1.5
+    assert policy._costs.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
+    assert policy._costs.seconds(1, 1) == pytest.approx(1.2, rel=0.05)  # measured: 1.5
 
 
 def test_steps_with_prompts_say_nothing_of_drafts() -> None:
@@ -306,22 +306,57 @@ def test_steps_with_prompts_say_nothing_of_drafts() -> None:
     assert policy._costs.seconds(1, 0) == 1.0
 
 
-def test_a_length_that_was_measured_too_dear_is_found_nevertheless() -> None:
-    """A CPU with noise in the measurement: really a draft costs little."""
+def lengths_on_a_cpu(dear_measured: float, phases: list[tuple[int, float, float]]) -> list[int]:
+    """A request alone; phases of steps, how loaded the machine is, and how likely a draft is right. It costs 0.12."""
     costs = StepCosts(in_graphs=False)
     for k in CHOICES:
-        costs.record(1, k, 1.0 + 0.35 * k)
+        costs.record(1, k, 1.0 + dear_measured * k)
     policy = AdaptiveLength(CHOICES, 3, 1, costs)
     policy.move_in(0)
     rng, made, lengths = random.Random(3), 0, []
-    for _ in range(600):
-        check, make = policy.wanted()
-        check = min(check, made)
-        step, draw = step_of(check, make), rng.random()
-        policy.launched(step)
-        policy.collected(step, [sum(draw < 0.6 ** (i + 1) for i in range(check))])
-        policy.took(step, 1.0 + 0.12 * (check + make) / 2)
-        policy.look()
-        made = make
-        lengths.append(policy.length)
+    for count, load, right in phases:
+        for _ in range(count):
+            check, make = policy.wanted()
+            check = min(check, made)
+            step, draw = step_of(check, make), rng.random()
+            policy.launched(step)
+            policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))])
+            policy.took(step, load * (1.0 + 0.12 * (check + make) / 2))
+            policy.look()
+            made = make
+            lengths.append(policy.length)
+    return lengths
+
+
+def test_a_length_that_was_measured_too_dear_is_found_nevertheless() -> None:
+    """A CPU with noise in the measurement: really a draft costs little."""
+    lengths = lengths_on_a_cpu(0.35, [(600, 1.0, 0.6)])
     assert np.mean(lengths[300:]) > 1.5, "two drafts are best, at most one by what was measured"
+
+
+@pytest.mark.parametrize("load", [1.25, 1.5, 2.0, 3.0])
+def test_what_was_learnt_while_others_used_the_machine_is_forgotten(load: float) -> None:
+    phases = [(200, load, 0.85), (100, load, 0.2), (100, load, 0.85), (1000, 1.0, 0.85)]
+    lengths = lengths_on_a_cpu(0.12, phases)
+    assert np.mean(lengths[-300:]) > 4, "seven drafts are best"
+    lengths = lengths_on_a_cpu(0.12, [*phases[:3], (1000, 1.0, 0.05)])
+    assert np.mean(lengths[-300:]) < 0.5
+
+
+def test_steps_with_prompts_are_no_trials() -> None:
+    policy = AdaptiveLength(CHOICES, 7, 4, costs_of(in_graphs=True))
+    policy.move_in(0)
+    before = policy._interval
+    beside = Composition(("a", "b"), (1, 1), (0, 1), (8, 30), (True, False), (7, 0), 38, 3)
+    for accepted in ([7, 0], [0, 0]):
+        policy.launched(beside)
+        policy.collected(beside, accepted)
+        policy.look()
+        assert policy._interval == before
+
+
+def test_a_request_that_comes_makes_no_trial_later() -> None:
+    policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=True))
+    policy._interval = 8
+    policy.move_in(0)
+    assert policy._interval == 8

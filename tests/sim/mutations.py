@@ -300,7 +300,7 @@ MUTATIONS = [
     Mutation(
         "following: a launched step without drafts is not shown to the head",
         "runner/step_graphs.py",
-        "program.speculator.follow(drafted)",
+        "program.speculator.run_follow(drafted)",
         "pass",
     ),
     Mutation(
