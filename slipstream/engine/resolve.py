@@ -37,10 +37,7 @@ def resolve(
 ) -> EngineConfig:
     """Turn wishes, machine and model into the one configuration the engine runs with."""
     _check_choice("device", options.device, ("auto", "cpu", "cuda", "sim"))
-    _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
-    _check_choice("cascade", options.cascade, ("auto", "always", "never"))
-    _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
-    _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
+    _check_choices(options)
     dtype = _resolve_dtype(options.dtype, hardware, model)
     has_gpu = hardware.device == "cuda"
     max_model_len = _positive("max_model_len", options.max_model_len, model.max_position)
@@ -61,7 +58,7 @@ def resolve(
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
     backend = choose_backend(options.attention_backend, hardware.device).name
     graph_mode = _resolve_graph_mode(options.cudagraph_mode, hardware)
-    refusal = _prefix_refusal(options, model)
+    refusal, uses_head = _prefix_refusal(options, model), bool(speculative and speculative.takes_hidden_states)
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -79,8 +76,8 @@ def resolve(
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if draft is not None else 0,
         drafts_in_pages=draft is not None,
-        drafts_look_ahead=speculative is not None and speculative.takes_hidden_states,
-        drafter_follows=speculative is not None and speculative.takes_hidden_states and speculative.adaptive,
+        drafts_look_ahead=uses_head,
+        drafter_follows=uses_head and speculative is not None and speculative.adaptive,
         drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode, backend),
     )
     return EngineConfig(
@@ -99,6 +96,13 @@ def resolve(
         draft_model=None if draft is None else draft.config,
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
     )
+
+
+def _check_choices(options: EngineOptions) -> None:
+    _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
+    _check_choice("cascade", options.cascade, ("auto", "always", "never"))
+    _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
+    _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
 
 
 def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str, backend: str) -> int | None:
