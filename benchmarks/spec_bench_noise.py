@@ -1,6 +1,6 @@
 """How far rounding moves a token's log probability, for ``spec_bench.py``: below which gap two tokens are a near-tie.
 
-The engine computes the same token in two ways: by itself while it decodes, and with all others as part of a prompt. In
+The engine computes the likeliest tokens in two ways: alone while it decodes, and with all others in a prompt. In
 exact arithmetic both give the same log probability; what lies between them is rounding. Two scores can each be off by
 the largest change that was seen, in opposite directions: so gaps below twice that change are near-ties.
 
@@ -21,6 +21,8 @@ from slipstream.engine.client import EngineClient
 from slipstream.errors import EngineError
 from slipstream.types import Logprobs, RequestOutput, SamplingParams
 from spec_bench_runs import answers_to
+
+_NUM_LIKELY = 4  # tokens of each place: of one that is nearly certain the log probability hardly moves
 
 
 class Noise(NamedTuple):
@@ -58,14 +60,14 @@ def measure_noise(
     client: EngineClient, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int
 ) -> Noise:
     """Answer the prompts, then have the engine score prompts and answers together."""
-    answers = answers_to(client, prompts, [replace(one, logprobs=0) for one in params], batch)
+    answers = answers_to(client, prompts, [replace(one, logprobs=_NUM_LIKELY) for one in params], batch)
     whole = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
-    scored = answers_to(client, whole, [replace(one, max_tokens=1, prompt_logprobs=0) for one in params], batch)
+    again = [replace(one, max_tokens=1, prompt_logprobs=_NUM_LIKELY) for one in params]
+    scored = answers_to(client, whole, again, batch)
     changes = []
-    for prompt, answer, again in zip(prompts, answers, scored, strict=True):
-        decoded, prefilled = _of_answer(answer), _of_prompt(again)[len(prompt) :]
-        for token, one, other in zip(answer.token_ids, decoded, prefilled, strict=True):
-            changes.append(abs(one[token].logprob - other[token].logprob))
+    for prompt, answer, output in zip(prompts, answers, scored, strict=True):
+        for one, other in zip(_of_answer(answer), _of_prompt(output)[len(prompt) :], strict=True):
+            changes += [abs(one[token].logprob - other[token].logprob) for token in one.keys() & other.keys()]
     return Noise.of(changes, batch)
 
 
