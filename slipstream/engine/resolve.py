@@ -196,7 +196,7 @@ def _resolve_graph_sizes(
     """Close together where batches are small, because padding is a share of the batch."""
     # The full batch has a size of its own.
     decodes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs + 1, 32), max_num_seqs)
-    # Launches one by one take some 10 ms. So long a large model computes for 512 tokens, a small one for many more.
+    # Launches one by one take 10 ms and more. So long a large model computes for 512 tokens, a small one for many more.
     most = int(4e12 / max(1, num_params))
     mixed = (size for power in range(9, 20) for size in (1 << power, 3 << (power - 1)) if max_num_seqs < size <= most)
     sizes: Iterable[int] = wish or (*decodes, *mixed)

@@ -25,10 +25,10 @@ from slipstream.kernels.draft_states import join_states
 from slipstream.kernels.linear import PackedWeight, head_logits, project
 from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.models.decoder import Decoder, checkpoint_slots, pack_layers
-from slipstream.models.fused_layer import FusedLayers
+from slipstream.models.fused_layer import FusedLayers, prepare_attention
 from slipstream.models.hf_config import layer_windows
 from slipstream.models.json_file import read_json
-from slipstream.models.layers import Embedding, Linear, RMSNorm
+from slipstream.models.layers import Attention, Embedding, Linear, RMSNorm
 from slipstream.models.registry import architecture_of
 from slipstream.models.rope import cos_sin_table
 from slipstream.models.speculators_format import is_speculators, plain_config
@@ -109,6 +109,8 @@ class Borrowed(NamedTuple):
 class DraftHead(nn.Module, ABC):
     """One pass drafts one token for each sequence. Build it under the device and type of the target."""
 
+    cos_sin: list[Tensor]  # tables of rotations, by layer or by module
+
     def __init__(self, plan: HeadPlan, target: Decoder, embedding_scale: float = 1.0) -> None:
         super().__init__()
         self.plan = plan
@@ -143,7 +145,21 @@ class DraftHead(nn.Module, ABC):
 
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
         """What the first module's pass leaves in its cache, and nothing else."""
-        self.forward(0, input_ids, hidden, context)
+        attention, cos_sin = self.only_attention(), self.cos_sin[0]
+        if attention is None:  # what the next layer keeps comes out of the whole of this one
+            self.forward(0, input_ids, hidden, context)
+            return
+        if few := self.fused_for(0, hidden) is not None:
+            prepare_attention(context, [cos_sin], hidden.dtype)
+        attention.store(self.attended(input_ids, hidden, context, few), context, cos_sin, few)
+
+    @abstractmethod
+    def only_attention(self) -> Attention | None:
+        """That of the first module, if it has one layer."""
+
+    @abstractmethod
+    def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
+        """What that attention takes its keys from. ``few`` tokens have kernels of their own."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, draft_vocab], in float32 at least, from what ``forward`` returned."""

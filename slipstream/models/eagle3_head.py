@@ -174,15 +174,15 @@ class Eagle3Head(DraftHead):
             out, residual = layer(out, residual, context, own_cos_sin)
         return self.norm.add(out, residual)[0] if normed else out + residual
 
-    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
+    def only_attention(self) -> Attention | None:
         first = self.layers[0]
         assert isinstance(first, FirstLayer)
-        if len(self.layers) > 1:  # what the next layer keeps comes out of the whole of this one
-            return super().write_keys(input_ids, hidden, context)
-        if few := self.fused_for(0, hidden) is not None:
-            prepare_attention(context, self.cos_sin, hidden.dtype)
-        joined = self.join(input_ids, hidden, (first.input_layernorm, first.hidden_norm))
-        return first.self_attn.store(joined, context, self.cos_sin[0], few)
+        return first.self_attn if len(self.layers) == 1 else None
+
+    def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
+        first = self.layers[0]
+        assert isinstance(first, FirstLayer)
+        return self.join(input_ids, hidden, (first.input_layernorm, first.hidden_norm))
 
     def pack(self) -> None:
         super().pack()

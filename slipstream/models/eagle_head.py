@@ -87,16 +87,15 @@ class EagleHead(DraftHead):
         state: Tensor = out + residual
         return state
 
-    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
+    def only_attention(self) -> Attention | None:
         first = self.layers[0]
         assert isinstance(first, FirstLayer)
-        if len(self.layers) > 1:  # what the next layer keeps comes out of the whole of this one
-            return super().write_keys(input_ids, hidden, context)
-        if few := self.fused_for(0, hidden) is not None:
-            prepare_attention(context, self.cos_sin, hidden.dtype)
+        return first.self_attn if len(self.layers) == 1 else None
+
+    def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
         joined = self.join(input_ids, hidden, None)
-        x = linear_few(joined, stored(self.fc), self.fc.bias) if few else self.fc(joined)
-        return first.self_attn.store(x, context, self.cos_sin[0], few)
+        mixed: Tensor = linear_few(joined, stored(self.fc), self.fc.bias) if few else self.fc(joined)
+        return mixed
 
     def pack(self) -> None:
         super().pack()

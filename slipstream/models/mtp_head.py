@@ -87,7 +87,6 @@ class MtpModule(NamedTuple):
 class MtpHead(DraftHead):
     # Whether what follows position 0 is not asked for its token's embedding: so some layers were trained.
     leaves_first_out: ClassVar[bool] = False
-    cos_sin: list[Tensor]  # by module
 
     def __init__(self, plan: HeadPlan, target: Decoder) -> None:
         super().__init__(plan, target, target.config.embedding_scale)
@@ -131,15 +130,17 @@ class MtpHead(DraftHead):
         state: Tensor = module.last_norm(fused.forward_scaled(Stream(x, (scaled, squares)), context, [cos_sin]))
         return state
 
-    def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
-        module, cos_sin = self.module(0), self.cos_sin[0]
-        if few := self.fused_for(0, hidden) is not None:
-            prepare_attention(context, [cos_sin], hidden.dtype)
-        joined = self.join(input_ids, hidden, module.norms, context.positions if self.leaves_first_out else None)
-        x = linear_few(joined, stored(module.mix), module.mix.bias) if few else module.mix(joined)
-        attention = module.body.self_attn
+    def only_attention(self) -> Attention | None:
+        attention = self.module(0).body.self_attn
         assert isinstance(attention, Attention)
-        attention.store(module.body.input_layernorm(x), context, cos_sin, few)
+        return attention
+
+    def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
+        module = self.module(0)
+        joined = self.join(input_ids, hidden, module.norms, context.positions if self.leaves_first_out else None)
+        mixed = linear_few(joined, stored(module.mix), module.mix.bias) if few else module.mix(joined)
+        normed: Tensor = module.body.input_layernorm(mixed)
+        return normed
 
     def pack(self) -> None:
         super().pack()

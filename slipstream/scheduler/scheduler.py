@@ -186,8 +186,9 @@ class Scheduler:
         # A prompt that the drafter has not seen would leave a gap that nothing closes.
         if has_prompts and config.drafts_in_pages and not config.drafter_follows:
             wanted = max(wanted, 1)
-        is_other = has_prompts and wanted and config.drafts_beside_prompts is not None
-        return config.drafts_beside_prompts or 0 if is_other else wanted
+        if has_prompts and wanted and config.drafts_beside_prompts is not None:
+            return config.drafts_beside_prompts
+        return wanted
 
     def _num_to_catch_up(self, opened: OpenPlan, decodes: Sequence[RequestState]) -> int:
         """After steps without drafts: tokens that a drafter which needs no more than tokens was not shown, at most.

@@ -161,6 +161,10 @@ class Speculator(Protocol):
         """
         ...
 
+    def run(self, batch: DraftBatch, noise: bool) -> Tensor:
+        """The same, outside of a step's graph: through graphs of its own where it has any."""
+        ...
+
     def follow(self, batch: DraftBatch) -> None:
         """In place of a proposal: keep up with the step's tokens, so that the next proposal is as good as any.
 
@@ -170,10 +174,6 @@ class Speculator(Protocol):
 
     def run_follow(self, batch: DraftBatch) -> None:
         """The same, outside of a step's graph."""
-        ...
-
-    def run(self, batch: DraftBatch, noise: bool) -> Tensor:
-        """The same, outside of a step's graph: through graphs of its own where it has any."""
         ...
 
     def step_buffers(self) -> tuple[Tensor, ...]:
