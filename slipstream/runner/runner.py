@@ -139,13 +139,15 @@ class Runner:
         return _Wishes(self._needs(composition), self._drafting(composition), scores_prompts, out)
 
     def _drafting(self, composition: Composition) -> Drafting | None:
-        """How to draft after the step, if it has a request to draft for.
+        """How to draft after the step, if it has a request to draft for and the drafter wants to know of it.
 
         A request that draws nothing in this step may be drafted for: with one token of its prompt left.
         """
+        makes = composition.num_next_drafts > 0
+        if not makes and not self.speculator.follows:
+            return None
         rows = [row for row in composition.rows if self._drafts_of_row[row]]
-        noise = any(self._needs_of_row[row].noise for row in rows)
-        return Drafting(noise, composition.num_next_drafts > 0) if rows else None
+        return Drafting(any(self._needs_of_row[row].noise for row in rows), makes) if rows else None
 
     def _needs(self, composition: Composition) -> SamplingNeeds:
         drawing = (row for row, samples in zip(composition.rows, composition.samples, strict=True) if samples)

@@ -87,7 +87,7 @@ class Drafting:
     """A step has requests to draft for."""
 
     noise: bool  # one of them is not greedy
-    makes: bool = True  # drafts, behind this step; otherwise the drafter may still want to see it
+    makes: bool = True  # drafts, behind this step; otherwise the drafter only wants to see it
 
 
 class _Choice(NamedTuple):
@@ -260,10 +260,9 @@ class StepGraphs:
             program.buffers.prepare(padded)
             target = program.with_logits(padded, self._pieces[desc].replay(program.context(padded, True)))
         else:
-            seen = drafting is not None and (drafting.makes or self._follows)
-            padded, target = batch, program.target(batch, seen)
+            padded, target = batch, program.target(batch, drafting is not None)
         logprobs = program.finish(padded, target.logits[: padded.logit_indices.shape[0]], needs)
-        if drafting is not None and (drafting.makes or self._follows):
+        if drafting is not None:
             # In pieces the drafter's first pass may be padded as the target's; the device's padding is there.
             in_pieces = desc.mode is CUDAGraphMode.PIECEWISE
             drafted = (padded if in_pieces else batch).drafting.behind(desc)

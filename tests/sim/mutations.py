@@ -306,8 +306,8 @@ MUTATIONS = [
     Mutation(
         "following: the target does not say what it thought of a step without drafts",
         "runner/step_graphs.py",
-        "seen = drafting is not None and (drafting.makes or self._follows)",
-        "seen = drafting is not None and drafting.makes",
+        "program.target(batch, drafting is not None)",
+        "program.target(batch, drafting is not None and drafting.makes)",
     ),
     Mutation(
         "gaps: of a single token they are not seen",
