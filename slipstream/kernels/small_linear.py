@@ -5,7 +5,8 @@ to what it stores, and leaves the sums of squares of its own columns; the one be
 multiplies its sums by the factor. Behind a product a gate, or the residual stream, is joined in registers.
 
 Two kernels do the work. With very few tokens and short rows a program holds its weights in registers before the kernel
-in front of it has ended. Otherwise tiles go through the tensor cores, the weight as the tall operand.
+in front of it has ended; one warp alone needs no barriers. Otherwise tiles go through the tensor cores, the weight as
+the tall operand.
 """
 
 from __future__ import annotations
@@ -272,37 +273,48 @@ def _vector_kernel(
 ):
     squares, bias, residual, gain = ends
     out, scaled, sums = results
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    n, k, p = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, PARTS)
     is_row, is_column = n < out_size, k < in_size
     row = weight + n.to(tl.int64)[:, None] * in_size + k[None, :]
     kept = is_row[:, None] & is_column[None, :]
     w = tl.load(row, mask=kept, other=0.0)
     if GATE != "":
         v = tl.load(row + out_size.to(tl.int64) * in_size, mask=kept, other=0.0)
+    if BIAS:
+        shift = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+        if GATE != "":
+            value_shift = tl.load(bias + out_size + n, mask=is_row, other=0.0).to(tl.float32)
+    if NEXT:
+        factors = tl.load(gain + n, mask=is_row, other=0.0).to(tl.float32)
     wait_for_last(EARLY)
     let_next_start(EARLY)
+    # All is asked for before anything is waited for.
+    parts, found, before = (), (), ()
     for token in tl.static_range(TOKENS):
-        part = tl.load(x + token * x_stride + k, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        parts = parts + (tl.load(x + token * x_stride + k, mask=is_column, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+        if NORM:
+            found = found + (tl.load(squares + token * num_parts + p, mask=p < num_parts, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+        if ADD:
+            before = before + (tl.load(residual + token * residual_stride + n, mask=is_row, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+    for token in tl.static_range(TOKENS):
+        part = parts[token].to(tl.float32)[None, :]
         acc = tl.sum(w.to(tl.float32) * part, 1)
         factor = 1.0
         if NORM:
-            p = tl.arange(0, PARTS)
-            found = tl.load(squares + token * num_parts + p, mask=p < num_parts, other=0.0)
-            factor = tl.rsqrt(tl.sum(found, 0) / in_size + eps)
+            factor = tl.rsqrt(tl.sum(found[token], 0) / in_size + eps)
         acc = acc * factor
         if BIAS:
-            acc += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+            acc += shift
         if GATE != "":
             value = tl.sum(v.to(tl.float32) * part, 1) * factor
             if BIAS:
-                value += tl.load(bias + out_size + n, mask=is_row, other=0.0).to(tl.float32)
+                value += value_shift
             acc = _gated(acc, value, GATE)
         if ADD:
-            acc += tl.load(residual + token * residual_stride + n, mask=is_row, other=0.0).to(tl.float32)
+            acc += before[token].to(tl.float32)
         result = acc.to(out.dtype.element_ty)
         tl.store(out + token * out_size + n, result, mask=is_row)
         if NEXT:
             wide = tl.where(is_row, result.to(tl.float32), 0.0)
-            factors = tl.load(gain + n, mask=is_row, other=0.0).to(tl.float32)
             tl.store(scaled + token * out_size + n, (wide * factors).to(scaled.dtype.element_ty), mask=is_row)
             tl.store(sums + token * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide, 0))

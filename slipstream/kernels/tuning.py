@@ -25,6 +25,7 @@ _ROTATED_BYTES = 256 << 20  # more than any GPU's second-level cache
 _MAX_LAUNCHES = 160
 _REPEATS = 6
 _CONTEXT, _PAGE_SIZE = 256, 16  # of the attention between products
+_HELD_A_WARP = 6144  # numbers
 _MAX_ERROR = 2e-2  # of 16-bit products against float32, in norm
 
 Cuts = tuple[tuple[int, int, int, int], ...]
@@ -37,12 +38,20 @@ _LONG_MANY: Cuts = ((64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 5), (128, 64, 
 _HEAD: Cuts = ((64, 128, 4, 4), (128, 64, 4, 4), (64, 256, 4, 3), (64, 64, 2, 4))
 
 
+def _in_registers(weight: Weight, num_tokens: int) -> Iterator[Tile]:
+    """Weights, and all tokens beside them, as far as a warp has room. Few rows leave many sums to the next norm."""
+    width, held = next_power_of_2(weight.in_size), 2 if weight.kind == "gated" else 1
+    for rows in (2, 4, 8, 16) if weight.kind == "add" else (1, 2, 4, 8, 16):
+        for num_warps in (1, 2, 4, 8):
+            if rows <= 4 * num_warps and width * (held * rows + num_tokens) <= _HELD_A_WARP * num_warps:
+                yield Tile(0, rows, 0, num_warps, 1)
+
+
 def candidates(weight: Weight, num_tokens: int) -> Iterator[Tile]:
     """16-bit weights only: others are for tests."""
     is_short, late = weight.in_size <= 2048, weight.num_bytes > 8 << 20
     if num_tokens <= 8 and is_short and weight.kind != "head":
-        for rows in (2, 4, 8, 16):
-            yield from (Tile(0, rows, 0, num_warps, 1) for num_warps in (4, 8))
+        yield from _in_registers(weight, num_tokens)
     tokens = max(8, next_power_of_2(num_tokens))
     if weight.kind == "head":
         cuts, sizes = _HEAD, [min(tokens, 64)]
