@@ -18,6 +18,7 @@ class Batch(NamedTuple):
     token_ids: Tensor  # [rows, length] int64, padded with 0
     learnt: Tensor  # [rows, length] bool: positions whose next token is to be predicted
     answered: Tensor  # [rows, length] bool: those of them that are the answer's
+    where: Tensor  # [rows, length] int64: the place of each token among those of all texts; -1 behind the end
 
 
 class Batches:
@@ -28,11 +29,22 @@ class Batches:
         self._epochs: list[tuple[int, list[Tensor]]] = []
 
     def at(self, step: int) -> Batch:
-        while not self._epochs or step >= self._epochs[-1][0] + len(self._epochs[-1][1]):
+        epoch = 0
+        while step >= self._epoch(epoch)[0] + len(self._epoch(epoch)[1]):
+            epoch += 1
+        begin, groups = self._epoch(epoch)
+        return self.batch_of(groups[step - begin])
+
+    def _epoch(self, epoch: int) -> tuple[int, list[Tensor]]:
+        while len(self._epochs) <= epoch:
             begin = self._epochs[-1][0] + len(self._epochs[-1][1]) if self._epochs else 0
             self._epochs.append((begin, self._plan(len(self._epochs))))
-        begin, groups = next(entry for entry in reversed(self._epochs) if entry[0] <= step)
-        return self.batch_of(groups[step - begin])
+        return self._epochs[epoch]
+
+    @property
+    def num_an_epoch(self) -> int:
+        """Of the first, and nearly of the others."""
+        return len(self._epoch(0)[1])
 
     def in_order(self) -> Iterator[Batch]:
         """Every text once, by length."""
@@ -61,9 +73,9 @@ class Batches:
     def batch_of(self, group: Tensor) -> Batch:
         texts, lengths = self._texts, self._texts.lengths[group].unsqueeze(1)
         places = torch.arange(padded_length(int(lengths.max()))).unsqueeze(0)
-        at = (texts.starts[group].unsqueeze(1) + places).clamp_(max=len(texts.token_ids) - 1)
-        token_ids = texts.token_ids[at].long().masked_fill_(places >= lengths, 0)
+        where = (texts.starts[group].unsqueeze(1) + places).masked_fill_(places >= lengths, -1)
+        token_ids = texts.token_ids[where.clamp(min=0)].long().masked_fill_(where < 0, 0)
         # Every step predicts at the same positions, so each needs as many tokens before it as there are steps.
         begins = texts.learn_from[group].unsqueeze(1).clamp(min=self._num_steps + 1)
         learnt = (places + 1 >= begins) & (places + 1 < lengths)
-        return Batch(token_ids, learnt, learnt & (places + 1 >= texts.answer_from[group].unsqueeze(1)))
+        return Batch(token_ids, learnt, learnt & (places + 1 >= texts.answer_from[group].unsqueeze(1)), where)

@@ -60,6 +60,7 @@ def train_eagle3(settings: TrainSettings, report: Report) -> Progress:
     if stored is not None:
         trainer.restore(stored)
         report.say(f"going on after step {trainer.progress.step}")
+    trainer.keep_lessons(report.on_texts)
     try:
         progress = trainer.run(report.on_step)
     except torch.OutOfMemoryError as error:

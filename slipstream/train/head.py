@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.models.draft_head import HeadPlan
 from slipstream.models.rope import cos_sin_table
-
-KeyValue = tuple[Tensor, Tensor]  # [rows, length, kv_heads, head_dim] each
+from slipstream.train.attention import KeyValue, draft_attention
 
 
 class Norm(nn.Module):
@@ -27,8 +26,8 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps) * self.weight
+        wide = x.to(self.weight.dtype)
+        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps)
 
 
 class WideAttention(nn.Module):
@@ -161,39 +160,6 @@ class TrainableHead(nn.Module):
             ids = self.target_ids[self.lm_head(self.norm(hidden)).argmax(dim=-1)]
             taken.append(ids)
         return torch.stack(taken, dim=-1)
-
-
-def draft_attention(q: Tensor, past: list[KeyValue]) -> Tensor:  # q: [rows, length, heads, head_dim]
-    """Attention of the last step in ``past``.
-
-    Index t sees the first step's keys up to t, and of every later step the one at t: behind the text up to t stand the
-    drafts of t alone.
-    """
-    rows, length, heads, head_dim = q.shape
-    kv_heads = past[0][0].shape[2]
-    group, scale = heads // kv_heads, head_dim**-0.5
-    keys, values = (part.transpose(1, 2) for part in past[0])  # [rows, kv_heads, length, head_dim]
-    # Heads that share keys stand below one another, so that keys need not be copied for each.
-    q = q.view(rows, length, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-    if len(past) == 1:
-        flat, wide = (rows, heads, length, head_dim), (rows, kv_heads, group, length, head_dim)
-        k, v = (part.unsqueeze(2).expand(wide).reshape(flat) for part in (keys, values))
-        out = F.scaled_dot_product_attention(q.reshape(flat), k, v, is_causal=True, scale=scale)
-        return out.transpose(1, 2)
-    q = q * scale  # smaller than the scores
-    scores = q.reshape(rows, kv_heads, group * length, head_dim) @ keys.transpose(2, 3)
-    scores = scores.view(rows, kv_heads, group, length, length)
-    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(ahead, float("-inf"))
-    own_keys = torch.stack([k for k, _ in past[1:]], dim=-1)  # [rows, length, kv_heads, head_dim, steps]
-    own_values = torch.stack([v for _, v in past[1:]], dim=-2)
-    own = torch.einsum("bkgtd,btkdj->bkgtj", q, own_keys)
-    wide_type = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.cat([scores, own], dim=-1).softmax(dim=-1, dtype=wide_type).to(q.dtype)
-    out = weights[..., :length].reshape(rows, kv_heads, group * length, length) @ values
-    out = out.view(rows, kv_heads, group, length, head_dim)
-    out = out + torch.einsum("bkgtj,btkjd->bkgtd", weights[..., length:], own_values)
-    return out.permute(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:  # [rows, length, heads, head_dim], [length, 2, head_dim / 2]

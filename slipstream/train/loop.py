@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.train.author import Advance
 from slipstream.train.batches import Batch, Batches
 from slipstream.train.data import Texts
 from slipstream.train.head import TrainableHead
+from slipstream.train.lessons import Lessons, sent
 from slipstream.train.loss import soft_cross_entropy, target_distribution
 from slipstream.train.settings import TrainSettings, check_same
 from slipstream.train.store import read_store, write_store
@@ -63,6 +65,7 @@ class Trainer:
         self._settings, self._teacher, self._head, self._path = settings, teacher, head, checkpoint
         sizes = (settings.batch_tokens, settings.draft_steps, settings.seed)
         self._batches, self._held_out = (Batches(texts, held_out, *sizes) for held_out in (False, True))
+        self._lessons, self._num_tokens = Lessons(teacher), len(texts.token_ids)
         # Products in 16 bits where the target has 16; weights and their updates are float32 at least.
         narrow = teacher.dtype in (torch.bfloat16, torch.float16)
         self._compute = torch.bfloat16 if narrow else teacher.dtype
@@ -73,6 +76,12 @@ class Trainer:
         fused = teacher.device.type == "cuda"
         self._optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=_BETAS, fused=fused)
         self.progress = Progress()
+
+    def keep_lessons(self, advance: Advance) -> None:
+        """Let the target read all texts once and for all, where they fit and are learnt from more than once."""
+        steps = self._settings.max_steps
+        if self._lessons.fit(self._num_tokens) and (steps is None or steps > self._batches.num_an_epoch):
+            self._lessons.keep((self._batches, self._held_out), self._num_tokens, advance)
 
     def run(self, on_progress: OnProgress = lambda _progress, _share: None) -> Progress:
         progress, settings = self.progress, self._settings
@@ -128,16 +137,17 @@ class Trainer:
     def loss_of(self, batch: Batch) -> Tensor:
         head, place, num_steps = self._head, self._teacher.device, self._settings.draft_steps
         # Found on the host: on the device this would have to wait for it.
-        rows = _sent(batch.learnt.flatten().nonzero().flatten(), place)
-        token_ids = _sent(batch.token_ids, place)
-        lesson = self._teacher.read(token_ids)
-        target = target_distribution(lesson.normed.flatten(0, 1)[rows].to(self._compute), self._draft_matrix)
+        rows = sent(batch.learnt.flatten().nonzero().flatten(), place)
+        token_ids = sent(batch.token_ids, place)
+        lesson = self._lessons.of(batch)
+        normed = lesson.normed.flatten(0, 1).index_select(0, rows).to(self._compute)
+        target = target_distribution(normed, self._draft_matrix)
         loss, total = torch.zeros((), device=place), 0.0
         with self._narrow():
             for step, states in enumerate(head.states(self._features(lesson.features), token_ids, num_steps)):
-                normed = head.norm(states.flatten(0, 1)[rows - 1 - step])
+                own = head.norm(states.flatten(0, 1).index_select(0, rows - 1 - step))
                 weight = _STEP_WEIGHT**step
-                loss, total = loss + weight * soft_cross_entropy(normed, head.lm_head.weight, target), total + weight
+                loss, total = loss + weight * soft_cross_entropy(own, head.lm_head.weight, target), total + weight
         return loss / total
 
     def _features(self, features: Tensor) -> Tensor:
@@ -171,7 +181,7 @@ class Trainer:
             whole &= torch.cat([answered[step:], answered.new_zeros(step)])
         starts = whole.nonzero().flatten().to(place)
         token_ids = batch.token_ids.to(place)
-        lesson = self._teacher.read(token_ids)
+        lesson = self._lessons.of(batch)
         choices = torch.full((answered.numel(),), -1, device=place)
         where = answered.nonzero().flatten().to(place)
         choices[where] = self._teacher.greedy(lesson.normed.flatten(0, 1)[where])
@@ -203,11 +213,6 @@ class Trainer:
                 parameter.copy_(tensors[f"head.{name}"])
                 own = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}
                 self._optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in own.items()}
-
-
-def _sent(tensor: Tensor, place: torch.device) -> Tensor:
-    """On the device, without waiting for what is queued there."""
-    return tensor.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else tensor
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor) -> Tensor:

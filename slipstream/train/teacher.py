@@ -59,6 +59,11 @@ class Teacher:
         return self.embedding if self.model.lm_head is None else self.model.lm_head.weight.detach()
 
     @property
+    def bytes_a_token(self) -> int:
+        """Of a lesson."""
+        return (len(self._taps) + 1) * self.config.hidden_size * self.dtype.itemsize
+
+    @property
     def last_layer(self) -> dict[str, Tensor]:
         """Weights of the last layer by their names there, without biases; empty where it is not a plain Llama layer."""
         config, idx = self.config, self.config.num_layers - 1

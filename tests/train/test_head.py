@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
+from slipstream.train import attention as attention_module
 from slipstream.train import loss as loss_module
+from slipstream.train.attention import KeyValue, draft_attention
 from slipstream.train.eagle3 import make_head
 from slipstream.train.export import write_head
-from slipstream.train.head import KeyValue, draft_attention
 from slipstream.train.loop import Trainer
 from slipstream.train.loss import soft_cross_entropy, target_distribution
 from slipstream.train.settings import FORMATS, TrainSettings
@@ -45,7 +46,11 @@ def naive_attention(q: Tensor, past: list[KeyValue]) -> Tensor:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (3, 1)])
-def test_attention_of_a_draft_step(num_steps: int, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_of_a_draft_step(
+    num_steps: int, heads: int, kv_heads: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_module, "_has_fused_kernel", lambda _q: fused)
     generator = torch.Generator().manual_seed(num_steps)
 
     def random(num_heads: int) -> Tensor:

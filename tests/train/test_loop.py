@@ -14,6 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.train.batches import Batches
 from slipstream.train.data import Texts
 from slipstream.train.eagle3 import make_head
+from slipstream.train.lessons import Lessons
 from slipstream.train.loop import Progress, Trainer, rate_at, read_checkpoint
 from slipstream.train.settings import TrainSettings
 from slipstream.train.store import read_store, write_store
@@ -72,6 +73,24 @@ def make_trainer(target: Path, texts: Texts, checkpoint: Path, dtype: str = "flo
     teacher = teacher_of(target, dtype)
     vocabulary = choose_vocabulary(texts.token_ids, teacher.config.vocab_size, settings.draft_vocab)
     return Trainer(settings, teacher, make_head(settings, teacher, vocabulary), texts, checkpoint)
+
+
+def test_lessons_that_are_kept_are_those_that_are_read(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = random_texts(40)
+    told: list[tuple[str, int, int]] = []
+    every, once = (make_trainer(target, texts, tmp_path / name, "float64", steps=40) for name in ("every", "once"))
+    monkeypatch.setattr(Lessons, "fit", lambda _self, num_tokens: num_tokens == len(texts.token_ids))
+    few = make_trainer(target, texts, tmp_path / "few", "float64", steps=2)
+    few.keep_lessons(lambda *_: pytest.fail("two steps do not come back to any text"))
+    once.keep_lessons(lambda *line: told.append(line))
+    assert told[-1][1:] == (len(texts.token_ids), len(texts.token_ids))
+    monkeypatch.setattr(once._teacher, "read", lambda _ids: pytest.fail("all is known"))
+    for trainer in (every, once):
+        trainer.run()
+    assert once.progress.losses == pytest.approx(every.progress.losses, rel=1e-9)
+    assert once.progress.acceptance == every.progress.acceptance
 
 
 def restore(trainer: Trainer) -> None:
