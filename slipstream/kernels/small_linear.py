@@ -28,6 +28,7 @@ from slipstream.kernels.triton_jit import (
 )
 
 _LINE = 128  # bytes of the second-level cache
+_HELD_A_WARP = 1024  # numbers that are asked for before a product and used behind it
 
 
 class Tile(NamedTuple):
@@ -111,6 +112,7 @@ def small_linear(
         BLOCK_K=tile.columns,
         AHEAD=1 << (lines.bit_length() - 1) if tile.ahead else 0,
         LATE=tile.late,
+        SOON=tile.tokens * (flags["PARTS"] + tile.rows) <= _HELD_A_WARP * tile.num_warps,
         LINE=_LINE // weight.element_size(),
         num_stages=tile.num_stages,
         **flags,
@@ -127,9 +129,39 @@ def _gated(gate, value, GATE: tl.constexpr):
 
 
 @jit
+def _ask(
+    n,
+    m,
+    ends,
+    num_tokens,
+    out_size,
+    num_parts,
+    residual_stride,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """What the end of a product wants: sums of squares, the residual stream, the gain of the next norm."""
+    squares, _bias, residual, gain = ends
+    found, before, factors = 0.0, 0.0, 0.0
+    if NORM:
+        p = tl.arange(0, PARTS)
+        is_part = (m < num_tokens)[:, None] & (p < num_parts)[None, :]
+        found = tl.load(squares + m[:, None] * num_parts + p[None, :], mask=is_part, other=0.0)
+    if ADD:
+        exists = (n < out_size)[:, None] & (m < num_tokens)[None, :]
+        before = tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=exists, other=0.0)
+    if NEXT:
+        factors = tl.load(gain + n, mask=n < out_size, other=0.0)
+    return found, before, factors
+
+
+@jit
 def _finish(
     acc,
     value,
+    asked,
     n,
     m,
     ends,
@@ -137,23 +169,18 @@ def _finish(
     num_tokens,
     out_size,
     in_size,
-    num_parts,
-    residual_stride,
     eps,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     NEXT: tl.constexpr,
     GATE: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """What stands behind a product, on a tile [rows, tokens] of sums; then the tile is stored."""
-    squares, bias, residual, gain = ends
+    _squares, bias, _residual, _gain = ends
     out, scaled, sums = results
+    found, before, factors = asked
     if NORM:
-        p = tl.arange(0, PARTS)
-        is_part = (m < num_tokens)[:, None] & (p < num_parts)[None, :]
-        found = tl.load(squares + m[:, None] * num_parts + p[None, :], mask=is_part, other=0.0)
         factor = tl.rsqrt(tl.sum(found, 1) / in_size + eps)[None, :]
         acc *= factor
         value *= factor
@@ -165,14 +192,13 @@ def _finish(
     if GATE != "":
         acc = _gated(acc, value, GATE)
     if ADD:
-        acc += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=exists, other=0.0).to(tl.float32)
+        acc += before.to(tl.float32)
     result = acc.to(out.dtype.element_ty)
     place = m.to(tl.int64)[None, :] * out_size + n[:, None]
     tl.store(out + place, result, mask=exists)
     if NEXT:
         wide = tl.where(exists, result.to(tl.float32), 0.0)
-        factors = tl.load(gain + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
-        tl.store(scaled + place, (wide * factors).to(scaled.dtype.element_ty), mask=exists)
+        tl.store(scaled + place, (wide * factors.to(tl.float32)[:, None]).to(scaled.dtype.element_ty), mask=exists)
         num_tiles = tl.num_programs(0)
         tl.store(sums + m * num_tiles + tl.program_id(0), tl.sum(wide * wide, 0), mask=m < num_tokens)
 
@@ -203,6 +229,7 @@ def _tile_kernel(
     PARTS: tl.constexpr,
     AHEAD: tl.constexpr,
     LATE: tl.constexpr,
+    SOON: tl.constexpr,
     LINE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -222,6 +249,8 @@ def _tile_kernel(
     wait_for_last(EARLY)
     if not LATE:
         let_next_start(EARLY)
+    if SOON:
+        asked = _ask(n, m, ends, num_tokens, out_size, num_parts, residual_stride, NORM, ADD, NEXT, PARTS)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, in_size, BLOCK_K):
@@ -241,9 +270,11 @@ def _tile_kernel(
             value = tl.dot(v, part, value, input_precision="ieee")
     if LATE:
         let_next_start(EARLY)
+    if not SOON:
+        asked = _ask(n, m, ends, num_tokens, out_size, num_parts, residual_stride, NORM, ADD, NEXT, PARTS)
     _finish(
-        *(acc, value, n, m, ends, results, num_tokens, out_size, in_size, num_parts, residual_stride, eps),
-        *(NORM, BIAS, ADD, NEXT, GATE, PARTS),
+        *(acc, value, asked, n, m, ends, results, num_tokens, out_size, in_size, eps),
+        *(NORM, BIAS, ADD, NEXT, GATE),
     )
 
 
