@@ -84,7 +84,7 @@ HEAD_SHAPES: dict[str, dict[str, Any]] = {
         "draft_vocab_size": draft_vocab_size,
         "tie_word_embeddings": False,
     }
-    for name, draft_vocab_size in (("llama-3.1-8b", 32000), ("smollm2-135m", 32000))
+    for name, draft_vocab_size in (("llama-3.1-8b", 32000), ("smollm2-135m", 16000))
 }
 
 # The probability that the first i + 1 drafts are all accepted: vLLM's rates in its own measurements, continued past 3.

@@ -21,8 +21,11 @@ import numpy.typing as npt
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import Composition
 
-_RATE = 1 / 16  # of forgetting
+_RATE = 1 / 32  # of forgetting
 _HOPE = 0.7  # of a draft of which nothing is known
+_PRIOR = 8.0  # steps of its own that outweigh what a request is expected to be like
+_STALE = 1.0  # the same for what is known of places that have not been drafted for
+_STREAK, _AFRESH = 10, 6.0  # after so many steps without a right draft the text is another; the same for what was known
 _MARGIN = 1.02  # a change has to promise more than this
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
@@ -102,6 +105,8 @@ class AdaptiveLength:
         # Of every row and place: the probability that a draft stands, and of how many trials that is known.
         self._right: npt.NDArray[np.float64] = np.full((num_rows, most), _HOPE)
         self._num_seen: npt.NDArray[np.float64] = np.zeros((num_rows, most))
+        self._num_failed: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # steps since a draft was right
+        self._num_all_failed = 0
         self._usual: npt.NDArray[np.float64] = np.full(most, _HOPE)  # of any request, for those that come
         self._places = np.arange(most)
         self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
@@ -120,7 +125,8 @@ class AdaptiveLength:
     def move_in(self, row: int) -> None:
         self.look()  # what is not yet learnt of the row is another's
         self._right[row] = self._usual
-        self._num_seen[row] = 1.0
+        self._num_seen[row] = _PRIOR
+        self._num_failed[row] = 0
         # The more of a batch is new, the sooner a trial is worth it.
         others = 0 if self._batch is None else len(self._batch[1]) - 1
         self._interval = min(self._interval, max(_FIRST, self._interval * others // (others + 1)))
@@ -139,7 +145,8 @@ class AdaptiveLength:
                 self._trial = None
             return
         self._num_since_trial += 1
-        if self._num_since_trial >= self._interval:
+        # Beyond drafts that are made anyway there is less to find out.
+        if self._num_since_trial >= (2 * self._interval if self.length else self._interval):
             self._begin_trial(len(rows))
 
     def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
@@ -199,12 +206,16 @@ class AdaptiveLength:
         places = self._places[:num_drafts]
         stands = places < accepted[:, None]
         is_tried = places <= accepted[:, None]
-        right, num_seen = self._right[rows, :num_drafts], self._num_seen[rows, :num_drafts] + is_tried
+        failed = self._num_failed[rows] = np.where(accepted > 0, 0, self._num_failed[rows] + 1)
+        known = np.where(failed >= _STREAK, _AFRESH, 1.0 / _RATE)[:, None]
+        right = self._right[rows, :num_drafts]
+        num_seen = np.minimum(self._num_seen[rows, :num_drafts], known) + is_tried
         rate = np.maximum(1.0 / np.maximum(num_seen, 1.0), _RATE)
         self._right[rows, :num_drafts] = right + is_tried * rate * (stands - right)
         self._num_seen[rows, :num_drafts] = np.minimum(num_seen, 1.0 / _RATE)
         num_tried = is_tried.sum(0)
-        share = _RATE * (num_tried > 0)
+        self._num_all_failed = 0 if accepted.any() else self._num_all_failed + 1
+        share = (1 / (1 + _AFRESH) if self._num_all_failed >= _STREAK else _RATE) * (num_tried > 0)
         self._usual[:num_drafts] += share * (stands.sum(0) / np.maximum(num_tried, 1) - self._usual[:num_drafts])
 
     def _rows_of(self, composition: Composition) -> npt.NDArray[np.int64]:
@@ -260,5 +271,5 @@ class AdaptiveLength:
             at_best = 1.0 + longer
         if at_best / longer_seconds > tokens[self.length] / seconds:
             self._trial = _Trial(longer, is_drafted=False)
-            # What is known of those places is old: what the trial says counts half.
-            self._num_seen[rows, self.length : longer] = np.minimum(self._num_seen[rows, self.length : longer], 1.0)
+            # What is known of those places is old: what the trial says counts more.
+            self._num_seen[rows, self.length : longer] = np.minimum(self._num_seen[rows, self.length : longer], _STALE)
