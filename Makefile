@@ -8,7 +8,8 @@ PIP_ARGS ?=
 SEEDS ?= 200
 SEED ?=
 MODEL ?=
-PROMPT ?= What is the capital of France, and what is it known for?
+# For the demo; three prompts of its own if empty.
+PROMPT ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-gpu memcheck sim check format docs readme bench clean
@@ -16,8 +17,8 @@ PROMPT ?= What is the capital of France, and what is it known for?
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.installed ## fetch the default model and answer a prompt
-	@$(BIN)/slipstream generate "$(PROMPT)" --max-tokens 128
+demo: $(VENV)/.installed ## fetch the default model; answer with and without drafts, both speeds. PROMPT="..." for yours
+	@$(BIN)/slipstream demo $(if $(PROMPT),"$(PROMPT)")
 
 test: $(VENV)/.installed-dev ## the whole CPU suite
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -28,6 +28,7 @@ PROMPTS = [f"Write a short story about the number {i} and its friends." for i in
 def start_server(num_streams: int) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "slipstream", "serve", MODEL, "--port", "0", "--dtype", "float32"]
     command += ["--no-enable-prefix-caching", "--max-num-seqs", str(num_streams)]
+    command += ["--speculate", "none"]  # as the other side: what is measured is HTTP
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:

@@ -116,7 +116,7 @@ class EngineOptions:
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(None, "Padded numbers of tokens to record graphs for.")
     enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
     speculate: str | None = _option(
-        None, "Draft tokens ahead by this method: ngram, draft_model, eagle, eagle3 or mtp."
+        None, "Draft tokens ahead by this method: ngram, draft_model, eagle, eagle3 or mtp; none drafts nothing."
     )
     k: int | None = _option(
         None, "Tokens to draft ahead in every step; if unset, as many as pay, which may be none, measured as it runs."

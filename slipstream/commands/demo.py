@@ -65,7 +65,8 @@ def _with_drafts(engine: EngineOptions) -> EngineOptions:
     speculative = speculation_of(options)
     if speculative is not None and speculative.verify != "match":
         raise ConfigError(f"the demo shows that texts stay the same, which verify '{speculative.verify}' does not do")
-    return options
+    # A drafter has not seen a prompt whose keys were cached by the answer without drafts, and would guess blindly.
+    return replace(options, enable_prefix_caching=False)
 
 
 def _params(max_tokens: int, speculate: bool) -> SamplingParams:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 @contextmanager
 def open_model(options: EngineOptions) -> Iterator[LLM]:
     """Fetch and load the model, with progress on standard error where that is a terminal."""
+    if options.max_num_seqs is None:
+        # One request at a time: a KV cache for many would only take memory and start-up time.
+        options = replace(options, max_num_seqs=1)
     options = with_shipped_head(options, by_default=True)
     warn_if_synthetic(options)
     name, options = options.model, resolve_models(options)  # shows its own progress
@@ -29,9 +32,6 @@ def open_model(options: EngineOptions) -> Iterator[LLM]:
         from slipstream.engine.build import build_engine
         from slipstream.llm import LLM  # with torch, which takes seconds of its own
 
-        if options.max_num_seqs is None:
-            # One request at a time: a KV cache for many would only take memory and start-up time.
-            options = replace(options, max_num_seqs=1)
         llm = LLM(build=lambda: build_engine(options))
     with llm:
         yield llm

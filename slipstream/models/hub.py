@@ -120,10 +120,16 @@ def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOpti
 
     ``by_default``: also where they say nothing of speculation, or only how far to draft.
     """
-    wanted = ("eagle3", None) if by_default else ("eagle3",)
+    wanted = ("eagle3", None) if by_default and _has_room_to_draft(options) else ("eagle3",)
     silent = options.draft_model is None and options.speculative_config is None and options.speculate in wanted
     head = shipped_head(options.model) if silent else None
     return options if head is None else replace(options, speculate="eagle3", draft_model=str(head))
+
+
+def _has_room_to_draft(options: EngineOptions) -> bool:
+    """Steps too small for a draft of each request run without: what nobody asked for must not be refused."""
+    tokens, requests = options.max_num_batched_tokens, options.max_num_seqs
+    return options.k is not None or tokens is None or requests is None or tokens >= 2 * requests
 
 
 def resolve_models(options: EngineOptions) -> EngineOptions:

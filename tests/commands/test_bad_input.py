@@ -175,8 +175,15 @@ COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llam
     ],
 )
 def test_speculation_is_checked_before_any_model_is_looked_for(
-    cli: RunCli, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], options: tuple[object, ...], line: str
+    cli: RunCli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    options: tuple[object, ...],
+    line: str,
 ) -> None:
+    # The default model as any other: with a head in the package, some of these words would name it.
+    monkeypatch.setattr("slipstream.models.hub._HEADS", tmp_path / "heads")
     # Users of a name before its owner: a module that is imported for the first time would keep what stands in for it.
     for place in ("commands.bench.shape_config", "engine.build.resolve_model", "models.hub.resolve_model"):
         monkeypatch.setattr(f"slipstream.{place}", lambda name: pytest.fail(f"looked for {name}"))

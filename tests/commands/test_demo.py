@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -41,6 +42,21 @@ def test_a_prompt_of_the_user(cli: RunCli, tiny_model: Path) -> None:
 )
 def test_what_cannot_be_compared(cli: RunCli, tiny_model: Path, words: tuple[object, ...], phrase: str) -> None:
     assert_one_line_error(cli("demo", *words, "--model", tiny_model), phrase)
+
+
+def test_the_drafter_reads_the_prompt_itself(cli: RunCli, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt cached by the answer without drafts is one that it would have to guess without."""
+    cached: list[int] = []
+
+    def spy(outputs: Iterable[RequestOutput], *others: Any) -> RequestOutput:
+        last = paint(outputs, *others)
+        cached.append(last.num_cached_tokens)
+        return last
+
+    monkeypatch.setattr("slipstream.commands.demo.paint", spy)
+    outcome = cli("demo", "Why? " * 30, "--model", tiny_model, "--max-tokens", 4)
+    assert outcome.code == 0, outcome.err
+    assert cached == [0, 0]
 
 
 class Letters:
