@@ -12,7 +12,15 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
-from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
 
 _HEADS_AT_ONCE = 8  # of a token, in one program
 
@@ -33,7 +41,9 @@ def rotation(
         num_tokens, half = positions.shape[0], cos_sin.shape[2]
         cos, sin = (torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=cos_sin.device) for _ in range(2))
         block = next_power_of_2(half)
-        _rotation_kernel[(num_tokens,)](cos_sin, positions, cos, sin, half, BLOCK=block, num_warps=1)
+        _rotation_kernel[(num_tokens,)](
+            *(cos_sin, positions, cos, sin, half), BLOCK=block, num_warps=1, **early_start(cos_sin)
+        )
         return cos, sin
     cos, sin = cos_sin.index_select(0, positions).to(dtype).unsqueeze(1).unbind(2)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -59,6 +69,7 @@ def cache_slots(
             PAGE_SIZE=page_size,
             BLOCK=block,
             num_warps=1 if n <= 128 else 4,
+            **early_start(slot_mapping),
         )
         return page_ids, offsets
     slots = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
@@ -154,7 +165,9 @@ def _rope_and_cache_triton(
 
 
 @jit
-def _rotation_kernel(cos_sin, positions, cos, sin, half, BLOCK: tl.constexpr):
+def _rotation_kernel(cos_sin, positions, cos, sin, half, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < half
@@ -169,7 +182,18 @@ def _rotation_kernel(cos_sin, positions, cos, sin, half, BLOCK: tl.constexpr):
 
 
 @jit
-def _slots_kernel(slot_mapping, page_ids, offsets, n, spare_page, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _slots_kernel(
+    slot_mapping,
+    page_ids,
+    offsets,
+    n,
+    spare_page,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_mapping + i, mask=i < n, other=-1)
     tl.store(page_ids + i, tl.where(slot >= 0, slot // PAGE_SIZE, spare_page), mask=i < n)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.device.operation import operation, writes_only
 from slipstream.kernels.prepare_inputs import copy_pages, fill_padding, fill_request, fill_tokens
-from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 from slipstream.types import RowStatus
 
 _BLOCK = 1024
@@ -166,6 +166,7 @@ def prepare_shifted_pass(
             *(input_ids, last_indices, draft_positions, block_table),
             *(num_reqs, num_tokens_padded, token_ids.stride(0), max_pages),
             BLOCK=_BLOCK,
+            **early_start(batch_rows),
         )
         return
     rows = batch_rows.long()
@@ -203,7 +204,10 @@ def _shifted_pass_kernel(
     max_len,
     max_pages,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     block, i, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(0) * BLOCK
     slot = block * BLOCK + tl.arange(0, BLOCK)
     start = tl.load(query_start_loc + i)
@@ -278,6 +282,7 @@ def prepare_next_pass(
             *(before.stride(0), page_table.stride(0), page_size, slots_before),
             RUNNING=int(RowStatus.RUNNING),
             num_warps=1,
+            **early_start(batch_rows),
         )
         return
     rows = batch_rows.long()
@@ -316,7 +321,10 @@ def _next_pass_kernel(
     page_size,
     slots_before,
     RUNNING: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     i = tl.program_id(0)
     row = tl.load(batch_rows + i).to(tl.int64)
     length = tl.load(num_tokens + row)
