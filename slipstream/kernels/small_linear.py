@@ -251,8 +251,7 @@ def _tile_kernel(
         let_next_start(EARLY)
     if SOON:
         asked = _ask(n, m, ends, num_tokens, out_size, num_parts, residual_stride, NORM, ADD, NEXT, PARTS)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc, value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, in_size, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         if EVEN:
@@ -319,16 +318,16 @@ def _vector_kernel(
         factors = tl.load(gain + n, mask=is_row, other=0.0).to(tl.float32)
     wait_for_last(EARLY)
     let_next_start(EARLY)
-    # All is asked for before anything is waited for.
+    # All is asked for before anything is waited for. Triton knows no unpacking.
     parts, found, before = (), (), ()
     for token in tl.static_range(TOKENS):
-        parts = parts + (tl.load(x + token * x_stride + k, mask=is_column, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+        parts = parts + (tl.load(x + token * x_stride + k, mask=is_column, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         if NORM:
-            found = found + (tl.load(squares + token * num_parts + p, mask=p < num_parts, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+            found = found + (tl.load(squares + token * num_parts + p, mask=p < num_parts, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         if ADD:
-            before = before + (tl.load(residual + token * residual_stride + n, mask=is_row, other=0.0),)  # noqa: RUF005 - Triton knows no unpacking
+            before = before + (tl.load(residual + token * residual_stride + n, mask=is_row, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     for token in tl.static_range(TOKENS):
-        part = parts[token].to(tl.float32)[None, :]
+        part = parts[token].to(tl.float32)[None, :]  # type: ignore[var-annotated]
         acc = tl.sum(w.to(tl.float32) * part, 1)
         factor = 1.0
         if NORM:

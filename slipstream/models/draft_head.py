@@ -143,6 +143,11 @@ class DraftHead(nn.Module, ABC):
         """One pass at the context's positions p."""
         ...
 
+    @property
+    def keeps_keys_alone(self) -> bool:
+        """Whether what the first module keeps of a token is made of that token alone."""
+        return self.only_attention() is not None
+
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
         """What the first module's pass leaves in its cache, and nothing else."""
         attention, cos_sin = self.only_attention(), self.cos_sin[0]

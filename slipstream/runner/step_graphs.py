@@ -20,6 +20,7 @@ from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import StepProgram, TargetOutput
 from slipstream.runner.recent import Recent
 from slipstream.sampling.sampler import SamplingNeeds
+from slipstream.speculate.draft_notes import NUM_STEPS
 from slipstream.speculate.speculator import GraphSetting
 
 # Tokens of mixed batches that are recorded before the first step; where many decode, up to twice as many as those.
@@ -97,6 +98,7 @@ class _Choice(NamedTuple):
     drafting: Drafting | None
     desc: BatchExecutionDescriptor
     hidden: Tensor | None  # where a recording that does all of the step leaves its hidden states
+    notes: bool  # the drafter is shown the step later
 
 
 class StepGraphs:
@@ -141,6 +143,8 @@ class StepGraphs:
         self._logits = logits
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._is_complete = False
+        self._noted: tuple[InputBatch, int] | None = None  # whose steps have left notes, and how large their graph is
+        self._num_noted = 0
         self._choices: Recent[InputBatch, _Choice] = Recent()
         if self.mode is not CUDAGraphMode.NONE:
             buffers = program.buffers
@@ -179,6 +183,7 @@ class StepGraphs:
         self._choices.clear()
         program = self._program
         with self._waiting():  # nobody else does, if there turns out to be nothing to record
+            self.catch_up()
             program.buffers.stage_nothing()
             # Kernels are compiled in a run that fills nothing, where libraries' own would read what another step left.
             own = (program.backend.step_buffers(), program.speculator.step_buffers())
@@ -250,6 +255,8 @@ class StepGraphs:
         if choice is None or choice.needs is not needs or choice.drafting is not drafting:
             choice = self._choices.put(batch, self._choose(batch, needs, drafting))
         program, desc = self._program, choice.desc
+        if self._follows:
+            self._see_to_notes(batch, choice)
         if desc.mode is CUDAGraphMode.FULL:
             self._manager.replay(desc)
             if choice.hidden is not None:
@@ -272,6 +279,26 @@ class StepGraphs:
                 program.speculator.run_follow(drafted)
         return target.hidden, logprobs
 
+    def _see_to_notes(self, batch: InputBatch, choice: _Choice) -> None:
+        """Before a step. Pages may change hands between batches: notes are of one."""
+        if self._noted is not None and (
+            not choice.notes or self._noted[0] is not batch or self._num_noted == NUM_STEPS
+        ):
+            self.catch_up()
+        if choice.notes:
+            if self._noted is None:
+                notes = self._program.speculator.notes
+                assert notes is not None
+                notes.clear()
+                self._noted = (batch, choice.desc.num_reqs)
+            self._num_noted += 1
+
+    def catch_up(self) -> None:
+        """Show the drafter what it has notes of."""
+        if self._noted is not None:
+            self._program.speculator.catch_up(self._noted[1])
+            self._noted, self._num_noted = None, 0
+
     def _choose(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> _Choice:
         common = batch.attention
         num_reqs, num_tokens, query_len = common.num_reqs, common.num_actual_tokens, batch.decode_len
@@ -285,7 +312,12 @@ class StepGraphs:
             # No graph holds all of the step; the target may have one.
             desc = self._manager.dispatch(num_reqs, num_tokens, query_len, "full", attention_inside=inside)
         is_whole = desc.mode is CUDAGraphMode.FULL and desc.tier == "fast"
-        return _Choice(needs, drafting, desc, self._hidden[desc] if is_whole else None)
+        notes = is_whole and self._leaves_notes(desc)
+        return _Choice(needs, drafting, desc, self._hidden[desc] if is_whole else None, notes)
+
+    def _leaves_notes(self, desc: BatchExecutionDescriptor) -> bool:
+        is_plain = desc.tier == "fast" and desc.query_len == 1 and not desc.num_drafts
+        return is_plain and self._program.speculator.notes is not None
 
     def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         program = self._program
@@ -315,6 +347,10 @@ class StepGraphs:
                 program.finish(batch, logits, _FAST_NEEDS)
                 if desc.num_drafts:
                     program.draft(batch.drafting, noise=True, in_graph=True)
+                elif self._leaves_notes(desc):
+                    program.speculator.note(batch.drafting)
+                    if warmup:
+                        program.speculator.catch_up(desc.num_reqs)  # its kernels are compiled now
                 elif self._follows:
                     program.speculator.follow(batch.drafting)
             if not warmup:

@@ -26,6 +26,7 @@ from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
 from slipstream.speculate.draft_inputs import prepare_next_pass
+from slipstream.speculate.draft_notes import DraftNotes
 from slipstream.speculate.rejection import DRAFT_NOISE
 from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, Int32s, Needs
 
@@ -36,6 +37,7 @@ class AutoRegressiveSpeculator(ABC):
     slots_before: ClassVar[int] = 0
     shares_states: bool = False
     follows: bool = False
+    notes: DraftNotes | None = None
     draft_columns: Tensor | None = None
 
     def __init__(self, config: EngineConfig, device: Device, backend: AttentionBackend, rows: DraftRows) -> None:
@@ -105,6 +107,14 @@ class AutoRegressiveSpeculator(ABC):
     @abstractmethod
     def follow(self, batch: DraftBatch) -> None:
         """In place of a first pass, where nothing is drafted."""
+
+    @abstractmethod
+    def note(self, batch: DraftBatch) -> None:
+        """In place of that, where ``notes`` are taken."""
+
+    @abstractmethod
+    def catch_up(self, padded_reqs: int) -> None:
+        """What was not done for notes' sake."""
 
     @abstractmethod
     def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:

@@ -82,6 +82,11 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
     def follow(self, batch: DraftBatch) -> None:
         """Nothing: it needs no more than tokens, and goes over those it has missed when it is asked again."""
 
+    note = follow
+
+    def catch_up(self, padded_reqs: int) -> None:
+        pass
+
     def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)
 

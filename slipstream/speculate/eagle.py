@@ -27,6 +27,7 @@ from slipstream.kernels.draft_states import keep_states
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
+from slipstream.speculate.draft_notes import NUM_STEPS, DraftNotes
 from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting
 
 
@@ -40,6 +41,9 @@ class Head(Protocol):
     def combine(self, features: Tensor) -> Tensor: ...
 
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor: ...
+
+    @property
+    def keeps_keys_alone(self) -> bool: ...  # of a token; otherwise what it keeps of one depends on those before
 
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None: ...
 
@@ -73,6 +77,8 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         pages = config.cache.num_pages + 1
         kept_shape = (self._num_modules - 1, pages * config.cache.page_size, self._size)
         self._kept = torch.zeros(kept_shape, dtype=self._dtype, device=place)
+        if self.follows and self._num_modules == 1 and head.keeps_keys_alone:
+            self.notes = DraftNotes(limits.max_num_seqs, width, self._dtype, place)
         self._slots_before = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64, device=place)
 
     def _num_columns(self, config: EngineConfig) -> int:
@@ -141,6 +147,20 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         else:
             hidden = self._head.combine(self._features[: input_ids.shape[0]])
             self._head.write_keys(input_ids, hidden, context)
+
+    def note(self, batch: DraftBatch) -> None:
+        assert self.notes is not None
+        input_ids, step = self.first_ids(batch), batch.step
+        num_tokens = input_ids.shape[0]
+        self.notes.add(input_ids, step.positions, step.attention.slot_mapping, self._features[:num_tokens])
+
+    def catch_up(self, padded_reqs: int) -> None:
+        assert self.notes is not None
+        # Always as many as there may be: notes that are not there have no slot.
+        notes, n = self.notes, NUM_STEPS * padded_reqs
+        # Nothing is attended to.
+        context = AttentionContext(self.backend, None, self.kv_caches, notes.positions[:n], notes.slots[:n])
+        self._head.write_keys(notes.input_ids[:n], self._head.combine(notes.features[:n]), context)
 
     def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
         made = list(self._hidden[:, : input_ids.shape[0]].unbind())

@@ -16,6 +16,7 @@ from slipstream.device.interface import Device, GraphPool
 from slipstream.graphs.descriptor import AttentionStatePair, BatchExecutionDescriptor
 from slipstream.graphs.manager import GraphMemory
 from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.speculate.draft_notes import DraftNotes
 
 Int32s = npt.NDArray[np.int32]
 
@@ -176,6 +177,17 @@ class Speculator(Protocol):
         """The same, outside of a step's graph."""
         ...
 
+    # Recorded steps leave notes, where following them can wait; None where it cannot.
+    notes: DraftNotes | None
+
+    def note(self, batch: DraftBatch) -> None:
+        """In place of ``follow``, of a step in which every request has one token. Launches only."""
+        ...
+
+    def catch_up(self, padded_reqs: int) -> None:
+        """Follow all steps of so many requests that have been noted. Before any other step, and any other batch."""
+        ...
+
     def step_buffers(self) -> tuple[Tensor, ...]:
         """Memory that every proposal fills anew. Debug runs poison it before."""
         ...
@@ -203,7 +215,11 @@ class NoSpeculator:
     def follow(self, batch: DraftBatch) -> None:
         pass
 
-    run_follow = follow
+    run_follow = note = follow
+    notes: DraftNotes | None = None
+
+    def catch_up(self, padded_reqs: int) -> None:
+        pass
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         return batch.rows.new_empty(batch.rows.shape[0], 0)

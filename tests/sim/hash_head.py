@@ -154,8 +154,12 @@ class HashHead:
             first_seen, (_, seen) = hidden[:, 7:9], attend(context, layer, key, self._cos_sin)
         return next_state(hidden, own, first_seen, seen, context.positions, module_idx)
 
+    keeps_keys_alone = True
+
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
-        self.forward(0, input_ids, hidden, context)
+        own = hash_embedding(input_ids, context.positions + 1)
+        key = torch.cat([own, hidden[:, 2:4]], dim=1).unsqueeze(1)
+        context.store(self._layers[0], key, key.flip(-1), self._cos_sin, None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Of the tokens it can say: where the likeliest is none of them the next likely one comes first."""

@@ -310,6 +310,12 @@ MUTATIONS = [
         "program.target(batch, drafting is not None and drafting.makes)",
     ),
     Mutation(
+        "notes: the head drafts without having read them",
+        "runner/step_graphs.py",
+        "self._program.speculator.catch_up(self._noted[1])",
+        "pass",
+    ),
+    Mutation(
         "gaps: of a single token they are not seen",
         "speculate/draft_gaps.py",
         "gap = runs & (first > end)\n    if not goes",

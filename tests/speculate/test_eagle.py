@@ -139,6 +139,8 @@ def test_a_head_that_makes_no_drafts_keeps_up(
             ends |= {state.request.request_id: list(state.token_ids) for state in core.scheduler.running}
         assert (core.stats.num_draft_tokens > 0) is (length > 0)
         assert isinstance(core.runner.speculator, EagleSpeculator)
+        with core.runner.device.use_stream(core.runner.device.compute_stream), torch.inference_mode():
+            core.runner.graphs.catch_up()
         caches = core.runner.speculator.kv_caches
         num_kept = min(map(len, ends.values())) - 6  # behind them may stand what was drafted
         with core.runner.device.sync_guard.allow("build"):
