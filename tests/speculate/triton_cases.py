@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
+from slipstream.speculate.draft_notes import write_notes
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import accept_drafts
@@ -112,6 +113,26 @@ def _gaps() -> Iterator[Case]:
         yield Case(f"mark_gaps-{num_reqs}+{num_padding}", mark_gaps, args)
 
 
+def _notes() -> Iterator[Case]:
+    for n, width, count in ((1, 96, 0), (5, 1728, 13), (8, 5000, 40), (8, 96, 90)):  # the last finds it full
+
+        def args(n: int = n, width: int = width, count: int = count) -> dict[str, Any]:
+            size, longs = 72 + 8, {"dtype": torch.int64}
+            return {
+                "count": ints([count]),
+                "most": 72,
+                "input_ids": ints(torch.randint(0, 999, (n,))),
+                "positions": torch.randint(0, 99, (n,)),
+                "slots": torch.randint(-1, 99, (n,)),
+                "features": torch.randn(n, width),
+                "noted_ids": poisoned(size),
+                **{name: poisoned(size, **longs) for name in ("noted_positions", "noted_slots")},
+                "noted_features": torch.zeros(size, width),
+            }
+
+        yield Case(f"write_notes-{n}x{width}-{count}", write_notes, args)
+
+
 def _first_pass() -> Iterator[Case]:
     for num_reqs, num_padding, spare, max_len in ((1, 0, 0, 24), (5, 3, 9, 48), (8, 0, 2100, 4800)):
 
@@ -211,5 +232,14 @@ def _synthetic() -> Iterator[Case]:
         yield Case(f"force_acceptance-{n}x{k}", force_acceptance, args)
 
 
-SMALL_CASES = [*_accept(), *_place(), *_gaps(), *_first_pass(), *_shifted_pass(), *_next_pass(), *_synthetic()]
+SMALL_CASES = [
+    *_accept(),
+    *_place(),
+    *_gaps(),
+    *_notes(),
+    *_first_pass(),
+    *_shifted_pass(),
+    *_next_pass(),
+    *_synthetic(),
+]
 CASES = [*SMALL_CASES, *NGRAM_CASES, *REJECTION_CASES]
