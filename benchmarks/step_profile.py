@@ -2,7 +2,7 @@
 
 A kernel that starts early counts from its start, so the times of neighbours add up to more than the step.
 
-python benchmarks/step_profile.py [--shape smollm2-135m] [--batch 1,128] [--k 3 [--ngram]] [--trace FOLDER]
+python benchmarks/step_profile.py [--shape smollm2-135m] [--batch 1,128] [--k 3 [--ngram] | --rejected] [--trace FOLDER]
 """
 
 from __future__ import annotations
@@ -137,6 +137,9 @@ def main() -> int:
     parser.add_argument("--batch", default="1,8,128")
     parser.add_argument("--k", type=int, default=0, help="tokens drafted by an EAGLE-3 head, accepted at fixed rates")
     parser.add_argument("--ngram", action="store_true", help="the drafts are n-grams, and stand if they are right")
+    parser.add_argument(
+        "--rejected", action="store_true", help="no draft ever stands, and how many are made adapts: soon hardly any"
+    )
     parser.add_argument("--trace", type=Path, help="where to leave a Chrome trace of every batch")
     options = parser.parse_args()
     batches = [int(size) for size in options.batch.split(",")]
@@ -147,6 +150,8 @@ def main() -> int:
             if options.ngram
             else forced_eagle3(options.shape, options.k)
         )
+    elif options.rejected:
+        speculative = {**forced_eagle3(options.shape, len(FORCED_RATES), (0.0,) * len(FORCED_RATES)), "adaptive": True}
     engine_options = EngineOptions(
         device="cuda",
         dtype="bfloat16",
@@ -155,6 +160,8 @@ def main() -> int:
         speculative_config=speculative,
     )
     engine = build_shape(engine_options, options.shape)
+    while options.rejected and engine.core.use_idle_time():  # until all graphs are there
+        pass
     for batch in batches:
         profile_batch(engine.core, options, batch, engine.config.model.num_layers)
     return 0
