@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from slipstream.llm import LLM
     from slipstream.models.tokenizer import Tokenizer
 
-PROMPTS = (
+PROMPTS = (  # whose answers are long enough to be timed
     "What is the capital of France, and what is it known for?",
-    "Explain in a few sentences how a bicycle stays upright.",
+    "Give me five tips for a good night's sleep.",
     "Write a short email to a colleague that moves our meeting to Friday.",
 )
 _ACCEPTED, _PLAIN = "bold green", ""
@@ -114,7 +114,18 @@ def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
     table = Table("prompt", title="tokens per second")
     for name in ("without drafts", "with drafts", "speed-up"):
         table.add_column(name, justify="right")
-    for number, (plain, drafted) in enumerate(pairs, 1):
-        ratio = drafted.rate / plain.rate if plain.rate else 0.0
-        table.add_row(str(number), f"{plain.rate:,.1f}", f"{drafted.rate:,.1f}", f"{ratio:.2f} x")
+    rows = [(str(number), plain.rate, drafted.rate) for number, (plain, drafted) in enumerate(pairs, 1)]
+    if len(pairs) > 1:
+        plain_answers, drafted_answers = zip(*pairs, strict=True)
+        rows.append(("all", _joint_rate(plain_answers), _joint_rate(drafted_answers)))
+    for name, plain_rate, rate in rows:
+        ratio = rate / plain_rate if plain_rate else 0.0
+        table.add_row(name, f"{plain_rate:,.1f}", f"{rate:,.1f}", f"{ratio:.2f} x")
     return table
+
+
+def _joint_rate(answers: Iterable[Answer]) -> float:
+    """Of answers one after another."""
+    timed = [answer for answer in answers if answer.rate]
+    seconds = sum(len(answer.token_ids) / answer.rate for answer in timed)
+    return sum(len(answer.token_ids) for answer in timed) / seconds if seconds else 0.0

@@ -23,6 +23,7 @@ from slipstream.models.wheel_download import WheelMember
 
 DEFAULT_MODEL = "smollm2-135m"
 _HEADS = Path(__file__).parents[1] / "heads"
+_MOST_USUAL_REQUESTS = 256  # that an engine takes at a time, on whatever device, if nobody says otherwise
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
@@ -128,8 +129,8 @@ def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOpti
 
 def _has_room_to_draft(options: EngineOptions) -> bool:
     """Steps too small for a draft of each request run without: what nobody asked for must not be refused."""
-    tokens, requests = options.max_num_batched_tokens, options.max_num_seqs
-    return options.k is not None or tokens is None or requests is None or tokens >= 2 * requests
+    tokens, requests = options.max_num_batched_tokens, options.max_num_seqs or _MOST_USUAL_REQUESTS
+    return options.k is not None or tokens is None or tokens >= 2 * requests
 
 
 def resolve_models(options: EngineOptions) -> EngineOptions:

@@ -213,10 +213,11 @@ class StepGraphs:
             program.buffers.stage_nobody(num_reqs, query_len)
 
         def run() -> None:
+            # Without noise: on a CPU it costs as much as a draft, and who draws some is put right by real steps.
             target = program.target(batch, num_drafts > 0 or self._follows)
-            program.finish(batch, target.logits, _FAST_NEEDS)
+            program.finish(batch, target.logits, SamplingNeeds())
             if num_drafts:
-                program.draft(batch.drafting, noise=True, in_graph=True)
+                program.draft(batch.drafting, noise=False, in_graph=True)
             elif self._follows:
                 program.speculator.follow(batch.drafting)
 

@@ -38,6 +38,7 @@ SAID: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "another model": ({"model": "org/other"}, False, False),
     "steps without room for a draft": ({"max_num_seqs": 8, "max_num_batched_tokens": 15}, False, False),
     "steps with room for one": ({"max_num_seqs": 8, "max_num_batched_tokens": 16}, True, False),
+    "steps without room for the usual requests": ({"max_num_batched_tokens": 300}, False, False),
     "steps without room, and how far": ({"max_num_seqs": 8, "max_num_batched_tokens": 8, "k": 1}, True, False),
     "the default model in capitals": ({"model": DEFAULT_MODEL.upper()}, True, False),
 }
