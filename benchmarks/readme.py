@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import plot_speculation
 import plot_throughput
@@ -192,29 +192,41 @@ def ngram(results: Results) -> str:
     return f"{wrapped(intro)}\n{table(_batches(batches, 'output tokens per second, SmolLM2-135M'), lines)}"
 
 
+class Drafts(NamedTuple):
+    method: str
+    k: int | None  # None: it adapts
+
+    @property
+    def label(self) -> str:
+        return METHODS[self.method] + ("" if self.k is None else f", k = {self.k}")
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return list(METHODS).index(self.method), self.k or 0
+
+
 def spec_bench(results: Results) -> str:
-    """Whole runs only: every question, the number of drafts left to the engine. All kinds of a column are one run's."""
-    found: dict[tuple[str, float, str, int], Row] = {}
+    """Whole runs only: every question. All kinds of a column are one run's."""
+    found: dict[tuple[Drafts, float, str, int], Row] = {}
     model = ""
     tolerances: dict[tuple[Any, ...], float | None] = {}  # of the columns' runs
     for result in select(results, "spec-bench", GPU):
         tolerance = next((row["tolerance"] for row in result.rows if row["case"] == "noise"), None)
-        groups: dict[tuple[str, str, float, int], list[Row]] = {}
+        groups: dict[tuple[str, Drafts, float, int], list[Row]] = {}
         for row in result.rows:
             name, _, method = row["case"].partition("+")
-            if method in METHODS and row.get("limit") is None and row.get("k") == "adaptive" and model in ("", name):
-                groups.setdefault((name, method, row["temperature"], row["batch"]), []).append(row)
+            if method in METHODS and row.get("limit") is None and model in ("", name):
+                drafts = Drafts(method, None if row["k"] == "adaptive" else row["k"])
+                groups.setdefault((name, drafts, row["temperature"], row["batch"]), []).append(row)
         for (name, *column), rows in groups.items():
             num_texts = sum(row["num_texts"] for row in rows if row["kind"] != "overall")
             is_whole = num_texts == SPEC_BENCH_TEXTS and any(row["kind"] == "overall" for row in rows)
             if is_whole and tuple(column) not in tolerances:
                 model = name
                 tolerances[tuple(column)] = tolerance
-                method, temperature, batch = column
-                found |= {(method, temperature, row["kind"], batch): row for row in rows}
-    columns = sorted(
-        {(method, batch) for method, _, _, batch in found}, key=lambda c: (list(METHODS).index(c[0]), c[1])
-    )
+                drafts, temperature, batch = column
+                found |= {(drafts, temperature, row["kind"], batch): row for row in rows}
+    columns = sorted({(drafts, batch) for drafts, _, _, batch in found}, key=lambda c: (c[0].order, c[1]))
     temperatures = sorted({temperature for _, temperature, _, _ in found})
     if not found:
         return ""
@@ -228,10 +240,10 @@ def spec_bench(results: Results) -> str:
     for temperature in temperatures:
         kinds = dict.fromkeys(kind for _, t, kind, _ in found if t == temperature)
         head = ["greedy" if temperature == 0 else f"temperature {temperature:g}"]
-        head += [f"{METHODS[method]}, batch {batch}" for method, batch in columns]
+        head += [f"{drafts.label}, batch {batch}" for drafts, batch in columns]
         lines = []
         for kind in sorted(kinds, key=lambda kind: kind == "overall"):
-            rows = [found.get((method, temperature, kind, batch)) for method, batch in columns]
+            rows = [found.get((drafts, temperature, kind, batch)) for drafts, batch in columns]
             cells = (f"{number(r['accepted_length'], 2)}, {number(r['ratio'], 2)} x" if r else "" for r in rows)
             lines.append([kind.replace("mt_bench", "MT-bench").replace("_", " "), *cells])
         parts.append(table(head, lines))

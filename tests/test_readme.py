@@ -158,18 +158,20 @@ def test_spec_bench_shows_whole_runs(tmp_path: Path) -> None:
     rows += [spec_row("eagle3", "mt_bench", 2.25, 1.5, batch=32), spec_row("eagle3", "overall", 2.5, 1.75, batch=32)]
     rows += [spec_row("none", "mt_bench", 1.0, 1.0, k=0), {"case": "difference", "batch": 1, "gap": None}]
     put(tmp_path, "spec-bench", rows, hour=1)
-    # Few questions of each kind, a fixed number of drafts, one kind alone, a run that broke off before its end.
-    some = {"limit": {"limit": 5}, "k": {"k": 4}, "kind": {"num_texts": 80}}
+    put(tmp_path, "spec-bench", [spec_row("ngram", kind, 3.0, 1.9, k=4) for kind in ("mt_bench", "overall")], hour=6)
+    # Few questions of each kind, one kind alone, a run that broke off before its end.
+    some = {"limit": {"limit": 5}, "kind": {"num_texts": 80}}
     for hour, others in enumerate(some.values(), 2):
         both = [spec_row("ngram", kind, 9.0, 9.0, **others) for kind in ("mt_bench", "overall")]
         put(tmp_path, "spec-bench", both, hour)
     put(tmp_path, "spec-bench", [spec_row("ngram", "mt_bench", 9.0, 9.0)], hour=5)
     text = readme.spec_bench(results(tmp_path))
-    assert "| greedy | n-gram, batch 1 | EAGLE-3, batch 32 |\n" in text
-    assert "| MT-bench | 1.46, 1.13 x | 2.25, 1.50 x |\n| overall | 1.50, 1.20 x | 2.50, 1.75 x |\n" in text
+    assert "| greedy | n-gram, batch 1 | n-gram, k = 4, batch 1 | EAGLE-3, batch 32 |\n" in text
+    overall = "| overall | 1.50, 1.20 x | 3.00, 1.90 x | 2.50, 1.75 x |\n"
+    assert f"| MT-bench | 1.46, 1.13 x | 3.00, 1.90 x | 2.25, 1.50 x |\n{overall}" in text
     words = " ".join(text.split())
-    assert "Of 1,120 texts 1,000 are the plain run's, token for token; 100 leave it at a near-tie" in words
-    assert "near-tie of bfloat16, 20 anywhere else." in words
+    assert "Of 1,680 texts 1,500 are the plain run's, token for token; 150 leave it at a near-tie" in words
+    assert "near-tie of bfloat16, 30 anywhere else." in words
     assert "9.00" not in text
 
 
