@@ -65,7 +65,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         axes.axhline(1.0, color="black", lw=0.8)
         axes.set_xticks(range(len(kinds)), kinds, rotation=15)
         axes.set(ylabel="speed-up (above: accepted length)", title=f"{title}, temperature {temperature:g}")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
