@@ -57,7 +57,7 @@ def run(prompt: str | None, engine: EngineOptions, *, max_tokens: int) -> int:
 
 
 def _with_drafts(engine: EngineOptions) -> EngineOptions:
-    options = with_shipped_head(engine, by_default=True)
+    options = with_shipped_head(replace(engine, max_num_seqs=engine.max_num_seqs or 1), by_default=True)
     if options.speculate == "none":
         raise ConfigError("the demo compares speculation with none; leave out --speculate none")
     if options.speculate is None and options.speculative_config is None and options.draft_model is None:
@@ -125,7 +125,7 @@ def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
 
 
 def _joint_rate(answers: Iterable[Answer]) -> float:
-    """Of answers one after another."""
-    timed = [answer for answer in answers if answer.rate]
-    seconds = sum(len(answer.token_ids) / answer.rate for answer in timed)
-    return sum(len(answer.token_ids) for answer in timed) / seconds if seconds else 0.0
+    """Of answers one after another, the first token of each left out."""
+    timed = [(len(answer.token_ids) - 1, answer.rate) for answer in answers if answer.rate]
+    seconds = sum(count / rate for count, rate in timed)
+    return sum(count for count, _ in timed) / seconds if seconds else 0.0

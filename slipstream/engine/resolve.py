@@ -25,7 +25,7 @@ from slipstream.config import (
 )
 from slipstream.engine.backends import BACKENDS, CASCADING, choose_backend, flashinfer_paths
 from slipstream.errors import ConfigError, nearest
-from slipstream.speculate.draft_notes import NUM_STEPS
+from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
 from slipstream.speculative_config import SpeculativeConfig
 
 _USUAL_TAPS = 3  # layers of the target that a head looks at
@@ -280,7 +280,7 @@ def _gpu_cache_bytes(
         working += working_memory_bytes(draft.config, dtype, scheduler) - GIB
         working += (scheduler.max_num_seqs + 1) * scheduler.num_drafts * draft.config.vocab_size * 4
         if scheduler.drafter_follows:  # notes of what a few layers of the target thought
-            notes = (NUM_STEPS + 1) * scheduler.max_num_seqs
+            notes = (NUM_NOTED_STEPS + 1) * scheduler.max_num_seqs
             working += notes * _USUAL_TAPS * model.hidden_size * DTYPE_BYTES[dtype]
     left = int(hardware.total_memory_bytes * share) - others - weights - working
     if left <= 0:

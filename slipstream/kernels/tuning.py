@@ -25,7 +25,7 @@ _ROTATED_BYTES = 256 << 20  # more than any GPU's second-level cache
 _MAX_LAUNCHES = 160
 _REPEATS = 6
 _CONTEXT, _PAGE_SIZE = 256, 16  # of the attention between products
-_HELD_A_WARP = 6144  # numbers
+_ROOM_OF_A_WARP = 6144  # numbers that its registers hold
 _MAX_ERROR = 2e-2  # of 16-bit products against float32, in norm
 
 Cuts = tuple[tuple[int, int, int, int], ...]
@@ -43,7 +43,7 @@ def _in_registers(weight: Weight, num_tokens: int) -> Iterator[Tile]:
     width, held = next_power_of_2(weight.in_size), 2 if weight.kind == "gated" else 1
     for rows in (2, 4, 8, 16) if weight.kind == "add" else (1, 2, 4, 8, 16):
         for num_warps in (1, 2, 4, 8):
-            if rows <= 4 * num_warps and width * (held * rows + num_tokens) <= _HELD_A_WARP * num_warps:
+            if rows <= 4 * num_warps and width * (held * rows + num_tokens) <= _ROOM_OF_A_WARP * num_warps:
                 yield Tile(0, rows, 0, num_warps, 1)
 
 

@@ -85,7 +85,7 @@ def layer_weights(config: ModelConfig, width: int) -> tuple[Weight, ...]:
 
 
 def prepare_attention(context: AttentionContext, cos_sin: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """What all layers share, before the first product: a kernel that cannot start early is not to stand between two."""
+    """What all layers share, before the first product: nothing of it is to stand between two."""
     for table in cos_sin:
         context.rotation(table, dtype)
     assert context.slots

@@ -16,11 +16,12 @@ from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescripto
 from slipstream.graphs.manager import CudaGraphManager, Forward, GraphMemory
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.graphs.piecewise import PiecewiseForward
+from slipstream.kernels.triton_jit import next_power_of_2
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import StepProgram, TargetOutput
 from slipstream.runner.recent import Recent
 from slipstream.sampling.sampler import SamplingNeeds
-from slipstream.speculate.draft_notes import NUM_STEPS
+from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
 from slipstream.speculate.speculator import GraphSetting
 
 # Tokens of mixed batches that are recorded before the first step; where many decode, up to twice as many as those.
@@ -91,6 +92,15 @@ class Drafting:
     makes: bool = True  # drafts, behind this step; otherwise the drafter only wants to see it
 
 
+@dataclass(slots=True)
+class _Noted:
+    """Steps that the drafter has notes of."""
+
+    batch: InputBatch
+    padded_reqs: int
+    num_steps: int = 0
+
+
 class _Choice(NamedTuple):
     """The graph for a batch. As long as the same batch comes again, it is the same."""
 
@@ -143,8 +153,7 @@ class StepGraphs:
         self._logits = logits
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._is_complete = False
-        self._noted: tuple[InputBatch, int] | None = None  # whose steps have left notes, and how large their graph is
-        self._num_noted = 0
+        self._noted: _Noted | None = None
         self._choices: Recent[InputBatch, _Choice] = Recent()
         if self.mode is not CUDAGraphMode.NONE:
             buffers = program.buffers
@@ -184,6 +193,8 @@ class StepGraphs:
         program = self._program
         with self._waiting():  # nobody else does, if there turns out to be nothing to record
             self.catch_up()
+            if program.speculator.notes is not None:
+                program.speculator.notes.clear()  # a warm-up reads them: their slots may be others' by now
             program.buffers.stage_nothing()
             # Kernels are compiled in a run that fills nothing, where libraries' own would read what another step left.
             own = (program.backend.step_buffers(), program.speculator.step_buffers())
@@ -282,23 +293,22 @@ class StepGraphs:
 
     def _see_to_notes(self, batch: InputBatch, choice: _Choice) -> None:
         """Before a step. Pages may change hands between batches: notes are of one."""
-        if self._noted is not None and (
-            not choice.notes or self._noted[0] is not batch or self._num_noted == NUM_STEPS
-        ):
+        noted = self._noted
+        if noted is not None and not (choice.notes and noted.batch is batch and noted.num_steps < NUM_NOTED_STEPS):
             self.catch_up()
         if choice.notes:
             if self._noted is None:
                 notes = self._program.speculator.notes
                 assert notes is not None
                 notes.clear()
-                self._noted = (batch, choice.desc.num_reqs)
-            self._num_noted += 1
+                self._noted = _Noted(batch, choice.desc.num_reqs)
+            self._noted.num_steps += 1
 
     def catch_up(self) -> None:
         """Show the drafter what it has notes of."""
         if self._noted is not None:
-            self._program.speculator.catch_up(self._noted[1])
-            self._noted, self._num_noted = None, 0
+            self._program.speculator.catch_up(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))
+            self._noted = None
 
     def _choose(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> _Choice:
         common = batch.attention
@@ -350,8 +360,8 @@ class StepGraphs:
                     program.draft(batch.drafting, noise=True, in_graph=True)
                 elif self._leaves_notes(desc):
                     program.speculator.note(batch.drafting)
-                    if warmup:
-                        program.speculator.catch_up(desc.num_reqs)  # its kernels are compiled now
+                    for power in range(NUM_NOTED_STEPS.bit_length() if warmup else 0):  # those kernels too are compiled
+                        program.speculator.catch_up(desc.num_reqs, 1 << power)
                 elif self._follows:
                     program.speculator.follow(batch.drafting)
             if not warmup:

@@ -113,7 +113,7 @@ class AutoRegressiveSpeculator(ABC):
         """In place of that, where ``notes`` are taken."""
 
     @abstractmethod
-    def catch_up(self, padded_reqs: int) -> None:
+    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
         """What was not done for notes' sake."""
 
     @abstractmethod

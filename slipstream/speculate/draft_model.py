@@ -84,7 +84,7 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
 
     note = follow
 
-    def catch_up(self, padded_reqs: int) -> None:
+    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
         pass
 
     def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:

@@ -20,7 +20,7 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 
-NUM_STEPS = 16  # that are noted at most
+NUM_NOTED_STEPS = 16  # at most; a power of two
 
 
 class DraftNotes:
@@ -28,7 +28,7 @@ class DraftNotes:
 
     def __init__(self, max_reqs: int, width: int, dtype: torch.dtype, place: torch.device) -> None:
         # A step that finds the list full, as when recordings are timed, writes behind its end.
-        self._most, size = NUM_STEPS * max_reqs, (NUM_STEPS + 1) * max_reqs
+        self._most, size = NUM_NOTED_STEPS * max_reqs, (NUM_NOTED_STEPS + 1) * max_reqs
         self._count = torch.zeros(1, dtype=torch.int32, device=place)
         self.input_ids = torch.zeros(size, dtype=torch.int32, device=place)
         self.positions = torch.zeros(size, dtype=torch.int64, device=place)

@@ -27,7 +27,7 @@ from slipstream.kernels.draft_states import keep_states
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
-from slipstream.speculate.draft_notes import NUM_STEPS, DraftNotes
+from slipstream.speculate.draft_notes import DraftNotes
 from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting
 
 
@@ -154,10 +154,9 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         num_tokens = input_ids.shape[0]
         self.notes.add(input_ids, step.positions, step.attention.slot_mapping, self._features[:num_tokens])
 
-    def catch_up(self, padded_reqs: int) -> None:
+    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
         assert self.notes is not None
-        # Always as many as there may be: notes that are not there have no slot.
-        notes, n = self.notes, NUM_STEPS * padded_reqs
+        notes, n = self.notes, num_steps * padded_reqs
         # Nothing is attended to.
         context = AttentionContext(self.backend, None, self.kv_caches, notes.positions[:n], notes.slots[:n])
         self._head.write_keys(notes.input_ids[:n], self._head.combine(notes.features[:n]), context)

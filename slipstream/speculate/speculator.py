@@ -184,8 +184,11 @@ class Speculator(Protocol):
         """In place of ``follow``, of a step in which every request has one token. Launches only."""
         ...
 
-    def catch_up(self, padded_reqs: int) -> None:
-        """Follow all steps of so many requests that have been noted. Before any other step, and any other batch."""
+    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
+        """Follow the noted steps of so many requests: so many, or fewer, for notes that are not there have no slot.
+
+        Before any other step, and any other batch.
+        """
         ...
 
     def step_buffers(self) -> tuple[Tensor, ...]:
@@ -218,7 +221,7 @@ class NoSpeculator:
     run_follow = note = follow
     notes: DraftNotes | None = None
 
-    def catch_up(self, padded_reqs: int) -> None:
+    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
         pass
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:

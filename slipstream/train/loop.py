@@ -1,7 +1,7 @@
 """The training loop: batches in, steps of the optimiser, acceptance on held-out texts, checkpoints.
 
 Nothing in it is random: weights come from the seed, batches from seed and step. So a run that goes on from a checkpoint
-is the run that was never stopped.
+is the run that was never stopped; on a GPU up to rounding, where memory decides when the target reads its texts.
 """
 
 from __future__ import annotations

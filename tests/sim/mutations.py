@@ -312,7 +312,7 @@ MUTATIONS = [
     Mutation(
         "notes: the head drafts without having read them",
         "runner/step_graphs.py",
-        "self._program.speculator.catch_up(self._noted[1])",
+        "self._program.speculator.catch_up(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))",
         "pass",
     ),
     Mutation(

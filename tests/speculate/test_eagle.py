@@ -151,3 +151,38 @@ def test_a_head_that_makes_no_drafts_keeps_up(
         size = min(own.shape[3], theirs.shape[3])
         assert size > 12
         torch.testing.assert_close(own[:, :, :, :size], theirs[:, :, :, :size], rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_recorded_later_writes_no_old_notes(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of a request that was noted have gone to another one, who is cached; then graphs are recorded."""
+    folder, speculative = written("eagle3")
+    monkeypatch.setattr(build, "decide_draft_length", lambda _config, _backend: (FixedLength(0), None))
+    config = {**speculative, "num_speculative_tokens": 3, "adaptive": True}
+    where = {**IN_GRAPHS, "cudagraph_capture_sizes": (1, 2, 4, 32, 80)}
+    options = {"max_num_seqs": 4, "block_size": 8, "num_gpu_blocks_override": 9, **where}
+    core = maker(folder)(speculative_config=config, **options).core
+    graphs, device, speculator = core.runner.graphs, core.runner.device, core.runner.speculator
+    assert isinstance(speculator, EagleSpeculator)
+
+    def are_missing(*num_reqs: int) -> bool:
+        missing = {desc.num_reqs for desc in graphs._manager._missing if graphs._leaves_notes(desc)}
+        return not missing.isdisjoint(num_reqs)
+
+    def kept() -> list[torch.Tensor]:
+        with device.use_stream(device.compute_stream), torch.inference_mode():
+            graphs.catch_up()
+        with device.sync_guard.allow("build"):
+            return [cache.cpu().clone()[:-1] for cache in speculator.kv_caches]  # the last page is nobody's
+
+    while are_missing(4):
+        core.use_idle_time()
+    assert are_missing(1, 2)
+    for request in (make_request("noted", [5, 6, 7, 8], 20), make_request("cached", list(range(10, 65)), 1)):
+        core.add(request)
+        while core.has_work:
+            core.step()
+        before = kept()
+    while are_missing(1, 2):
+        core.use_idle_time()
+    for own, expected in zip(kept(), before, strict=True):
+        assert torch.equal(own, expected)
