@@ -30,7 +30,7 @@ _MARGIN = 1.02  # a change has to promise more than this
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
 _NEARLY = 0.97  # of what the usual length promises
-_TRIAL_EVERY, _TRIAL_AT_LAST = 24, 64
+_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 64  # one of many requests says more
 _TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
@@ -261,7 +261,8 @@ class AdaptiveLength:
             return
         # A trial changes the length three times: one step makes more, the next checks them, then all is as before.
         extra = max(0.0, longer_seconds - seconds + 3 * _CHANGE_S) / seconds
-        self._longest_interval = max(_TRIAL_EVERY, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
+        least = _TRIAL_EVERY_OF_MANY - (_TRIAL_EVERY_OF_MANY - _TRIAL_EVERY) // num_reqs
+        self._longest_interval = max(least, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
         self._num_since_trial = 0
         assert self._batch is not None
         rows = self._batch[1]
