@@ -18,6 +18,7 @@ GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecew
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
+USUAL_REQUESTS = {"cuda": 256, "cpu": 32}  # that an engine takes at a time, if nobody says otherwise
 GIB = 1024**3
 
 

@@ -10,6 +10,7 @@ from slipstream.config import (
     DTYPE_BYTES,
     GIB,
     GRAPH_MODES,
+    USUAL_REQUESTS,
     CacheConfig,
     DraftModel,
     DTypeName,
@@ -53,7 +54,7 @@ def resolve(
             f"the draft model's context of {draft.config.max_position} is shorter than the target's {max_model_len}; "
             f"set max_model_len to at most {draft.config.max_position} or use another draft model"
         )
-    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 256 if has_gpu else 32)
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, USUAL_REQUESTS["cuda" if has_gpu else "cpu"])
     speculative = _fitting_speculation(options, max_num_seqs)
     num_drafts = 0 if speculative is None else speculative.num_drafts
     budget = _resolve_budget(options, max_num_seqs, num_drafts, 8192 if has_gpu else 512)

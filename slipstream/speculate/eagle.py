@@ -23,6 +23,7 @@ from slipstream.attention.backend import NORMED, AttentionBackend, AttentionCont
 from slipstream.config import EngineConfig, ModelConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
+from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.kernels.draft_states import keep_states
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
@@ -77,7 +78,8 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         pages = config.cache.num_pages + 1
         kept_shape = (self._num_modules - 1, pages * config.cache.page_size, self._size)
         self._kept = torch.zeros(kept_shape, dtype=self._dtype, device=place)
-        if self.follows and self._num_modules == 1 and head.keeps_keys_alone:
+        is_recorded = CUDAGraphMode(config.cudagraph_mode).decode_mode() is CUDAGraphMode.FULL
+        if self.follows and is_recorded and self._num_modules == 1 and head.keeps_keys_alone:
             self.notes = DraftNotes(limits.max_num_seqs, width, self._dtype, place)
         self._slots_before = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64, device=place)
 
