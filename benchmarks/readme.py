@@ -112,12 +112,12 @@ def eagle3(results: Results) -> str:
         f"With an EAGLE-3 head on the {NAMES[SHAPE]}, k = {EAGLE3_K}, drafts accepted at vLLM's rates ({rates}), on "
         "the same kind of GPU (`python benchmarks/speculative_throughput.py`; random weights):"
     )
-    plain, adaptive = same_run(results)
+    pairs = same_run(results).get("high", {})
     lines = [
         (f"Slipstream, EAGLE-3, k = {EAGLE3_K}", fixed),
-        ("Slipstream, EAGLE-3, k adapts", adaptive.get("high", {})),
+        ("Slipstream, EAGLE-3, k adapts", {batch: pair.adaptive for batch, pair in pairs.items()}),
         (f"vLLM, EAGLE-3, k = {EAGLE3_K}", {batch: {"tok_s": rate} for batch, rate in peers.items()}),
-        ("Slipstream, plain, in the run where k adapts", plain),
+        ("Slipstream, plain, in the run where k adapts", {batch: pair.plain for batch, pair in pairs.items()}),
     ]
     cells = [[name, *(_rate(rows.get(batch)) for batch in peers)] for name, rows in lines if rows]
     picture = "![Output tokens per second over the batch, with an EAGLE-3 head](docs/speculation.png)"
@@ -128,26 +128,37 @@ def _rate(row: Row | None) -> str:
     return number(row["tok_s"]) if row else ""
 
 
-def same_run(results: Results) -> tuple[dict[int, Row], dict[str, dict[int, Row]]]:
-    """Plain rows by batch, and those of draft lengths that adapt by rates and batch, of the newest run with both."""
+class Pair(NamedTuple):
+    plain: Row
+    adaptive: Row
+
+    @property
+    def speed_up(self) -> float:
+        return float(self.adaptive["tok_s"] / self.plain["tok_s"])
+
+
+def same_run(results: Results) -> dict[str, dict[int, Pair]]:
+    """Draft lengths that adapt beside plain decoding, by rates and batch, of the newest run with both."""
     for result in results:
-        plain = {row["batch"]: row for row in result.rows if str(row.get("k")) == "0" and row["case"] == SHAPE}
-        adaptive: dict[str, dict[int, Row]] = {}
-        for row in result.rows:
-            if row.get("k") == "adaptive" and row["case"] == f"{SHAPE}+eagle3" and row["batch"] in plain:
-                adaptive.setdefault(row.get("rates", "high"), {})[row["batch"]] = row
-        if set(EAGLE3[SHAPE]) <= adaptive.get("high", {}).keys():
-            return plain, adaptive
-    return {}, {}
+        of_shape = [row for row in result.rows if "k" in row and row["case"] in (SHAPE, f"{SHAPE}+eagle3")]
+        plain = {(row["rates"], row["batch"]): row for row in of_shape if str(row["k"]) == "0" and "rates" in row}
+        pairs: dict[str, dict[int, Pair]] = {}
+        for row in of_shape:
+            if row["k"] == "adaptive":
+                # In turns with plain decoding, or behind one run of that for all rates.
+                beside = plain.get((row["rates"], row["batch"]), plain.get(("high", row["batch"])))
+                if beside:
+                    pairs.setdefault(row["rates"], {})[row["batch"]] = Pair(beside, row)
+        if set(EAGLE3[SHAPE]) <= pairs.get("high", {}).keys():
+            return pairs
+    return {}
 
 
 def adaptive_lengths(results: Results) -> str:
-    plain, adaptive = same_run(select(results, "speculative-throughput", GPU))
-    if not plain:
+    pairs = same_run(select(results, "speculative-throughput", GPU))
+    if not pairs:
         return ""
-    ratio = {
-        rates: {b: row["tok_s"] / plain[b]["tok_s"] for b, row in rows.items()} for rates, rows in adaptive.items()
-    }
+    ratio = {rates: {batch: pair.speed_up for batch, pair in row.items()} for rates, row in pairs.items()}
     high, batches = ratio["high"], [*EAGLE3[SHAPE]]
     largest = max(high)
     text = f"against plain decoding in the same run: {listed([number(high[b], 2) for b in batches])} x at those batches"

@@ -7,7 +7,7 @@ NVIDIA H200 (vLLM 0.26.0, torch 2.11, CUDA 13.0).
 
     python benchmarks/speculative_throughput.py [--shape llama-3.1-8b] [--batch 1,8,64] [--k 0,3]
     python benchmarks/speculative_throughput.py --k 0,1,2,3,4,5,6,7 --batch 1,2,4,8,16,32,64,128    # the sweep
-    python benchmarks/speculative_throughput.py --k 0,adaptive --rates high,low,zero --batch 1,2,4,8,16,32,64,128
+    python benchmarks/speculative_throughput.py --k adaptive --rates high,low,zero --batch 1,2,4,8,16,32,64,128
     python benchmarks/speculative_throughput.py --change --batch 1,8,64     # acceptance that changes in mid-run
 """
 
@@ -59,55 +59,74 @@ def prompts_for(shape: str, batch: int) -> list[list[int]]:
     return [[rng.randrange(vocab_size) for _ in range(128)] for _ in range(batch)]
 
 
-def measure(arguments: argparse.Namespace, k: str, batches: list[int]) -> list[dict[str, Any]]:
-    shape, built = arguments.shape, []
+class Contestant:
+    """One engine, and how often it was measured at what."""
 
-    def build() -> Engine:
-        built.append(build_shape(options_for(shape, k, max(batches)), shape))
-        return built[0]
+    def __init__(self, shape: str, k: str, max_batch: int) -> None:
+        self.shape, self.k = shape, k
+        built: list[Engine] = []
 
-    client = EngineClient.in_thread(build)
-    rows = []
-    try:
-        wait_for_graphs(client)
-        stats = client.stats
+        def build() -> Engine:
+            built.append(build_shape(options_for(shape, k, max_batch), shape))
+            return built[0]
+
+        self.client = EngineClient.in_thread(build)
+        wait_for_graphs(self.client)
+        self._verifier = built.pop().core.runner.program.verifier
+        stats = self.client.stats
         print(f"k = {k}: {stats.num_graphs} graphs, {stats.graph_bytes / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+
+    def set_rates(self, name: str) -> None:
+        if self.k != "0":
+            self._verifier.set_rates(RATES[name][: MOST if self.k == "adaptive" else int(self.k)])
+            torch.cuda.synchronize()
+
+    def row(self, rates: str, runs: list[BatchRun], output_len: int, batch: int) -> dict[str, Any]:
+        """The first run is for warming up."""
+        best = max(runs[1:], key=lambda run: decode_rate(run.arrivals))
+        rate, length = decode_rate(best.arrivals), best.tokens_a_step
+        peer = eagle3_peer(self.shape, self.k, batch) if rates == "high" else None
+        line = f"{self.shape}, k = {self.k}, {rates}, batch {batch}: {rate:,.0f} tokens/s"
+        print(line, file=sys.stderr, flush=True)
+        return {
+            "case": self.shape if self.k == "0" else f"{self.shape}+eagle3",
+            "batch": batch,
+            "tok_s": round(rate, 1),
+            "k": self.k,
+            "rates": rates,
+            "output_len": output_len,
+            "num_runs": len(runs) - 1,
+            "synthetic": self.k != "0",
+            "mean_length": round(length, 3),
+            "step_ms": round(1000 * batch * length / rate, 3),
+            "vllm_tok_s": peer,
+            "ratio": round(rate / peer, 3) if peer else None,
+        }
+
+
+def measure(arguments: argparse.Namespace, k: str, batches: list[int]) -> list[dict[str, Any]]:
+    """One engine alone, or an adaptive one and plain decoding in turns: a GPU is not as fast at one time as at another,
+    and what is asked of the two is a ratio.
+    """
+    beside = ["0", "adaptive"] if k == "adaptive" else [k]
+    contestants, rows = [], []
+    try:
+        for one in beside:
+            contestants.append(Contestant(arguments.shape, one, max(batches)))
         for name in arguments.rates.split(",") if k != "0" else ["high"]:
-            if k != "0":
-                verifier = built[0].core.runner.program.verifier
-                verifier.set_rates(RATES[name][: MOST if k == "adaptive" else int(k)])
-                torch.cuda.synchronize()
             for batch in batches:
-                rows.append(row_of(arguments, client, k, name, batch))
+                prompts = prompts_for(arguments.shape, batch)
+                runs: list[list[BatchRun]] = [[] for _ in contestants]
+                for _ in range(arguments.repeat + 1):
+                    for contestant, own in zip(contestants, runs, strict=True):
+                        contestant.set_rates(name)
+                        own.append(run_batch(contestant.client, prompts, arguments.output_len))
+                for contestant, own in zip(contestants, runs, strict=True):
+                    rows.append(contestant.row(name, own, arguments.output_len, batch))
     finally:
-        built.clear()
-        client.close()
+        for contestant in contestants:
+            contestant.client.close()
     return rows
-
-
-def row_of(arguments: argparse.Namespace, client: EngineClient, k: str, rates: str, batch: int) -> dict[str, Any]:
-    shape, prompts = arguments.shape, prompts_for(arguments.shape, batch)
-    num_runs = arguments.repeat + 1
-    runs: list[BatchRun] = [run_batch(client, prompts, arguments.output_len) for _ in range(num_runs)][1:]
-    best = max(runs, key=lambda run: decode_rate(run.arrivals))
-    rate = decode_rate(best.arrivals)
-    length = best.tokens_a_step
-    peer = eagle3_peer(shape, k, batch) if rates == "high" else None
-    print(f"{shape}, k = {k}, {rates}, batch {batch}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
-    return {
-        "case": shape if k == "0" else f"{shape}+eagle3",
-        "batch": batch,
-        "tok_s": round(rate, 1),
-        "k": k,
-        "rates": rates,
-        "output_len": arguments.output_len,
-        "num_runs": arguments.repeat,
-        "synthetic": k != "0",
-        "mean_length": round(length, 3),
-        "step_ms": round(1000 * batch * length / rate, 3),
-        "vllm_tok_s": peer,
-        "ratio": round(rate / peer, 3) if peer else None,
-    }
 
 
 def follow_change(arguments: argparse.Namespace, batches: list[int]) -> list[dict[str, Any]]:
@@ -150,12 +169,14 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
             within = "yes" if row["after_steps"] <= SETTLE_LIMIT else "no"
             table.add_row(row["case"], str(row["batch"]), str(row["settles_at"]), str(row["after_steps"]), within)
     else:
-        plain = {row["batch"]: row["tok_s"] for row in rows if row["k"] == "0"}
+        # Those in turns with an adaptive engine have the same rates beside them.
+        plain = {(row["batch"], row["rates"]): row["tok_s"] for row in rows if row["k"] == "0"}
         for name in ("k", "accepted", "batch", "tokens/s", "of plain", "vLLM", "ratio", "tokens a step", "ms a step"):
             table.add_column(name, justify="right")
         for row in rows:
             peer = [f"{row['vllm_tok_s']:,}", f"{row['ratio']:.2f}"] if row["vllm_tok_s"] else ["", ""]
-            share = f"{row['tok_s'] / plain[row['batch']]:.2f}" if row["batch"] in plain else ""
+            beside = plain.get((row["batch"], row["rates"]), plain.get((row["batch"], "high")))
+            share = f"{row['tok_s'] / beside:.3f}" if beside else ""
             figures = (f"{row['tok_s']:,.0f}", share, *peer, f"{row['mean_length']:.2f}", f"{row['step_ms']:.2f}")
             rates = row["rates"] if row["synthetic"] else ""
             table.add_row(row["case"], row["k"], rates, str(row["batch"]), *figures)
@@ -166,7 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--batch", default="1,8,64")
-    parser.add_argument("--k", default="0,3", help="numbers, 0 for plain decoding, or adaptive")
+    parser.add_argument("--k", default="0,3", help="numbers, 0 for plain decoding, or adaptive, beside plain decoding")
     parser.add_argument("--rates", default="high", help=f"of {', '.join(RATES)}")
     parser.add_argument("--change", action="store_true", help="how soon a change of acceptance is followed")
     parser.add_argument("--output-len", type=int, default=256)

@@ -26,7 +26,7 @@ NUM_STEPS = 30
 GROUPS = {
     "delta nets": ("_recurrent_kernel", "_conv_kernel", "_scan_kernel", "_gated_norm_kernel"),
     "experts": ("_route_kernel", "_group_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"),
-    "products": ("_tile_kernel", "_vector_kernel", "nvjet", "gemm", "splitKreduce", "cutlass"),
+    "products": ("_tile_kernel", "_vector_kernel", "_held_kernel", "nvjet", "gemm", "splitKreduce", "cutlass"),
     "attention": ("_decode_kernel", "attention"),
     "sampling": ("_draw_kernel", "_accept_kernel", "_force_kernel", "argmax", "_find_kernel"),
     "norms": ("_rms_norm", "_scale_kernel", "_gated_kernel", "_join_kernel", "_keep_kernel"),

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation, writes_only
-from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
 from slipstream.types import RowStatus
 
 # Columns of a result before its tokens: status, drafts that were checked, drafts that were accepted.
@@ -15,7 +23,7 @@ NUM_HEADER_COLUMNS = 3
 
 @operation(writes_only, writes=("token_ids", "num_computed", "num_tokens", "num_drafts", "status", "ran", "out"))
 def commit(
-    new_ids: Tensor,  # [padded_reqs, k + 1] int32: accepted drafts, then the target's own token
+    new_ids: Tensor,  # [padded_reqs, at most k + 1] int: accepted drafts, then the target's own token
     num_accepted: Tensor,  # [padded_reqs] int32
     failed: Tensor,  # [padded_reqs] bool: the logits behind the accepted drafts held no usable number
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
@@ -34,19 +42,20 @@ def commit(
     out: Tensor,  # [padded_reqs, NUM_HEADER_COLUMNS + k + 1] int32; tokens that are none are -1
 ) -> None:
     if runs_triton(batch_rows):
-        num_stop_ids, width = stop_ids.shape[1], new_ids.shape[1]
+        num_stop_ids, num_columns = stop_ids.shape[1], out.shape[1] - NUM_HEADER_COLUMNS
         _commit_kernel[(batch_rows.shape[0],)](
             *(new_ids, num_accepted, failed, batch_rows, query_start_loc, logit_start_loc, query_lens),
             *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, ran, out),
-            *(token_ids.stride(0), num_stop_ids, width),
+            *(token_ids.stride(0), num_stop_ids, new_ids.shape[1], num_columns),
             RUNNING=int(RowStatus.RUNNING),
             STOPPED=int(RowStatus.STOPPED),
             LENGTH=int(RowStatus.LENGTH),
             ERROR=int(RowStatus.ERROR),
             HEADER=NUM_HEADER_COLUMNS,
             STOPS=next_power_of_2(num_stop_ids),
-            WIDTH=next_power_of_2(width),
+            WIDTH=next_power_of_2(num_columns),
             num_warps=1,
+            **early_start(batch_rows),
         )
         return
     rows = batch_rows.long()
@@ -82,7 +91,8 @@ def commit(
     num_drafts[rows] = torch.where(runs, 0, num_drafts[rows])
     status[rows] = after
     out[:, 0], out[:, 1], out[:, 2] = after, checked, torch.where(takes, torch.minimum(num_accepted, count), 0)
-    out[:, NUM_HEADER_COLUMNS:] = torch.where(written, new_ids.int(), -1)
+    out[:, NUM_HEADER_COLUMNS:] = -1
+    out[:, NUM_HEADER_COLUMNS : NUM_HEADER_COLUMNS + len(idx)] = torch.where(written, new_ids.int(), -1)
 
 
 @jit
@@ -106,6 +116,7 @@ def _commit_kernel(
     max_len,
     num_stop_ids,
     width,
+    num_columns,
     RUNNING: tl.constexpr,
     STOPPED: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -113,8 +124,11 @@ def _commit_kernel(
     HEADER: tl.constexpr,
     STOPS: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a request. Padding shares the scratch row, which does not run, so nobody writes to it."""
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     i = tl.program_id(0)
     row = tl.load(batch_rows + i).to(tl.int64)
     before, query_len = tl.load(status + row), tl.load(query_lens + i)
@@ -146,8 +160,8 @@ def _commit_kernel(
     tl.store(num_drafts + row, 0, mask=runs)
     tl.store(status + row, after, mask=runs)
     tl.store(ran + row, tl.where(runs, computed + 1, 0))
-    result = out + i.to(tl.int64) * (width + HEADER)
+    result = out + i.to(tl.int64) * (num_columns + HEADER)
     tl.store(result, after)
     tl.store(result + 1, tl.where(draws, query_len - known, 0))
     tl.store(result + 2, tl.where(takes, tl.minimum(accepted, count), 0))
-    tl.store(result + HEADER + idx, tl.where(idx < count, ids, -1), mask=idx < width)
+    tl.store(result + HEADER + idx, tl.where(idx < count, ids, -1), mask=idx < num_columns)

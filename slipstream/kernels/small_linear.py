@@ -4,9 +4,9 @@ A norm between two products is a gain for each column and a factor for each toke
 to what it stores, and leaves the sums of squares of its own columns; the one behind it adds those up, in order, and
 multiplies its sums by the factor. Behind a product a gate, or the residual stream, is joined in registers.
 
-Two kernels do the work. With very few tokens and short rows a program holds its weights in registers before the kernel
-in front of it has ended; one warp alone needs no barriers. Otherwise tiles go through the tensor cores, the weight as
-the tall operand.
+Three kernels do the work. With very few tokens and short rows a program holds its weights in registers before the
+kernel in front of it has ended; one warp alone needs no barriers. With a few more it holds them where the tensor cores
+want them, and its warps share the columns. Otherwise tiles of the weight, as the tall operand, stream through these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
     tokens: int  # 0: weights in registers, tokens one after the other
     rows: int
-    columns: int
+    columns: int  # 0: all of them at once, shared by the warps
     num_warps: int
     num_stages: int
     ahead: int = 4 << 20  # bytes of a weight that are fetched while the kernel before still runs
@@ -101,6 +101,12 @@ def small_linear(
             *arrays, *sizes, TOKENS=num_tokens, BLOCK_N=tile.rows, BLOCK_K=next_power_of_2(in_size), **flags
         )
         return Product(out, scaled, sums)
+    if tile.columns == 0:
+        widths = column_parts(in_size, tile.num_warps)
+        assert widths is not None, "no such tile is a candidate"
+        shares = {"WARPS": tile.num_warps, "WIDTHS": widths}
+        _held_kernel[(num_tiles,)](*arrays, *sizes, **shares, BLOCK_N=tile.rows, BLOCK_M=tile.tokens, **flags)
+        return Product(out, scaled, sums)
     # Columns whose rows together make up what is worth fetching ahead, in whole lines.
     lines = max(1, min(tile.ahead // (num_tiles * tile.rows), in_size * weight.element_size()) // _LINE)
     _tile_kernel[(num_tiles, -(-num_tokens // tile.tokens))](
@@ -118,6 +124,14 @@ def small_linear(
         **flags,
     )
     return Product(out, scaled, sums)
+
+
+def column_parts(in_size: int, num_warps: int) -> tuple[int, ...] | None:
+    """A warp's share of the columns in pieces, powers of two from 16 on; None where it cannot be had."""
+    own, rest = divmod(in_size, num_warps)
+    if rest or own % 16:
+        return None
+    return tuple(1 << i for i in reversed(range(own.bit_length())) if own >> i & 1)
 
 
 @jit
@@ -348,3 +362,61 @@ def _vector_kernel(
             wide = tl.where(is_row, result.to(tl.float32), 0.0)
             tl.store(scaled + token * out_size + n, (wide * factors).to(scaled.dtype.element_ty), mask=is_row)
             tl.store(sums + token * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide, 0))
+
+
+@jit_general("num_tokens", "out_size", "num_parts")
+def _held_kernel(
+    x,
+    weight,
+    ends,  # squares, bias, residual, gain
+    results,  # out, scaled, sums
+    num_tokens,
+    out_size,
+    in_size,
+    num_parts,
+    x_stride,
+    residual_stride,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    GATE: tl.constexpr,
+    WARPS: tl.constexpr,
+    WIDTHS: tl.constexpr,  # pieces of a warp's columns
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    n, m, warp = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, WARPS)
+    row = weight + tl.minimum(n, out_size - 1).to(tl.int64)[None, :, None] * in_size
+    first = warp[:, None, None] * (in_size // WARPS)
+    # All is asked for before anything is waited for. Triton knows no unpacking.
+    held, values, parts = (), (), ()
+    start = 0
+    for i in tl.static_range(len(WIDTHS)):
+        k = first + start + tl.arange(0, WIDTHS[i])[None, None, :]
+        held = held + (tl.load(row + k),)  # type: ignore[assignment]  # noqa: RUF005
+        if GATE != "":
+            values = values + (tl.load(row + out_size.to(tl.int64) * in_size + k),)  # type: ignore[assignment]  # noqa: RUF005
+        start += WIDTHS[i]
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
+    token = x + m.to(tl.int64)[None, None, :] * x_stride
+    start = 0
+    for i in tl.static_range(len(WIDTHS)):
+        k = first + start + tl.arange(0, WIDTHS[i])[None, :, None]
+        parts = parts + (tl.load(token + k, mask=(m < num_tokens)[None, None, :], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        start += WIDTHS[i]
+    asked = _ask(n, m, ends, num_tokens, out_size, num_parts, residual_stride, NORM, ADD, NEXT, PARTS)
+    acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+    value = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+    for i in tl.static_range(len(WIDTHS)):
+        acc = tl.dot(held[i], parts[i], acc, input_precision="ieee")
+        if GATE != "":
+            value = tl.dot(values[i], parts[i], value, input_precision="ieee")
+    _finish(
+        *(tl.sum(acc, 0), tl.sum(value, 0), asked, n, m, ends, results, num_tokens, out_size, in_size, eps),
+        *(NORM, BIAS, ADD, NEXT, GATE),
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels.decode_attention import decode_attention
 from slipstream.kernels.rms_norm import add_rms_norm
-from slipstream.kernels.small_linear import Epilogue, Scaled, Tile, small_linear
+from slipstream.kernels.small_linear import Epilogue, Scaled, Tile, column_parts, small_linear
 from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.tiles import Measured, Weight, default_tile
 from slipstream.kernels.triton_jit import next_power_of_2
@@ -47,11 +47,22 @@ def _in_registers(weight: Weight, num_tokens: int) -> Iterator[Tile]:
                 yield Tile(0, rows, 0, num_warps, 1)
 
 
+def _held(weight: Weight, num_tokens: int) -> Iterator[Tile]:
+    """Weights where the tensor cores want them: all columns at once."""
+    size = max(8, next_power_of_2(num_tokens))
+    for rows in (16, 32):
+        for num_warps in (2, 4, 8):
+            if column_parts(weight.in_size, num_warps) is not None:
+                yield Tile(size, rows, 0, num_warps, 1)
+
+
 def candidates(weight: Weight, num_tokens: int) -> Iterator[Tile]:
     """16-bit weights only: others are for tests."""
     is_short, late = weight.in_size <= 2048, weight.num_bytes > 8 << 20
     if num_tokens <= 8 and is_short and weight.kind != "head":
         yield from _in_registers(weight, num_tokens)
+    if 1 < num_tokens <= 16 and is_short and weight.kind != "head":
+        yield from _held(weight, num_tokens)
     tokens = max(8, next_power_of_2(num_tokens))
     if weight.kind == "head":
         cuts, sizes = _HEAD, [min(tokens, 64)]

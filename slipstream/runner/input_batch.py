@@ -245,7 +245,10 @@ class InputBuffers:
             positions=positions,
             batch_rows=self.rows.batch_rows[:num_reqs],
             logit_indices=self.logit_indices[:num_logits],
-            drafted=Drafted(at, self.logit_drafts[:num_logits], self.rows.logit_start_loc[: num_reqs + 1]),
+            drafted=Drafted(
+                *(at, self.logit_drafts[:num_logits], self.rows.logit_start_loc[: num_reqs + 1]),
+                are_none=decode_len == 1,
+            ),
             attention=attention,
             drafting=drafting,
             decode_len=decode_len,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation, writes_only
-from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 
 
 @operation(writes_only, writes=("draft_start", "draft_end", "seq_starts", "first_slots"))
@@ -32,6 +32,7 @@ def mark_gaps(
             *(batch_rows, num_computed, ran, draft_start, draft_end, seq_starts, first_slots, num_caught_up),
             ALL=goes_over_all,
             num_warps=1,
+            **early_start(batch_rows),
         )
         return
     rows, first = batch_rows.long(), ran[batch_rows.long()] - 1
@@ -57,8 +58,11 @@ def _gaps_kernel(
     first_slots,
     num_caught_up,
     ALL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a request. Padding shares the scratch row, which does not run, so nobody writes to it."""
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     i = tl.program_id(0)
     row = tl.load(batch_rows + i).to(tl.int64)
     first = tl.load(ran + row) - 1

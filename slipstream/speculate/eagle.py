@@ -152,9 +152,10 @@ class EagleSpeculator(AutoRegressiveSpeculator):
 
     def note(self, batch: DraftBatch) -> None:
         assert self.notes is not None
-        input_ids, step = self.first_ids(batch), batch.step
-        num_tokens = input_ids.shape[0]
-        self.notes.add(input_ids, step.positions, step.attention.slot_mapping, self._features[:num_tokens])
+        step, num_reqs = batch.step, batch.padded_reqs
+        assert step.positions.shape[0] == num_reqs
+        features = self._features[:num_reqs]
+        self.notes.add(batch.rows, self._rows, step.positions, step.attention.slot_mapping, features)
 
     def catch_up(self, padded_reqs: int, num_steps: int) -> None:
         assert self.notes is not None

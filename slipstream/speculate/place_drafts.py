@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation, writes_only
-from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
 from slipstream.types import RowStatus
 
 
@@ -31,6 +39,7 @@ def place_drafts(
             RUNNING=int(RowStatus.RUNNING),
             WIDTH=next_power_of_2(k),
             num_warps=1,
+            **early_start(batch_rows),
         )
         return
     rows = batch_rows.long()
@@ -63,7 +72,10 @@ def _place_kernel(
     k,
     RUNNING: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     i = tl.program_id(0)
     row = tl.load(batch_rows + i).to(tl.int64)
     length = tl.load(num_tokens + row)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 from slipstream.sampling.philox import MASK, philox
 
 # Purpose of the noise, beside those of drawing and of rejection.
@@ -46,6 +46,7 @@ def force_acceptance(
             k,
             PURPOSE=SYNTHETIC_NOISE,
             BLOCK=_BLOCK,
+            **early_start(logit_rows),
         )
         return accepted
     rows = logit_rows.long()
@@ -71,7 +72,10 @@ def _force_kernel(
     k,
     PURPOSE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = i < n
     row = tl.load(logit_rows + i, mask=exists, other=0).to(tl.int64)

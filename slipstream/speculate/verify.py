@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
 from slipstream.sampling.check_logits import check_logits
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.sampler import Positions, Sampled, SamplingNeeds, SamplingRows, process, sample
@@ -31,10 +39,11 @@ class Drafted(NamedTuple):
     at: Positions
     draft_ids: Tensor  # [n] int32: the draft that stands where the token would; -1 where there is none
     logit_start_loc: Tensor  # [padded_reqs + 1] int32
+    are_none: bool = False  # one logit a request, and no room for a draft
 
 
 class Verified(NamedTuple):
-    new_ids: Tensor  # [padded_reqs, k + 1] int: accepted drafts, then the target's own token
+    new_ids: Tensor  # [padded_reqs, k + 1] int, or without drafts one: accepted drafts, then the target's own token
     num_accepted: Tensor  # [padded_reqs] int32
     failed: Tensor  # [padded_reqs] bool: the logits of the target's own token held no usable number
     logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32, packed
@@ -73,7 +82,7 @@ class Verifier:
             sampled, accepted = self._judge(logits, rows, drafted, needs, mask)
         else:
             sampled, accepted = sample(logits, rows, drafted.at, needs, mask), None
-        if self._width == 1:
+        if self._width == 1 or drafted.are_none:
             none = self._nothing_accepted[: sampled.token_ids.shape[0]]
             return Verified(sampled.token_ids.unsqueeze(1), none, sampled.failed, sampled.logprobs)
         if self._mode == "synthetic":
@@ -134,6 +143,7 @@ def accept_drafts(
             MATCH=accepted is None,
             WIDTH=next_power_of_2(width),
             num_warps=1,
+            **early_start(target_ids),
         )
         return new_ids, num_accepted, fails
     idx = torch.arange(width)
@@ -160,7 +170,10 @@ def _accept_kernel(
     width,
     MATCH: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     i = tl.program_id(0)
     start = tl.load(logit_start_loc + i)
     idx = tl.arange(0, WIDTH)

@@ -168,9 +168,10 @@ def _prepare() -> Iterator[Case]:
 
 
 def _commit() -> Iterator[Case]:
-    for num_reqs, num_padding, width in ((1, 0, 1), (6, 3, 1), (6, 3, 2), (6, 3, 5)):
+    # New tokens, at most, and columns for them: a step without drafts fills the first alone.
+    for num_reqs, num_padding, width, spare in ((1, 0, 1, 0), (6, 3, 1, 0), (6, 3, 2, 0), (6, 3, 5, 0), (6, 3, 1, 4)):
 
-        def args(n: int = num_reqs, pad: int = num_padding, w: int = width) -> dict[str, Any]:
+        def args(n: int = num_reqs, pad: int = num_padding, w: int = width, s: int = spare) -> dict[str, Any]:
             rows = _rows(9, 40)
             batch = _batch(9, n, pad)
             missing = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
@@ -191,11 +192,11 @@ def _commit() -> Iterator[Case]:
                 "stop_ids": torch.randint(-1, 9, (9, 3), dtype=torch.int32),
                 "max_total": rows["num_tokens"] + torch.randint(1, 4, (9,), dtype=torch.int32),
                 "ran": torch.zeros(9, dtype=torch.int32),
-                "out": poisoned(n + pad, NUM_HEADER_COLUMNS + w),
+                "out": poisoned(n + pad, NUM_HEADER_COLUMNS + w + s),
             }
 
         for run in range(3):
-            yield Case(f"commit-{num_reqs}+{num_padding}-{width}-{run}", commit, args)
+            yield Case(f"commit-{num_reqs}+{num_padding}-{width}+{spare}-{run}", commit, args)
 
 
 class _Shape(NamedTuple):

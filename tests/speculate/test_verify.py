@@ -95,6 +95,24 @@ def test_no_draft_stands_on_logits_that_are_no_numbers(mode: VerifyMode, bad: in
     assert (found.num_accepted.tolist(), found.failed.tolist()) == ([accepted], [failed])
 
 
+@pytest.mark.parametrize("mode", ["match", "rejection", "synthetic"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_where_nobody_has_room_for_drafts_the_same_is_taken(mode: VerifyMode, bad: bool) -> None:
+    request = make_request([1, 2], temperature=1.0)
+    rows, _, needs = make_rows([request], [[1, 2]])
+    rates = (1.0, 1.0, 1.0) if mode == "synthetic" else ()
+    config = SpeculativeConfig("ngram", 3, mode, acceptance_rates=rates)
+    verifier = Verifier(config, 1, torch.tensor([2, 0], dtype=torch.int32))
+    logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(7))
+    logits[0, 2] = math.nan if bad else 0.0
+    nobody = drafted(2, [], 0)
+    expected = verifier.verify(logits, rows, nobody, needs)
+    found = verifier.verify(logits, rows, nobody._replace(are_none=True), needs)
+    assert found.new_ids[:, :1].tolist() == expected.new_ids[:, :1].tolist()
+    assert (found.num_accepted.tolist(), found.failed.tolist()) == ([0], [bad])
+    assert (expected.num_accepted.tolist(), expected.failed.tolist()) == ([0], [bad])
+
+
 def test_bad_logits_behind_a_rejected_draft_concern_nobody() -> None:
     rows, _, _ = make_rows([make_request([1, 2])], [[1, 2]])
     verifier = Verifier(SpeculativeConfig("ngram", 3), 1, torch.tensor([2, 0], dtype=torch.int32))

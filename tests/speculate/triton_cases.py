@@ -114,23 +114,31 @@ def _gaps() -> Iterator[Case]:
 
 
 def _notes() -> Iterator[Case]:
-    for n, width, count in ((1, 96, 0), (5, 1728, 13), (8, 5000, 40), (8, 96, 90)):  # the last finds it full
+    for num_reqs, num_padding, width, step in ((1, 0, 96, 0), (5, 3, 1728, 13), (8, 0, 5000, 3), (8, 0, 96, 40)):
 
-        def args(n: int = n, width: int = width, count: int = count) -> dict[str, Any]:
-            size, longs = 72 + 8, {"dtype": torch.int64}
+        def args(n: int = num_reqs, pad: int = num_padding, w: int = width, at: int = step) -> dict[str, Any]:
+            rows, batch, size, longs = draw_rows(60, 4), batch_of(n, pad), 17 * 9, {"dtype": torch.int64}
+            is_there = (rows["ran"][batch.long()] > 0) & (torch.arange(n + pad) < n)
+            position = (rows["num_tokens"][batch.long()] - 1) * is_there
+            # Some began with this step; those that ended before it have no slot.
+            begun = torch.where(torch.rand(n + pad) < 0.8, position - at, -1)
             return {
-                "count": ints([count]),
-                "most": 72,
-                "input_ids": ints(torch.randint(0, 999, (n,))),
-                "positions": torch.randint(0, 99, (n,)),
-                "slots": torch.randint(-1, 99, (n,)),
-                "features": torch.randn(n, width),
+                "batch_rows": batch,
+                **chosen(rows, "token_ids", "num_computed", "num_tokens"),
+                "ran": ints(torch.where(rows["ran"] > 0, rows["num_computed"], 0)),
+                "positions": position.long(),
+                "slots": torch.where(is_there, torch.randint(0, 99, (n + pad,)), -1),
+                "features": torch.randn(n + pad, w),
+                "most": 16,
+                "first": ints(begun),
+                "draft_start": ints(torch.randint(0, 3, (NUM_ROWS,))),
+                "draft_end": ints(rows["num_computed"] - torch.randint(0, 3, (NUM_ROWS,))),
                 "noted_ids": poisoned(size),
                 **{name: poisoned(size, **longs) for name in ("noted_positions", "noted_slots")},
-                "noted_features": torch.zeros(size, width),
+                "noted_features": torch.zeros(size, w),
             }
 
-        yield Case(f"write_notes-{n}x{width}-{count}", write_notes, args)
+        yield Case(f"write_notes-{num_reqs}+{num_padding}x{width}-{step}", write_notes, args)
 
 
 def _first_pass() -> Iterator[Case]:
