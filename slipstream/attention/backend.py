@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.attention.gdn import GDNLayer, Recurrence
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.rms_norm import rms_norm
-from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
+from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation, rotation_and_slots
 from slipstream.kernels.tap import tap
 
 
@@ -154,13 +154,23 @@ class AttentionContext:
     def slots(self) -> tuple[Tensor, Tensor]:
         """Page and offset of every token."""
         if self._slots is None:
-            num_pages, _, _, page_size, _ = self.kv_caches[0].shape
-            self._slots = cache_slots(self.slot_mapping, num_pages, page_size)
+            self._slots = cache_slots(*self._slot_numbers)
         return self._slots
 
+    @property
+    def _slot_numbers(self) -> tuple[Tensor, int, int]:
+        num_pages, _, _, page_size, _ = self.kv_caches[0].shape
+        return self.slot_mapping, num_pages, page_size
+
     def rotation(self, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at the tokens' positions."""
+        """Cosines and sines at the tokens' positions. Who asks for them will ask for the slots as well."""
         turn = self._rotations.get(id(cos_sin))
-        if turn is None:
-            turn = self._rotations[id(cos_sin)] = rotation(cos_sin, self.positions, dtype)
+        if turn is not None:
+            return turn
+        if self._slots is None:
+            found = rotation_and_slots(cos_sin, self.positions, dtype, *self._slot_numbers)
+            turn, self._slots = found[:2], found[2:]
+        else:
+            turn = rotation(cos_sin, self.positions, dtype)
+        self._rotations[id(cos_sin)] = turn
         return turn

@@ -46,7 +46,7 @@ def commit(
         _commit_kernel[(batch_rows.shape[0],)](
             *(new_ids, num_accepted, failed, batch_rows, query_start_loc, logit_start_loc, query_lens),
             *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, ran, out),
-            *(token_ids.stride(0), num_stop_ids, new_ids.shape[1], num_columns),
+            (token_ids.stride(0), num_stop_ids, new_ids.shape[1], num_columns),
             RUNNING=int(RowStatus.RUNNING),
             STOPPED=int(RowStatus.STOPPED),
             LENGTH=int(RowStatus.LENGTH),
@@ -113,10 +113,7 @@ def _commit_kernel(
     status,
     ran,
     out,
-    max_len,
-    num_stop_ids,
-    width,
-    num_columns,
+    sizes,  # of rows of tokens, stop tokens, new tokens and results
     RUNNING: tl.constexpr,
     STOPPED: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -129,6 +126,7 @@ def _commit_kernel(
     """One program a request. Padding shares the scratch row, which does not run, so nobody writes to it."""
     wait_for_last(EARLY)
     let_next_start(EARLY)
+    max_len, num_stop_ids, width, num_columns = sizes
     i = tl.program_id(0)
     row = tl.load(batch_rows + i).to(tl.int64)
     before, query_len = tl.load(status + row), tl.load(query_lens + i)

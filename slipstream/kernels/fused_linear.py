@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.geglu import geglu
-from slipstream.kernels.linear import linear
+from slipstream.kernels.linear import embedding, linear
 from slipstream.kernels.small_linear import Epilogue, Scaled, small_linear
 from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.tiles import prefers_library, tile_for
@@ -48,6 +48,24 @@ def scale_tokens(
     return (wide * gain).to(x.dtype), wide.square().sum(1, keepdim=True)
 
 
+def _embed_shape(weight: Tensor, token_ids: Tensor, gain: Tensor) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    spec = TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype)
+    squares = TensorSpec((token_ids.shape[0], 1), torch.promote_types(weight.dtype, torch.float32))
+    return spec, spec, squares
+
+
+@operation(_embed_shape)
+def embed_scaled(
+    weight: Tensor,  # [vocab, size]
+    token_ids: Tensor,  # [num_tokens] int32
+    gain: Tensor,  # [size], of the norm that follows
+) -> tuple[Tensor, Tensor, Tensor]:  # the embeddings; the same with the gain; their sums of squares
+    if runs_triton(weight):
+        return _scale(weight, None, gain, token_ids)
+    x = embedding.body(weight, token_ids)
+    return x, *scale_tokens.body(x, gain)
+
+
 def _sum_shape(x: Tensor, residual: Tensor, gain: Tensor) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     return spec_of(x), spec_of(x), _squares_spec(x)
 
@@ -64,16 +82,20 @@ def add_scaled(
     return total, *scale_tokens.body(total, gain)
 
 
-def _scale(x: Tensor, residual: Tensor | None, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What is scaled, which is new where there is something to add; the same with the gain; its sums of squares."""
-    num_tokens, size = x.shape
-    out, scaled = x if residual is None else torch.empty_like(x), torch.empty_like(x)
+def _scale(
+    x: Tensor, residual: Tensor | None, gain: Tensor, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is scaled, which is new where something is added or rows are chosen; the same with the gain; its squares."""
+    size, num_tokens = x.shape[1], x.shape[0] if rows is None else rows.shape[0]
+    scaled = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    out = x if residual is None and rows is None else torch.empty_like(scaled)
     squares = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
     _scale_kernel[(num_tokens,)](
-        *(x, x if residual is None else residual, gain, out, scaled, squares),
+        *(x, x if residual is None else residual, gain, x if rows is None else rows, out, scaled, squares),
         *(size, 0 if residual is None else residual.stride(0)),
         SUM=residual is not None,
+        CHOOSES=rows is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
         **early_start(x),
@@ -210,12 +232,14 @@ def _scale_kernel(
     x,
     residual,
     gain,
+    rows,
     out,
     scaled,
     squares,
     size,
     residual_stride,
     SUM: tl.constexpr,
+    CHOOSES: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -224,7 +248,10 @@ def _scale_kernel(
     factors = tl.load(gain + column, mask=exists, other=0.0).to(tl.float32)
     wait_for_last(EARLY)
     let_next_start(EARLY)
-    value = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+    row = tl.load(rows + token).to(tl.int64) if CHOOSES else token
+    value = tl.load(x + row * size + column, mask=exists, other=0.0).to(tl.float32)
+    if CHOOSES:
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=exists)
     if SUM:
         before = tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
         total = (value + before).to(out.dtype.element_ty)

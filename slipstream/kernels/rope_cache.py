@@ -1,6 +1,7 @@
 """Rotary embedding of queries and keys, and the write of keys and values into the paged cache, in one operation.
 
-What depends on the step alone, and not on the layer, is made once: ``rotation`` and ``cache_slots``.
+What depends on the step alone, and not on the layer, is made once: ``rotation`` and ``cache_slots``, in one launch
+where both are wanted.
 """
 
 from __future__ import annotations
@@ -38,13 +39,7 @@ def rotation(
 ) -> tuple[Tensor, Tensor]:  # cosines and signed sines, [num_tokens, 1, rotary_dim] each
     dtype = torch.promote_types(dtype, torch.float32)
     if runs_triton(cos_sin):
-        num_tokens, half = positions.shape[0], cos_sin.shape[2]
-        cos, sin = (torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=cos_sin.device) for _ in range(2))
-        block = next_power_of_2(half)
-        _rotation_kernel[(num_tokens,)](
-            *(cos_sin, positions, cos, sin, half), BLOCK=block, num_warps=1, **early_start(cos_sin)
-        )
-        return cos, sin
+        return _launch_rotation(cos_sin, positions, dtype, None, 0, 1)
     cos, sin = cos_sin.index_select(0, positions).to(dtype).unsqueeze(1).unbind(2)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
@@ -75,6 +70,50 @@ def cache_slots(
     slots = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
     page_ids = slots // page_size
     return page_ids, slots - page_ids * page_size
+
+
+def _rotation_and_slots_shape(
+    cos_sin: Tensor, positions: Tensor, dtype: torch.dtype, slot_mapping: Tensor, num_pages: int, page_size: int
+) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
+    return *_rotation_shape(cos_sin, positions, dtype), *_slots_shape(slot_mapping, num_pages, page_size)
+
+
+@operation(_rotation_and_slots_shape)
+def rotation_and_slots(
+    cos_sin: Tensor,  # [max_position, 2, rotary_dim / 2] float32
+    positions: Tensor,  # [num_tokens] int64
+    dtype: torch.dtype,  # of the model
+    slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not to be stored
+    num_pages: int,
+    page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of rotation, of cache_slots
+    if runs_triton(cos_sin):
+        pages, offsets = torch.empty_like(slot_mapping), torch.empty_like(slot_mapping)
+        slots, wide = (slot_mapping, pages, offsets), torch.promote_types(dtype, torch.float32)
+        turn = _launch_rotation(cos_sin, positions, wide, slots, num_pages - 1, page_size)
+        return *turn, pages, offsets
+    return *rotation.body(cos_sin, positions, dtype), *cache_slots.body(slot_mapping, num_pages, page_size)
+
+
+def _launch_rotation(
+    cos_sin: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    slots: tuple[Tensor, Tensor, Tensor] | None,
+    spare_page: int,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    num_tokens, half = positions.shape[0], cos_sin.shape[2]
+    cos, sin = (torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=cos_sin.device) for _ in range(2))
+    _rotation_kernel[(num_tokens,)](
+        *(cos_sin, positions, cos, sin, half, (positions,) * 3 if slots is None else slots, spare_page),
+        SLOTS=slots is not None,
+        PAGE_SIZE=page_size,
+        BLOCK=next_power_of_2(half),
+        num_warps=1,
+        **early_start(cos_sin),
+    )
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -165,10 +204,26 @@ def _rope_and_cache_triton(
 
 
 @jit
-def _rotation_kernel(cos_sin, positions, cos, sin, half, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _rotation_kernel(
+    cos_sin,
+    positions,
+    cos,
+    sin,
+    half,
+    slots,  # slot_mapping, page_ids, offsets, where those are wanted
+    spare_page,
+    SLOTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     wait_for_last(EARLY)
     let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
+    if SLOTS:
+        slot = tl.load(slots[0] + token)
+        tl.store(slots[1] + token, tl.where(slot >= 0, slot // PAGE_SIZE, spare_page))
+        tl.store(slots[2] + token, tl.where(slot >= 0, slot % PAGE_SIZE, 0))
     i = tl.arange(0, BLOCK)
     exists = i < half
     base = cos_sin + tl.load(positions + token) * 2 * half + i

@@ -71,13 +71,14 @@ class Decoder(nn.Module):
         self.cos_sin = [windowed if config.window(idx) else full for idx in range(config.num_layers)]
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        hidden: Tensor = self.model.embed_tokens(input_ids)
-        if self._stack is not None and isinstance(context.metadata, InPlace):
-            return self._forward_at_once(self._stack, hidden, context, context.metadata.common)
-        if self._fused is not None and hidden.shape[0] <= self._fused.max_tokens:
-            normed: Tensor = self.model.norm(self._fused.forward(hidden, context, self.cos_sin))
+        embed = self.model.embed_tokens
+        if self._fused is not None and input_ids.shape[0] <= self._fused.max_tokens:
+            normed: Tensor = self.model.norm(self._fused.forward(embed, input_ids, context, self.cos_sin))
             context.tap(NORMED, normed)
             return normed
+        hidden: Tensor = embed(input_ids)
+        if self._stack is not None and isinstance(context.metadata, InPlace):
+            return self._forward_at_once(self._stack, hidden, context, context.metadata.common)
         residual: Tensor | None = None
         for idx, (layer, cos_sin) in enumerate(zip(self.model.layers, self.cos_sin, strict=True)):
             context.tap(idx, hidden, residual)

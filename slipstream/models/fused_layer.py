@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.kernels.fused_linear import (
+    embed_scaled,
     linear_add,
     linear_add_scaled,
     linear_few,
@@ -19,7 +20,7 @@ from slipstream.kernels.fused_linear import (
     scaled_linear,
 )
 from slipstream.kernels.tiles import Weight, max_fused_tokens
-from slipstream.models.layers import Attention, FeedForward, Linear, RMSNorm
+from slipstream.models.layers import Attention, Embedding, FeedForward, Linear, RMSNorm
 
 
 class FusedLayer(NamedTuple):
@@ -35,13 +36,21 @@ class FusedLayers(NamedTuple):
     layers: list[FusedLayer]
     max_tokens: int
 
-    def forward(self, x: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, embed: Embedding, input_ids: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]
+    ) -> Tensor:
         """The residual stream behind the last layer: [num_tokens, hidden]."""
         before = self.layers[0].before
         assert before is not None
-        prepare_attention(context, cos_sin, x.dtype)
+        prepare_attention(context, cos_sin, embed.weight.dtype)
+        if embed.scale == 1.0:
+            x, *scaled = embed_scaled(embed.weight, input_ids, before.weight)
+            stream = Stream(x, (scaled[0], scaled[1]))
+        else:
+            x = embed(input_ids)
+            stream = Stream(x, scale_tokens(x, before.weight))
         context.tap(0, x)
-        return self.forward_scaled(Stream(x, scale_tokens(x, before.weight)), context, cos_sin)
+        return self.forward_scaled(stream, context, cos_sin)
 
     def forward_scaled(self, stream: Stream, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
         """The same, where whatever made the stream has seen to the first norm."""

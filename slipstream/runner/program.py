@@ -70,7 +70,10 @@ class StepProgram:
         return self.with_logits(batch, self.model.forward(batch.input_ids, self.context(batch, drafts)))
 
     def with_logits(self, batch: InputBatch, hidden: Tensor) -> TargetOutput:
-        return TargetOutput(hidden, self.model.compute_logits(hidden.index_select(0, batch.logit_indices)))
+        wanted, is_decode = batch.logit_indices, batch.decode_len is not None
+        # Where all decode, every token has its logits, in order.
+        chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)
+        return TargetOutput(hidden, self.model.compute_logits(chosen))
 
     def finish(self, batch: InputBatch, logits: Tensor, needs: SamplingNeeds) -> Tensor | None:
         """Check the drafts of every request, and let the rows take what comes of it. Gives log probabilities."""

@@ -117,15 +117,23 @@ class AutoRegressiveSpeculator(ABC):
         """What was not done for notes' sake."""
 
     @abstractmethod
-    def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        """A later pass, to find draft ``idx`` of so many: [padded_reqs, hidden]."""
+    def _next(
+        self, idx: int, num_drafts: int, input_ids: Tensor, left: Tensor | None, context: AttentionContext
+    ) -> Tensor:
+        """A later pass, to find draft ``idx`` of so many: [padded_reqs, hidden].
+
+        What the one before has left, as drafts were drawn from it, comes along; None where that was the first pass.
+        """
 
     @abstractmethod
     def _logits(self, idx: int, hidden: Tensor) -> Tensor:
         """Of draft ``idx``: [n, hidden] -> [n, columns]."""
 
     def _chosen(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
-        """Of what a pass has left, at these tokens or at all, what is drawn from; a method may keep it for the next."""
+        """What a pass has left, as it is drawn from: all of it, or of a first pass these tokens.
+
+        A method that wants to see the latter again must keep it: the later passes may be another graph.
+        """
         return hidden if places is None else hidden.index_select(0, places)
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
@@ -180,7 +188,7 @@ class AutoRegressiveSpeculator(ABC):
         num_reqs = batch.padded_reqs
         drafts = self._draft_ids[:num_reqs, : batch.num_drafts]
         starts = np.arange(batch.num_reqs + 1, dtype=np.int32)
-        rows = self._rows
+        rows, left = self._rows, None
         for idx in range(1, batch.num_drafts):
             prepare_next_pass(
                 *(drafts[:, idx - 1], idx, batch.rows, rows.page_table, rows.num_computed, rows.num_tokens),
@@ -191,8 +199,8 @@ class AutoRegressiveSpeculator(ABC):
             # The bound moves on with the device's lengths.
             bounds = np.minimum(batch.seq_lens_bound + idx, self._max_len)
             context = self._context(batch, num_reqs, self._one_each[: num_reqs + 1], starts, 1, bounds)
-            made = self._next(idx, batch.num_drafts, self._input_ids[:num_reqs], context)
-            self._choose(batch, idx, self._chosen(made), noise)
+            left = self._chosen(self._next(idx, batch.num_drafts, self._input_ids[:num_reqs], left, context))
+            self._choose(batch, idx, left, noise)
         return drafts
 
     def _choose(self, batch: DraftBatch, idx: int, hidden: Tensor, noise: bool) -> None:

@@ -87,7 +87,9 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
     def catch_up(self, padded_reqs: int, num_steps: int) -> None:
         pass
 
-    def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
+    def _next(
+        self, idx: int, num_drafts: int, input_ids: Tensor, left: Tensor | None, context: AttentionContext
+    ) -> Tensor:
         return self._model.forward(input_ids, context)
 
     def _logits(self, idx: int, hidden: Tensor) -> Tensor:

@@ -164,8 +164,10 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         context = AttentionContext(self.backend, None, self.kv_caches, notes.positions[:n], notes.slots[:n])
         self._head.write_keys(notes.input_ids[:n], self._head.combine(notes.features[:n]), context)
 
-    def _next(self, idx: int, num_drafts: int, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        made = list(self._hidden[:, : input_ids.shape[0]].unbind())
+    def _next(
+        self, idx: int, num_drafts: int, input_ids: Tensor, left: Tensor | None, context: AttentionContext
+    ) -> Tensor:
+        made = list((self._hidden[:, : input_ids.shape[0]] if left is None else left).unbind())
         before = [made[(idx - 1) % len(made)], *made[:-1]]  # the first goes on from whichever drafted last
         # A module whose turn will not come again, or not at all, may leave its keys out.
         first = idx if num_drafts <= len(made) else 0
@@ -174,8 +176,10 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
     def _chosen(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
-        """At an address of its own: the first pass and the others may be graphs of their own."""
-        kept = self._hidden[:, : (hidden if places is None else places).shape[0]]
+        """By module: [modules, n, size]."""
+        if places is None:
+            return hidden.view(-1, self._num_modules, self._size).transpose(0, 1)
+        kept = self._hidden[:, : places.shape[0]]
         keep_states(hidden, places, kept)
         return kept
 

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.kernels.decode_attention import decode_attention
-from slipstream.kernels.fused_linear import add_scaled, linear_add, scale_tokens, scaled_gated, scaled_linear
+from slipstream.kernels.fused_linear import (
+    add_scaled,
+    embed_scaled,
+    linear_add,
+    scale_tokens,
+    scaled_gated,
+    scaled_linear,
+)
 from tests.kernels.dense_attention import hide_queries, plant_nan
 from tests.kernels.triton_check import Case, Real
 
@@ -66,6 +73,16 @@ def _products_of(name: str, tokens: _Tokens, size: int) -> Iterator[Case]:
         return {**parts, "gain": Real(torch.randn(tokens.size))}
 
     yield Case(f"add_scaled-{name}", add_scaled, total)
+
+    def embedded() -> dict[str, Any]:
+        rows, shape = torch.randint(0, 50, (tokens.num_tokens,)), (50, tokens.size)
+        return {
+            "weight": Real(torch.randn(shape)),
+            "token_ids": rows.int(),
+            "gain": Real(torch.randn(tokens.size)),
+        }
+
+    yield Case(f"embed_scaled-{name}", embed_scaled, embedded)
 
 
 class _Decode(NamedTuple):

@@ -202,7 +202,7 @@ def noted_launches() -> Iterator[list[str]]:
         set_launcher("cpu", None)
 
 
-BEFORE, LAYER = ["rotation", "cache_slots", "join_states"], ["linear_add_scaled", "scaled_gated", "linear_add"]
+BEFORE, LAYER = ["rotation_and_slots", "join_states"], ["linear_add_scaled", "scaled_gated", "linear_add"]
 ATTENTION = ["rope_and_cache", "paged_attention"]  # on a GPU one launch
 
 

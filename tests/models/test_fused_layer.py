@@ -35,7 +35,7 @@ def test_the_same_tokens_as_layer_by_layer(monkeypatch: pytest.MonkeyPatch, tmp_
     forward = fused_layer.FusedLayers.forward
     monkeypatch.setattr(fused_layer, "max_fused_tokens", lambda like, weights: 16)
     monkeypatch.setattr(
-        fused_layer.FusedLayers, "forward", lambda *args: ran.append(args[1].shape[0]) or forward(*args)
+        fused_layer.FusedLayers, "forward", lambda *args: ran.append(args[2].shape[0]) or forward(*args)
     )
     assert generate(folder) == expected
     # Experts take the plain way, and so do steps of many tokens.
