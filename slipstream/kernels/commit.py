@@ -42,18 +42,17 @@ def commit(
     out: Tensor,  # [padded_reqs, NUM_HEADER_COLUMNS + k + 1] int32; tokens that are none are -1
 ) -> None:
     if runs_triton(batch_rows):
-        num_stop_ids, num_columns = stop_ids.shape[1], out.shape[1] - NUM_HEADER_COLUMNS
+        sizes = (token_ids.stride(0), stop_ids.shape[1], new_ids.shape[1], out.shape[1] - NUM_HEADER_COLUMNS)
         _commit_kernel[(batch_rows.shape[0],)](
             *(new_ids, num_accepted, failed, batch_rows, query_start_loc, logit_start_loc, query_lens),
-            *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, ran, out),
-            (token_ids.stride(0), num_stop_ids, new_ids.shape[1], num_columns),
+            *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, ran, out, sizes),
             RUNNING=int(RowStatus.RUNNING),
             STOPPED=int(RowStatus.STOPPED),
             LENGTH=int(RowStatus.LENGTH),
             ERROR=int(RowStatus.ERROR),
             HEADER=NUM_HEADER_COLUMNS,
-            STOPS=next_power_of_2(num_stop_ids),
-            WIDTH=next_power_of_2(num_columns),
+            STOPS=next_power_of_2(sizes[1]),
+            WIDTH=next_power_of_2(sizes[3]),
             num_warps=1,
             **early_start(batch_rows),
         )
