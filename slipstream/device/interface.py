@@ -67,6 +67,7 @@ class Device(Protocol):
     compute_stream: Stream
     copy_stream: Stream
     sync_guard: SyncGuard
+    keeps_time: bool  # how long the host waits for it means something
 
     def hardware(self, dtype: str) -> Hardware:
         """What this machine has. ``dtype`` is the user's wish: only a risky one is probed, which takes seconds."""

@@ -30,8 +30,8 @@ _MARGIN = 1.02  # a change has to promise more than this
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
 _NEARLY = 0.97  # of what the usual length promises
-_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 64  # one of many requests says more
-_TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
+_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 96  # one of many requests says more
+_TRIAL_SHARE = 0.01  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
 
@@ -58,7 +58,7 @@ class DraftLength(Protocol):
         ...
 
     def took(self, composition: Composition, seconds: float) -> None:
-        """Of a step that had the device for itself, from its plan to its tokens."""
+        """Of a step that had the device for itself, from its plan to its tokens, or of one among others like it."""
         ...
 
     def move_in(self, row: int) -> None:
