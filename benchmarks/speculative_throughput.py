@@ -71,10 +71,13 @@ class Contestant:
             return built[0]
 
         self.client = EngineClient.in_thread(build)
-        wait_for_graphs(self.client)
         self._verifier = built.pop().core.runner.program.verifier
+
+    def wait(self) -> None:
+        wait_for_graphs(self.client)
         stats = self.client.stats
-        print(f"k = {k}: {stats.num_graphs} graphs, {stats.graph_bytes / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+        text = f"k = {self.k}: {stats.num_graphs} graphs, {stats.graph_bytes / 2**20:.0f} MiB"
+        print(text, file=sys.stderr, flush=True)
 
     def set_rates(self, name: str) -> None:
         if self.k != "0":
@@ -113,6 +116,7 @@ def measure(arguments: argparse.Namespace, k: str, batches: list[int]) -> list[d
     try:
         for one in beside:
             contestants.append(Contestant(arguments.shape, one, max(batches)))
+            contestants[-1].wait()
         for name in arguments.rates.split(",") if k != "0" else ["high"]:
             for batch in batches:
                 prompts = prompts_for(arguments.shape, batch)

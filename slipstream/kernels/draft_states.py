@@ -53,15 +53,14 @@ def join_states(
 @operation(writes_only, writes=("kept",))
 def keep_states(
     states: Tensor,  # [num_tokens, modules * size]: what each module has made of a token, side by side
-    places: Tensor | None,  # [n] int64: the tokens that count; None: all, in order
+    places: Tensor,  # [n] int64: the tokens that count
     # written:
     kept: Tensor,  # [modules, n, size]
 ) -> None:
     if runs_triton(states):
         _launch_keep(states, places, kept)
         return
-    chosen = states if places is None else states.index_select(0, places)
-    kept.copy_(chosen.view(kept.shape[1], kept.shape[0], kept.shape[2]).transpose(0, 1))
+    kept.copy_(states.index_select(0, places).view(kept.shape[1], kept.shape[0], kept.shape[2]).transpose(0, 1))
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ def _launch_join(
     return out
 
 
-def _launch_keep(states: Tensor, places: Tensor | None, kept: Tensor) -> None:
+def _launch_keep(states: Tensor, places: Tensor, kept: Tensor) -> None:
     states = _dense_rows(states)
     num_modules, n, size = kept.shape
     assert kept.stride(1) == size, "a module's states lie side by side"
@@ -104,7 +103,6 @@ def _launch_keep(states: Tensor, places: Tensor | None, kept: Tensor) -> None:
     block = next_power_of_2(size)
     _keep_kernel[(n, num_modules)](
         *(states, places, kept, states.stride(0), kept.stride(0), size),
-        CHOOSES=places is not None,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
         **early_start(states),
@@ -158,7 +156,6 @@ def _keep_kernel(
     states_stride,
     module_stride,
     size,
-    CHOOSES: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -166,8 +163,6 @@ def _keep_kernel(
     exists = column < size
     wait_for_last(EARLY)
     let_next_start(EARLY)
-    token = i
-    if CHOOSES:
-        token = tl.load(places + i)
+    token = tl.load(places + i)
     value = tl.load(states + token * states_stride + module * size + column, mask=exists, other=0.0)
     tl.store(kept + module * module_stride + i * size + column, value, mask=exists)

@@ -103,7 +103,7 @@ def small_linear(
         return Product(out, scaled, sums)
     if tile.columns == 0:
         widths = column_parts(in_size, tile.num_warps)
-        assert widths is not None, "no such tile is a candidate"
+        assert widths is not None and num_tokens <= tile.tokens, "no such tile is a candidate"
         shares = {"WARPS": tile.num_warps, "WIDTHS": widths}
         _held_kernel[(num_tiles,)](*arrays, *sizes, **shares, BLOCK_N=tile.rows, BLOCK_M=tile.tokens, **flags)
         return Product(out, scaled, sums)

@@ -29,6 +29,7 @@ _STREAK, _AFRESH = 10, 6.0  # after so many steps without a right draft the text
 _MARGIN = 1.02  # a change has to promise more than this
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
+_NEW = (3, 16)  # from and to which step after a change of the length their times may speak against it
 _NEARLY = 0.97  # of what the usual length promises
 _TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 96  # one of many requests says more
 _TRIAL_SHARE = 0.01  # of the time, at most, unless that would be rarer than the above
@@ -115,6 +116,7 @@ class AdaptiveLength:
         self._tried: list[tuple[Composition, int]] = []  # steps under way that check a trial, and the length it left
         self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
+        self._num_timed, self._is_timed = 0, False  # steps since the length changed; whether there is one to look at
 
     def wanted(self) -> Lengths:
         trial = self._trial
@@ -127,6 +129,7 @@ class AdaptiveLength:
         self._right[row] = self._usual
         self._num_seen[row] = _PRIOR
         self._num_failed[row] = 0
+        self._costs.interrupt()
         # The more of a batch is new, the sooner a trial is worth it.
         others = 0 if self._batch is None else len(self._batch[1]) - 1
         self._interval = min(self._interval, max(_FIRST, self._interval * others // (others + 1)))
@@ -154,10 +157,11 @@ class AdaptiveLength:
             self._collected.append((composition, num_accepted))
 
     def look(self) -> None:
-        if self._collected:
+        if self._collected or self._is_timed:
             for step in self._collected:
                 self._take(*step)
             self._collected.clear()
+            self._is_timed = False
             self._decide()
 
     def took(self, composition: Composition, seconds: float) -> None:
@@ -171,6 +175,9 @@ class AdaptiveLength:
             seconds = 0.0 if less is None else 2 * seconds - less
         if seconds > 0.0:
             self._costs.observe(num_reqs, max(check, make), seconds)
+            self._num_timed += 1
+            # Where nothing is drafted, nothing else would say that this was a mistake.
+            self._is_timed = _NEW[0] <= self._num_timed <= _NEW[1]
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -240,7 +247,7 @@ class AdaptiveLength:
                 best, best_rate = length, rate
         if best != self.length:
             self.length = best
-            self._trial, self._num_since_trial = None, 0
+            self._trial, self._num_since_trial, self._num_timed = None, 0, 0
 
     def _tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Tokens that a step gives a request on average, by how many drafts it checks."""

@@ -8,11 +8,15 @@ Elsewhere a factor: drawing at random costs what greedy requests do not pay, and
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 
-_HELD_UP = 1.5  # times the usual: a step that took longer says little
+_HELD_UP = 1.5  # times the usual: a step that took longer says little, and the next one ends so much sooner
 _RATE, _DRIFT = 1 / 8, 1 / 64  # without graphs: of what real steps say; of what they say of others
-_RATE_IN_GRAPHS, _SETTLED = 1 / 16, 16  # of what real steps say; steps in a row after which changes concern all
+_RATE_IN_GRAPHS, _FORGETTING = 1 / 16, 1 / 512  # in graphs: of what real steps say; of what lengths not in use cost
+# Steps behind a change of the length that say what it costs more than the other, and how many of them are looked at
+# together, for one may have been held up.
+_SETTLED, _NUM_FIRST = 16, 3
 
 
 class StepCosts:
@@ -48,6 +52,10 @@ class StepCosts:
                 self._extras.learn(size, num_drafts, self._seconds[size, num_drafts], seconds)
         elif (measured := self._measured(num_reqs, num_drafts)) is not None:
             self._factors.learn(num_drafts, measured, seconds)
+
+    def interrupt(self) -> None:
+        """Somebody has come: steps behind this are not to be compared with those before."""
+        self._extras.interrupt()
 
     def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         """None where nothing is known, or no graph would take the batch."""
@@ -89,34 +97,63 @@ class _Factors:
 
 
 class _Extras:
-    """By padded size and draft length, real seconds above the measured ones.
+    """By padded size and draft length, real seconds above the measured ones: a part that all lengths of a size have in
+    common, as texts grow and shrink, and one of each length's own, which is 0 for the shortest and never less for one
+    that is longer, for it computes more.
 
-    What a length costs more than another shows when it is used. Until then it is taken to be as cheap as measured, so
-    that it will be, if that would pay; or as a shorter one that is known, for what is longer computes more. What
-    changes while a length stays, as texts grow longer, is the same for all.
+    A length's own shows right behind a change from another one, where all else is the same. It is forgotten slowly, in
+    case all else was not. A length shorter than all that were used is taken to be as cheap as measured, so that it will
+    be used if that would pay.
     """
 
     def __init__(self) -> None:
         self._common: dict[int, float] = {}  # by size
         self._own: dict[int, dict[int, float]] = {}  # by size and length
         self._last: tuple[int, int] | None = None
-        self._num_alike = 0  # steps in a row
+        self._num_alike, self._compares = 0, False  # steps in a row; whether they came right behind another length
+        self._first: list[float] = []  # what the first of them took
+
+    def interrupt(self) -> None:
+        self._last = None
 
     def of(self, size: int, num_drafts: int) -> float:
         own = self._own.get(size, {})
-        shorter = max((extra for length, extra in own.items() if length < num_drafts), default=0.0)
-        return self._common.get(size, 0.0) + own.get(num_drafts, max(0.0, shorter))
+        if all(num_drafts < length for length in own):
+            return 0.0
+        return max(0.0, self._common.get(size, 0.0) + _own_of(own, num_drafts))
 
     def learn(self, size: int, num_drafts: int, measured: float, seconds: float) -> None:
-        key = (size, num_drafts)
-        self._num_alike = self._num_alike + 1 if self._last == key else 1
-        self._last, before = key, measured + self.of(size, num_drafts)
-        error = min(seconds, _HELD_UP * before) - before
-        change = max(1 / (1 + self._num_alike), _RATE_IN_GRAPHS) * error
-        if self._num_alike > _SETTLED:
-            self._common[size] = self._common.get(size, 0.0) + change
+        if self._last != (size, num_drafts):
+            self._num_alike, self._compares = 0, self._last is not None and self._last[0] == size
+            self._last = (size, num_drafts)
+            self._first.clear()
+        self._num_alike += 1
+        if self._num_alike <= _NUM_FIRST:
+            self._first.append(seconds)
+            if self._num_alike < _NUM_FIRST:
+                return
+        own, common = self._own.setdefault(size, {}), self._common.get(size, 0.0)
+        own.setdefault(num_drafts, _own_of(own, num_drafts))
+        before = max(measured / _HELD_UP, measured + common + own[num_drafts])
+        if self._num_alike == _NUM_FIRST:
+            change = median(self._first) - before
         else:
-            self._own.setdefault(size, {})[num_drafts] = before + change - measured - self._common.get(size, 0.0)
+            error = min(max(seconds, before / _HELD_UP), _HELD_UP * before) - before
+            change = max(1 / self._num_alike, _RATE_IN_GRAPHS) * error
+        if self._compares and self._num_alike <= _SETTLED:
+            own[num_drafts] += change
+        else:
+            common += change
+        now, least = own[num_drafts], min(own[min(own)], own[num_drafts])
+        for length, extra in own.items():
+            if length != num_drafts:
+                extra = min(extra, now) if length < num_drafts else max(extra, now)
+                own[length] = (extra - least) * (1.0 - _FORGETTING)
+        own[num_drafts], self._common[size] = now - least, common + least
+
+
+def _own_of(own: Mapping[int, float], num_drafts: int) -> float:
+    return own.get(num_drafts, max((extra for length, extra in own.items() if length < num_drafts), default=0.0))
 
 
 def _between(points: Sequence[tuple[int, float]], x: int) -> float | None:

@@ -32,7 +32,7 @@ class DraftNotes:
     """A place on the device for each of so many steps and each request, and those of padding."""
 
     def __init__(self, max_reqs: int, width: int, dtype: torch.dtype, place: torch.device) -> None:
-        # A step too many, as when recordings are timed, goes behind the end.
+        # A step too many, which nobody takes, would go behind the end.
         size = (NUM_NOTED_STEPS + 1) * max_reqs
         self._first = torch.full((max_reqs,), -1, dtype=torch.int32, device=place)
         self.input_ids = torch.zeros(size, dtype=torch.int32, device=place)

@@ -25,9 +25,7 @@ def head_passes() -> Iterator[Case]:
             label = "x".join(map(str, shape))
             yield Case(f"join_states-{label}-{name}", join_states, lambda s=shape, n=name: _join_args(*s, n))
     for sizes in _KEPT:
-        for chooses in (False, True):
-            label = "x".join(map(str, sizes)) + ("-chosen" if chooses else "")
-            yield Case(f"keep_states-{label}", keep_states, lambda s=sizes, c=chooses: _keep_args(*s, c))
+        yield Case(f"keep_states-{'x'.join(map(str, sizes))}", keep_states, lambda s=sizes: _keep_args(*s))
     for num_tokens, out_size, in_size in _PRODUCTS:
         for bias in (False, True):
 
@@ -57,9 +55,8 @@ def _join_args(n: int, size: int, vocab_size: int, name: str) -> dict[str, Any]:
     }
 
 
-def _keep_args(num_tokens: int, n: int, num_modules: int, size: int, max_kept: int, chooses: bool) -> dict[str, Any]:
-    states = torch.randn(num_tokens if chooses else n, num_modules * size)
+def _keep_args(num_tokens: int, n: int, num_modules: int, size: int, max_kept: int) -> dict[str, Any]:
+    states = torch.randn(num_tokens, num_modules * size)
     # What lies behind the batch stays as it is.
     kept = torch.randn(num_modules, max(n, max_kept), size)[:, :n]
-    places = torch.randint(0, num_tokens, (n,)) if chooses else None
-    return {"states": Real(states), "places": places, "kept": Real(kept)}
+    return {"states": Real(states), "places": torch.randint(0, num_tokens, (n,)), "kept": Real(kept)}

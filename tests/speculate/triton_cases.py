@@ -119,7 +119,9 @@ def _notes() -> Iterator[Case]:
         def args(n: int = num_reqs, pad: int = num_padding, w: int = width, at: int = step) -> dict[str, Any]:
             rows, batch, size, longs = draw_rows(60, 4), batch_of(n, pad), 17 * 9, {"dtype": torch.int64}
             is_there = (rows["ran"][batch.long()] > 0) & (torch.arange(n + pad) < n)
-            position = (rows["num_tokens"][batch.long()] - 1) * is_there
+            # Most have drawn a token behind this one.
+            behind = 1 + ints(torch.rand(n + pad) < 0.8)
+            position = (rows["num_tokens"][batch.long()] - behind) * is_there
             # Some began with this step; those that ended before it have no slot.
             begun = torch.where(torch.rand(n + pad) < 0.8, position - at, -1)
             return {
