@@ -316,6 +316,36 @@ MUTATIONS = [
         "pass",
     ),
     Mutation(
+        "notes: one over the other",
+        "speculate/draft_notes.py",
+        "places = ((positions - first).clamp(0, most) * n + torch.arange(n))[noted]",
+        "places = (0 * positions + torch.arange(n))[noted]",
+    ),
+    Mutation(
+        "notes: of the token itself and not of the one behind it",
+        "speculate/draft_notes.py",
+        "behind = torch.where(is_known, token_ids[rows, torch.where(is_known, positions + 1, 0)], 0)",
+        "behind = torch.where(is_known, token_ids[rows, torch.where(is_known, positions, 0)], 0)",
+    ),
+    Mutation(
+        "notes: a request's are counted on from another's",
+        "speculate/draft_notes.py",
+        "self._first.fill_(-1)",
+        "pass",
+    ),
+    Mutation(
+        "logits: in the order of tokens where not all decode",
+        "runner/program.py",
+        "chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)",
+        "chosen = hidden[: len(wanted)]",
+    ),
+    Mutation(
+        "checking: drafts that are there are taken for none",
+        "runner/input_batch.py",
+        "are_none=decode_len == 1,",
+        "are_none=decode_len is not None and decode_len < 3,",
+    ),
+    Mutation(
         "gaps: of a single token they are not seen",
         "speculate/draft_gaps.py",
         "gap = runs & (first > end)\n    if not goes",

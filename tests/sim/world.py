@@ -158,8 +158,12 @@ class World:
         # In every fifth world short prompts are followed by long answers, with a drafter that keeps keys of its own and
         # lengths that are drawn: elsewhere there are few gaps in its cache, for it is shown all prompts.
         self.is_for_gaps = not self.events and not self.overrides and self.seed % 5 == 1
+        # In half of those a head looks on in recorded steps: elsewhere it hardly ever takes notes.
+        self.is_for_notes = self.is_for_gaps and self.seed % 10 == 1
         if self.is_for_gaps:
             drawn = (drawn & GAP_EVENTS) | {"drafts"}
+        if self.is_for_notes:
+            drawn |= {"graphs"}
         # In every tenth world all of a batch mostly begin with common pages: elsewhere there are few such steps.
         if self.is_alike is None:
             self.is_alike = not self.events and not self.overrides and self.seed % 10 == 4
@@ -192,6 +196,8 @@ class World:
         num_pages = wanted + (rng.randint(0, wanted) if "few_pages" in self.events else wanted * max_num_seqs)
         sizes = sorted({*rng.sample(range(1, 13), 2), *rng.sample(range(1, 49), 2)})
         mode = rng.choice(GRAPH_MODES) if "graphs" in self.events else "none"
+        if self.is_for_notes:
+            mode = "full"
         apart = random.Random(~self.seed)  # so that a world is otherwise what it was before there was what it draws
         return EngineOptions(
             device="sim",
@@ -227,7 +233,7 @@ class World:
                 "prompt_lookup_min": least,
                 "prompt_lookup_max": least + rng.randint(0, 2),
             }
-        method = rng.choice(["draft_model", "eagle", "eagle3", "mtp"])
+        method = rng.choice(["eagle", "eagle3"] if self.is_for_notes else ["draft_model", "eagle", "eagle3", "mtp"])
         return drawn | {"method": method} | ({} if method == "mtp" else {"model": "the hash"})
 
     def _draw_head(self) -> HeadShape:

@@ -143,8 +143,12 @@ def test_a_head_that_makes_no_drafts_keeps_up(
             core.runner.graphs.catch_up()
         caches = core.runner.speculator.kv_caches
         num_kept = min(map(len, ends.values())) - 6  # behind them may stand what was drafted
+        drafting = core.runner.rows.drafting
         with core.runner.device.sync_guard.allow("build"):
             rows = [cache.cpu() for cache in caches]
+            # No gap: all that was computed, from the beginning.
+            assert drafting.draft_start.cpu()[: len(requests)].tolist() == [0] * len(requests)
+            assert torch.equal(drafting.draft_end.cpu(), drafting.num_computed.cpu())
         return [torch.stack([cache[pages[i]][:, :, :num_kept] for i in sorted(pages)]) for cache in rows]
 
     for own, theirs in zip(kept(0), kept(3), strict=True):
