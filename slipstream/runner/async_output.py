@@ -93,7 +93,7 @@ class InFlightStep:
         found = pinned.numpy()
         header, tokens = found[:, :NUM_HEADER_COLUMNS], found[:, NUM_HEADER_COLUMNS:]
         statuses, num_drafts, num_accepted = header.T.tolist()
-        if tokens.shape[1] == 1:
+        if tokens.shape[1] == 1 or not any(self.plan.composition.num_drafts):
             token_ids = [[token] if token >= 0 else [] for token in tokens[:, 0].tolist()]
         else:
             # What is no token stands behind those that are.

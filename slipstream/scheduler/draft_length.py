@@ -117,6 +117,7 @@ class AdaptiveLength:
         self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
         self._num_timed, self._is_timed = 0, False  # steps since the length changed; whether there is one to look at
+        self._timed: tuple[Composition, bool] | None = None  # the step timed last; whether all of it decode alike
 
     def wanted(self) -> Lengths:
         trial = self._trial
@@ -165,9 +166,11 @@ class AdaptiveLength:
             self._decide()
 
     def took(self, composition: Composition, seconds: float) -> None:
-        num_reqs, make = composition.num_reqs, composition.num_next_drafts
-        check = composition.num_drafts[0]
-        if composition.num_tokens != (1 + check,) * num_reqs or composition.num_drafts != (check,) * num_reqs:
+        num_reqs, check, make = composition.num_reqs, composition.num_drafts[0], composition.num_next_drafts
+        if self._timed is None or self._timed[0] is not composition:
+            alike = composition.num_tokens == (1 + check,) * num_reqs and composition.num_drafts == (check,) * num_reqs
+            self._timed = (composition, alike)
+        if not self._timed[1]:
             return  # somebody's prompt
         if check != make:
             # A step of a trial costs what checking costs and what making costs, about half of a usual step each.
