@@ -13,7 +13,7 @@ from statistics import median
 
 _HELD_UP = 1.5  # times the usual: a step that took longer says little, and the next one ends so much sooner
 _RATE, _DRIFT = 1 / 8, 1 / 64  # without graphs: of what real steps say; of what they say of others
-_RATE_IN_GRAPHS, _FORGETTING = 1 / 16, 1 / 512  # in graphs: of what real steps say; of what lengths not in use cost
+_RATE_IN_GRAPHS, _FORGETTING = 1 / 16, 1 / 1024  # in graphs: of what real steps say; of what lengths not in use cost
 # Steps behind a change of the length that say what it costs more than the other, and how many of them are looked at
 # together, for one may have been held up.
 _SETTLED, _NUM_FIRST = 16, 3

@@ -350,7 +350,7 @@ def test_measurements_that_are_wrong_do_no_harm(
     found = engine.run(rates, 400)
     more = begin + growth * 200  # in the middle
     grown = {k: seconds + more for k, seconds in cost.items()}
-    assert found > 0.97 * num_reqs / grown[0]
+    assert found > 0.98 * num_reqs / grown[0]
     assert found > 0.97 * best_rate(rates, grown, num_reqs)
 
 
