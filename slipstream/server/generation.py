@@ -58,6 +58,7 @@ class _Mailbox:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, RequestOutput] = {}
         self._arrived = asyncio.Event()
+        self._failure: Exception | None = None
 
     def sink(self, i: int) -> Callable[[RequestOutput], None]:
         """What the engine's output thread calls."""
@@ -75,12 +76,23 @@ class _Mailbox:
         self._waiting[i] = output
         self._arrived.set()
 
+    def fail(self, failure: Exception) -> None:
+        """What the reader gets from here on."""
+        self._failure = failure
+        self._arrived.set()
+
     async def get(self) -> tuple[int, RequestOutput]:
-        while not self._waiting:
+        while not self._waiting and self._failure is None:
             self._arrived.clear()
             await self._arrived.wait()
+        if self._failure is not None:
+            raise self._failure
         i = next(iter(self._waiting))
         return i, self._waiting.pop(i)
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
 
 
 class Gate:
@@ -92,6 +104,14 @@ class Gate:
         self._max_open = client.config.scheduler.max_num_seqs + max_queue
         self.num_open = 0  # continuations that have not ended
         self.num_aborted = 0  # because nobody waits for them any more
+        self.is_closed = False
+        self._mailboxes: set[_Mailbox] = set()
+
+    def close(self) -> None:
+        """The server ends: whoever still waits for an answer is told so, and nobody is let in any more."""
+        self.is_closed = True
+        for mailbox in self._mailboxes:
+            mailbox.fail(_ending())
 
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, request_id: str, priority: int
@@ -112,6 +132,8 @@ class Gate:
         return generation
 
     def _reserve(self, wanted: int) -> Generation:
+        if self.is_closed:
+            raise _ending()
         if wanted > self._max_open:
             raise ApiError(400, f"{wanted} continuations at once are more than the {self._max_open} this server allows")
         if self.num_open + wanted > self._max_open:
@@ -136,12 +158,17 @@ class Gate:
         """Start all prompts; inside the context their outputs arrive. Whatever has not ended at its end is aborted."""
         mailbox = _Mailbox()
         open_ids: dict[int, Submission] = {}
+        self._mailboxes.add(mailbox)
         try:
+            if self.is_closed:
+                self.num_aborted += generation.num_reserved
+                raise _ending()
             for i, submission in enumerate(generation.submissions):
                 self.client.submit(submission, mailbox.sink(i), every_token=every_token)
                 open_ids[i] = submission
             yield self._outputs(generation, mailbox, open_ids)
         finally:
+            self._mailboxes.discard(mailbox)
             self.release(generation)
             for submission in open_ids.values():
                 self.num_aborted += len(submission.requests)

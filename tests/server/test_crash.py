@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -35,7 +36,8 @@ def test_killing_the_engine_in_mid_stream(own_server: RunningServer) -> None:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         waiting.start()
-        time.sleep(0.3)
+        while own_server.metric("running") < 2:
+            pass
         os.kill(own_server.engine_pid, signal.SIGKILL)
         killed = time.monotonic()
         last = [line for line in lines if line.startswith("data: ")][-1]
@@ -104,26 +106,31 @@ def test_a_shutdown_lets_requests_finish(own_server: RunningServer) -> None:
     assert not Path(f"/proc/{engine_pid}").exists()
 
 
-def test_a_shutdown_that_takes_too_long_aborts_and_says_so(model_folder: Path) -> None:
+@pytest.fixture
+def hasty_server(model_folder: Path) -> Iterator[RunningServer]:
     running = start_server(model_folder, "--shutdown-timeout-s", "0")
-    stopped = threading.Event()
-
-    def read_slowly() -> None:
-        try:
-            body = {**LONG, "stream": True, "n": 16}
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
-                for _ in answer.iter_lines():
-                    if stopped.is_set():
-                        time.sleep(0.05)
-        except httpx.HTTPError:
-            pass
-
-    reader = threading.Thread(target=read_slowly)
-    reader.start()
-    time.sleep(0.7)
-    stopped.set()
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(20) is not None
-    assert "16 aborted" in running.wait_for_line("shut down:")
-    reader.join()
+    yield running
     running.stop()
+
+
+def test_a_shutdown_that_takes_too_long_aborts_and_says_so(hasty_server: RunningServer) -> None:
+    url = f"{hasty_server.url}/v1/completions"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.stream("POST", url, json={**LONG, "stream": True, "n": 8}, timeout=60) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        whole = pool.submit(
+            httpx.post, url, json={**LONG, "n": 8}, timeout=60
+        )  # behind the first, which has no end yet
+        while hasty_server.metric("waiting") == 0:
+            pass
+        hasty_server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line.startswith("data: ")]
+    error = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": 503}
+    assert json.loads(rest[-1].removeprefix("data: ")) == {"error": error}
+    assert whole.result().status_code == 503
+    assert whole.result().json() == {"error": error}
+    hasty_server.process.wait(20)
+    assert "0 requests finished, 16 aborted" in hasty_server.wait_for_line("shut down:")
