@@ -30,7 +30,7 @@ GROUPS = {
     "attention": ("_decode_kernel", "attention"),
     "sampling": ("_draw_kernel", "_accept_kernel", "_force_kernel", "argmax", "_find_kernel"),
     "norms": ("_rms_norm", "_scale_kernel", "_gated_kernel", "_join_kernel", "_keep_kernel"),
-    "inputs": ("_prepare", "_pass_kernel", "_slots_kernel", "_rotation", "_gaps", "_commit", "_place", "ndexSelect"),
+    "inputs": ("_prepare", "_pass_kernel", "_rotation", "_gaps", "_commit", "_place", "ndexSelect"),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.attention.gdn import GDNLayer, Recurrence
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.rms_norm import rms_norm
-from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation, rotation_and_slots
+from slipstream.kernels.rope_cache import rope_and_cache, rotation, rotation_and_slots
 from slipstream.kernels.tap import tap
 
 
@@ -152,23 +152,18 @@ class AttentionContext:
 
     @property
     def slots(self) -> tuple[Tensor, Tensor]:
-        """Page and offset of every token."""
-        if self._slots is None:
-            self._slots = cache_slots(*self._slot_numbers)
+        """Page and offset of every token; made with the first rotation."""
+        assert self._slots is not None
         return self._slots
 
-    @property
-    def _slot_numbers(self) -> tuple[Tensor, int, int]:
-        num_pages, _, _, page_size, _ = self.kv_caches[0].shape
-        return self.slot_mapping, num_pages, page_size
-
     def rotation(self, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at the tokens' positions. Who asks for them will ask for the slots as well."""
+        """Cosines and sines at the tokens' positions."""
         turn = self._rotations.get(id(cos_sin))
         if turn is not None:
             return turn
         if self._slots is None:
-            found = rotation_and_slots(cos_sin, self.positions, dtype, *self._slot_numbers)
+            num_pages, _, _, page_size, _ = self.kv_caches[0].shape
+            found = rotation_and_slots(cos_sin, self.positions, dtype, self.slot_mapping, num_pages, page_size)
             turn, self._slots = found[:2], found[2:]
         else:
             turn = rotation(cos_sin, self.positions, dtype)

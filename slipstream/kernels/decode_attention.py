@@ -77,8 +77,8 @@ def decode_attention(
     cos: Tensor,  # [num_tokens, 1, head_dim], from rotation
     sin: Tensor,  # [num_tokens, 1, head_dim], from rotation
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    page_ids: Tensor,  # [num_tokens] int64, from cache_slots
-    offsets: Tensor,  # [num_tokens] int64, from cache_slots
+    page_ids: Tensor,  # [num_tokens] int64, from rotation_and_slots
+    offsets: Tensor,  # [num_tokens] int64, from rotation_and_slots
     query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
     seq_lens: Tensor,  # [num_reqs] int32, new tokens included
     block_table: Tensor,  # [num_reqs, max_pages] int32

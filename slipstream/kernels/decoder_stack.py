@@ -123,8 +123,8 @@ def decoder_stack(
     kv_caches: Sequence[Tensor],  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
     cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
     sin: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
-    page_ids: Tensor,  # [num_tokens] int64, from cache_slots
-    offsets: Tensor,  # [num_tokens] int64, from cache_slots
+    page_ids: Tensor,  # [num_tokens] int64, from rotation_and_slots
+    offsets: Tensor,  # [num_tokens] int64, from rotation_and_slots
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     query_lens: Tensor,  # [num_reqs] int32
     seq_lens: Tensor,  # [num_reqs] int32

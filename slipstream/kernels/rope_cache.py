@@ -1,7 +1,6 @@
 """Rotary embedding of queries and keys, and the write of keys and values into the paged cache, in one operation.
 
-What depends on the step alone, and not on the layer, is made once: ``rotation`` and ``cache_slots``, in one launch
-where both are wanted.
+What depends on the step alone, and not on the layer, is made once: ``rotation_and_slots``.
 """
 
 from __future__ import annotations
@@ -44,38 +43,11 @@ def rotation(
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
-def _slots_shape(slot_mapping: Tensor, num_pages: int, page_size: int) -> tuple[TensorSpec, TensorSpec]:
-    spec = TensorSpec(tuple(slot_mapping.shape), torch.int64)
-    return spec, spec
-
-
-@operation(_slots_shape)
-def cache_slots(
-    slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not to be stored
-    num_pages: int,  # of the cache's memory; the last one takes what nobody is to read
-    page_size: int,
-) -> tuple[Tensor, Tensor]:  # page and offset of each token
-    if runs_triton(slot_mapping):
-        page_ids, offsets = torch.empty_like(slot_mapping), torch.empty_like(slot_mapping)
-        n = slot_mapping.shape[0]
-        block = 128 if n <= 128 else 1024  # a decode's few in one warp
-        _slots_kernel[(-(-n // block),)](
-            *(slot_mapping, page_ids, offsets, n, num_pages - 1),
-            PAGE_SIZE=page_size,
-            BLOCK=block,
-            num_warps=1 if n <= 128 else 4,
-            **early_start(slot_mapping),
-        )
-        return page_ids, offsets
-    slots = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
-    page_ids = slots // page_size
-    return page_ids, slots - page_ids * page_size
-
-
 def _rotation_and_slots_shape(
     cos_sin: Tensor, positions: Tensor, dtype: torch.dtype, slot_mapping: Tensor, num_pages: int, page_size: int
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
-    return *_rotation_shape(cos_sin, positions, dtype), *_slots_shape(slot_mapping, num_pages, page_size)
+    slots = TensorSpec(tuple(slot_mapping.shape), torch.int64)
+    return *_rotation_shape(cos_sin, positions, dtype), slots, slots
 
 
 @operation(_rotation_and_slots_shape)
@@ -84,15 +56,17 @@ def rotation_and_slots(
     positions: Tensor,  # [num_tokens] int64
     dtype: torch.dtype,  # of the model
     slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not to be stored
-    num_pages: int,
+    num_pages: int,  # of the cache's memory; the last one takes what nobody is to read
     page_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of rotation, of cache_slots
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of rotation; page and offset of each token
     if runs_triton(cos_sin):
         pages, offsets = torch.empty_like(slot_mapping), torch.empty_like(slot_mapping)
         slots, wide = (slot_mapping, pages, offsets), torch.promote_types(dtype, torch.float32)
         turn = _launch_rotation(cos_sin, positions, wide, slots, num_pages - 1, page_size)
         return *turn, pages, offsets
-    return *rotation.body(cos_sin, positions, dtype), *cache_slots.body(slot_mapping, num_pages, page_size)
+    stored = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
+    pages = stored // page_size
+    return *rotation.body(cos_sin, positions, dtype), pages, stored - pages * page_size
 
 
 def _launch_rotation(
@@ -140,8 +114,8 @@ def rope_and_cache(
     cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
     sin: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    page_ids: Tensor,  # [num_tokens] int64, from cache_slots
-    offsets: Tensor,  # [num_tokens] int64, from cache_slots
+    page_ids: Tensor,  # [num_tokens] int64, from rotation_and_slots
+    offsets: Tensor,  # [num_tokens] int64, from rotation_and_slots
 ) -> Tensor:  # rotated queries
     if runs_triton(kv_cache):
         return _rope_and_cache_triton(q, k, v, cos, sin, kv_cache, page_ids, offsets)
@@ -234,25 +208,6 @@ def _rotation_kernel(
     tl.store(cos + place + half, c, mask=exists)
     tl.store(sin + place, -s, mask=exists)
     tl.store(sin + place + half, s, mask=exists)
-
-
-@jit
-def _slots_kernel(
-    slot_mapping,
-    page_ids,
-    offsets,
-    n,
-    spare_page,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    wait_for_last(EARLY)
-    let_next_start(EARLY)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slot_mapping + i, mask=i < n, other=-1)
-    tl.store(page_ids + i, tl.where(slot >= 0, slot // PAGE_SIZE, spare_page), mask=i < n)
-    tl.store(offsets + i, tl.where(slot >= 0, slot % PAGE_SIZE, 0), mask=i < n)
 
 
 @jit

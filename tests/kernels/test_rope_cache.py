@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.config import RopeConfig
-from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation
+from slipstream.kernels.rope_cache import rope_and_cache, rotation_and_slots
 from slipstream.models.rope import cos_sin_table
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 16, 4, 6
@@ -32,8 +32,8 @@ def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int
     q, k, v = torch.randn(5, heads + 2 * KV_HEADS, HEAD_DIM, dtype=dtype).split([heads, KV_HEADS, KV_HEADS], dim=1)
     table = cos_sin_table(RopeConfig(theta=100.0, rotary_dim=rotary_dim), 16, torch.device("cpu"))
     cache = torch.full((PAGES, 2, KV_HEADS, PAGE, HEAD_DIM), 7.0, dtype=dtype)
-    turn = rotation(table, torch.tensor(positions), q.dtype)
-    out = rope_and_cache(q, k, v, *turn, cache, *cache_slots(torch.tensor(slots), PAGES, PAGE))
+    cos, sin, *places = rotation_and_slots(table, torch.tensor(positions), q.dtype, torch.tensor(slots), PAGES, PAGE)
+    out = rope_and_cache(q, k, v, cos, sin, cache, *places)
 
     np.testing.assert_allclose(out.numpy(), rotated(q.numpy(), positions, 100.0, rotary_dim), atol=TOLERANCE[dtype])
     expected = np.full(cache.shape, 7.0)

@@ -12,7 +12,7 @@ from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
 from slipstream.kernels.entropy_grads import entropy_grads
 from slipstream.kernels.geglu import geglu
 from slipstream.kernels.prepare_inputs import prepare_inputs
-from slipstream.kernels.rope_cache import cache_slots, rope_and_cache, rotation, rotation_and_slots
+from slipstream.kernels.rope_cache import rope_and_cache, rotation, rotation_and_slots
 from slipstream.kernels.row_writes import write_rows
 from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.tap import tap
@@ -90,7 +90,6 @@ def _rope() -> Iterator[Case]:
         def slots(n: int = num_tokens) -> dict[str, Any]:
             return {"slot_mapping": torch.randint(-1, 40, (n,)), "num_pages": 11, "page_size": 4}
 
-        yield Case(f"cache_slots-{num_tokens}", cache_slots, slots)
         both = [turn, slots]
         yield Case(
             f"rotation_and_slots-{num_tokens}x{rotary_dim}",
