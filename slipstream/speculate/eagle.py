@@ -136,8 +136,9 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         head, num_tokens = self._head, input_ids.shape[0]
         made = [head.forward(0, input_ids, head.combine(self._features[:num_tokens]), context)]
         for idx in range(1, self._num_modules):
-            kept, (pages, offsets) = self._kept[idx - 1], context.slots
-            kept.index_copy_(0, pages * self._page_size + offsets, made[-1])
+            kept = self._kept[idx - 1]
+            # No slot is -1: the last one, on the page that nobody reads.
+            kept.index_copy_(0, context.slot_mapping.remainder(kept.shape[0]), made[-1])
             before = kept.index_select(0, self._slots_before[:num_tokens])
             made.append(head.forward(idx, input_ids, before, context))
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)

@@ -32,6 +32,18 @@ def test_any_part_of_the_graphs_may_be_missing(mode: str, num_recorded: int) -> 
     world.run()
 
 
+@pytest.mark.parametrize("num_modules", [2, 3])
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_modules_that_take_turns_in_every_graph_mode(mode: str, num_modules: int) -> None:
+    """Each takes what the one before has made of a token, which is kept where the token's keys are: on all pages."""
+    speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    pages = {"num_gpu_blocks_override": 20}
+    world = World(2, {**SETTINGS, **pages, "cudagraph_mode": mode, "speculative_config": speculative}, EVENTS)
+    world.head = world.head._replace(taps=(), num_modules=num_modules)
+    world.run()
+    assert world.num_steps > 10
+
+
 def test_a_seed_is_a_course_of_events() -> None:
     first, second = World(5), World(5)
     first.run()
