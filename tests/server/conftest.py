@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,15 +36,32 @@ class RunningServer:
         children = [pid for task in tasks for pid in task.read_text().split()]
         return next(int(pid) for pid in children if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
+    @contextmanager
+    def engine_at_rest(self) -> Iterator[None]:
+        """No step is made inside this, however fast the machine is."""
+        pid = self.engine_pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def num_aborted(self) -> float:
+        found = re.search(r'^slipstream_completions_total\{reason="abort"\} (.*)$', self._metrics(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def _metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics").text
+
     def metric(self, name: str) -> float:
-        found = re.search(rf"^slipstream_{name} (.*)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
+        found = re.search(rf"^slipstream_{name} (.*)$", self._metrics(), re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found[1])
 
     def wait_until_idle(self, timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.metric("running") or self.metric("waiting") or self.metric("free_pages") != self.metric("pages"):
-            assert time.monotonic() < deadline, httpx.get(f"{self.url}/metrics").text
+            assert time.monotonic() < deadline, self._metrics()
             time.sleep(0.1)
 
     def wait_for_line(self, text: str, timeout_s: float = 20.0) -> str:

@@ -157,11 +157,14 @@ def test_a_client_that_does_not_read_stalls_nobody(guarded: RunningServer) -> No
 
 def test_a_full_queue_says_when_to_come_back(guarded: RunningServer) -> None:
     with ThreadPoolExecutor(40) as pool:  # eight run and four may wait
-        body = {**BODY, "max_tokens": 60, "ignore_eos": True}
-        answers = list(pool.map(lambda _: post(guarded, json=body, headers=KEY), range(40)))
+        with guarded.engine_at_rest():
+            sent = [pool.submit(post, guarded, json=BODY, headers=KEY) for _ in range(40)]
+            while sum(one.done() for one in sent) < 28:
+                time.sleep(0.01)
+        answers = [one.result() for one in sent]
     refused = [answer for answer in answers if answer.status_code == 429]
-    assert refused
-    assert len(refused) + sum(answer.status_code == 200 for answer in answers) == 40
+    assert len(refused) == 28
+    assert sum(answer.status_code == 200 for answer in answers) == 12
     assert refused[0].headers["retry-after"] == "1"
     assert "12 are allowed" in message_of(refused[0])
     assert post(guarded, json={**BODY, "n": 12}, headers=KEY).status_code == 200
@@ -171,15 +174,16 @@ def test_a_full_queue_says_when_to_come_back(guarded: RunningServer) -> None:
 
 def test_a_client_that_vanishes_from_the_queue_is_forgotten(guarded: RunningServer) -> None:
     busy = {**BODY, "max_tokens": 480, "ignore_eos": True, "n": 8}
+    before = guarded.num_aborted()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(post, guarded, json=busy, headers=KEY)
-        time.sleep(0.3)
-        with pytest.raises(httpx.ReadTimeout):
+        while guarded.metric("running") < 8:
+            pass
+        with guarded.engine_at_rest(), pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{guarded.url}/v1/completions", json={**BODY, "stream": True}, headers=KEY, timeout=0.3)
-        time.sleep(0.3)
-        assert running.done() or guarded.metric("waiting") == 0
         assert running.result().status_code == 200
     guarded.wait_until_idle()
+    assert guarded.num_aborted() == before + 1
 
 
 def test_a_long_prompt_stalls_nobody(guarded: RunningServer) -> None:

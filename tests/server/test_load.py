@@ -66,9 +66,11 @@ def test_100_clients_that_vanish_leave_nothing_behind(server: RunningServer) -> 
 
 def test_a_client_that_hangs_up_without_streaming_is_aborted_too(server: RunningServer) -> None:
     body = {"model": MODEL_NAME, "prompt": "long", "max_tokens": 500, "ignore_eos": True, "n": 8}
-    with pytest.raises(httpx.ReadTimeout):
+    before = server.num_aborted()
+    with server.engine_at_rest(), pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
     server.wait_until_idle(5)
+    assert server.num_aborted() == before + 8
 
 
 @pytest.mark.slow
