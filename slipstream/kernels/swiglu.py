@@ -7,7 +7,15 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
-from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
 
 
 def _shape(gate_up: Tensor) -> TensorSpec:
@@ -36,12 +44,16 @@ def launch_gated(gate_up: Tensor, gelu: bool) -> Tensor:
     size = width // 2
     out = gate_up.new_empty(num_tokens, size)
     block = min(1024, next_power_of_2(size))
-    _gated_kernel[(num_tokens, -(-size // block))](gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=4)
+    _gated_kernel[(num_tokens, -(-size // block))](
+        gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=4, **early_start(gate_up)
+    )
     return out
 
 
 @jit
-def _gated_kernel(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
