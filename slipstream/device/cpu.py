@@ -41,7 +41,7 @@ class CpuDevice:
     name = "cpu"
 
     def __init__(self) -> None:
-        self.keeps_time = True
+        self.keeps_time, self.runs_beside = True, False
         self.sync_guard: SyncGuard = NoGuard()
         self.torch_device = torch.device("cpu")
         self.compute_stream: Stream = CpuStream()

@@ -55,7 +55,7 @@ class CudaDevice:
                 f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; "
                 "8.0 (Ampere) or newer is needed, or device cpu"
             )
-        self.keeps_time = True
+        self.keeps_time, self.runs_beside = True, True
         self.sync_guard: SyncGuard = CudaSyncGuard() if sync_check_enabled() else NoGuard()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # The default stream waits for others and others for it; graphs cannot be recorded on it.

@@ -83,15 +83,12 @@ class EngineCore:
         return updates
 
     def _time(self, plan: StepPlan, start: float, now: float) -> None:
-        """A step alone takes as long as the host has seen it; one of several that are alike, until the next is done.
-
-        Unless the host computes them itself: between two results lies whatever was launched there.
-        """
+        """A step alone takes as long as the host has seen it; one of several that are alike, until the next is done."""
         before, self._before = self._before, (plan.composition, now)
         device = self.runner.device
         if not device.keeps_time:
             return
         if self._max_in_flight == 1:
             self.scheduler.took(plan, now - start)
-        elif before is not None and before[0] is plan.composition and device.name != "cpu":
+        elif before is not None and before[0] is plan.composition and device.runs_beside:
             self.scheduler.took(plan, now - before[1])

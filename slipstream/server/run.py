@@ -63,7 +63,8 @@ class GracefulServer(uvicorn.Server):
         closing = asyncio.get_running_loop().call_later(seconds, gate.close)
         await super().shutdown(sockets)
         closing.cancel()
-        if self.server_state.tasks:  # cancelled, because their clients do not read
+        gate.close()  # a second signal does not wait that long
+        if self.server_state.tasks:  # their clients do not read
             await asyncio.wait(list(self.server_state.tasks), timeout=_LAST_WORDS_S)
         num_aborted = gate.num_aborted - num_aborted + gate.num_open
         logging.info("shut down: %d requests finished, %d aborted", num_open - num_aborted, num_aborted)

@@ -137,7 +137,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         made = [head.forward(0, input_ids, head.combine(self._features[:num_tokens]), context)]
         for idx in range(1, self._num_modules):
             kept = self._kept[idx - 1]
-            # No slot is -1: the last one, on the page that nobody reads.
+            # Who has no slot, which is -1, gets the last one, on the page that nobody reads.
             kept.index_copy_(0, context.slot_mapping.remainder(kept.shape[0]), made[-1])
             before = kept.index_select(0, self._slots_before[:num_tokens])
             made.append(head.forward(idx, input_ids, before, context))

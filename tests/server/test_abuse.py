@@ -174,7 +174,7 @@ def test_a_full_queue_says_when_to_come_back(guarded: RunningServer) -> None:
 
 def test_a_client_that_vanishes_from_the_queue_is_forgotten(guarded: RunningServer) -> None:
     busy = {**BODY, "max_tokens": 480, "ignore_eos": True, "n": 8}
-    before = guarded.num_aborted()
+    num_aborted, num_tokens = guarded.num_aborted(), guarded.metric("tokens_out_total")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(post, guarded, json=busy, headers=KEY)
         while guarded.metric("running") < 8:
@@ -183,7 +183,8 @@ def test_a_client_that_vanishes_from_the_queue_is_forgotten(guarded: RunningServ
             httpx.post(f"{guarded.url}/v1/completions", json={**BODY, "stream": True}, headers=KEY, timeout=0.3)
         assert running.result().status_code == 200
     guarded.wait_until_idle()
-    assert guarded.num_aborted() == before + 1
+    assert guarded.num_aborted() == num_aborted + 1
+    assert guarded.metric("tokens_out_total") == num_tokens + 8 * 480, "none for whoever has left"
 
 
 def test_a_long_prompt_stalls_nobody(guarded: RunningServer) -> None:

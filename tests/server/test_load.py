@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -66,11 +67,16 @@ def test_100_clients_that_vanish_leave_nothing_behind(server: RunningServer) -> 
 
 def test_a_client_that_hangs_up_without_streaming_is_aborted_too(server: RunningServer) -> None:
     body = {"model": MODEL_NAME, "prompt": "long", "max_tokens": 500, "ignore_eos": True, "n": 8}
-    before = server.num_aborted()
-    with server.engine_at_rest(), pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    num_aborted, num_tokens = server.num_aborted(), server.metric("tokens_out_total")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=0.5)
+        while server.metric("running") < 8 and not asked.done():
+            pass
+        with server.engine_at_rest(), pytest.raises(httpx.ReadTimeout):
+            asked.result()
     server.wait_until_idle(5)
-    assert server.num_aborted() == before + 8
+    assert server.num_aborted() == num_aborted + 8
+    assert server.metric("tokens_out_total") - num_tokens < 8 * 500
 
 
 @pytest.mark.slow

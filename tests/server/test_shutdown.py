@@ -18,26 +18,30 @@ from slipstream.server.run import GracefulServer
 from slipstream.types import SamplingParams
 
 
-def without_engine() -> Server:
+def without_engine(shutdown_timeout_s: float = 0.0) -> Server:
     client = SimpleNamespace(
         config=SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=4)),
         close=lambda: None,
         prepare=lambda *_: SimpleNamespace(requests=[None, None, None]),
     )
     gate = Gate(cast(Any, client), cast(Any, None), max_queue=4)
-    return cast(Server, SimpleNamespace(gate=gate, settings=SimpleNamespace(shutdown_timeout_s=0.0), client=client))
+    return cast(
+        Server,
+        SimpleNamespace(gate=gate, settings=SimpleNamespace(shutdown_timeout_s=shutdown_timeout_s), client=client),
+    )
 
 
 def prepare(server: Server) -> Generation:
     return asyncio.run(server.gate.prepare(["x"], SamplingParams(n=3), "id", 0))
 
 
+@pytest.mark.parametrize("is_forced", [False, True], ids=["time is up", "a second signal"])
 def test_a_client_that_does_not_read_holds_nothing_up(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    is_forced: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is told by a closed connection alone; what it had asked for counts as aborted, and nobody reads a trace."""
     caplog.set_level(logging.INFO)
-    server = without_engine()
+    server = without_engine(30.0 if is_forced else 0.0)
     is_stuck = asyncio.Event()
 
     async def endless(scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,14 +65,14 @@ def test_a_client_that_does_not_read_holds_nothing_up(
         _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await is_stuck.wait()
-        running.should_exit = True
+        running.should_exit, running.force_exit = True, is_forced
         start = asyncio.get_running_loop().time()
         await serving
         writer.close()
         return asyncio.get_running_loop().time() - start
 
     assert asyncio.run(serve_and_end()) < 10
-    assert "shutting down: 3 requests have 0 s to finish" in caplog.text
+    assert f"shutting down: 3 requests have {30 if is_forced else 0} s to finish" in caplog.text
     assert "shut down: 0 requests finished, 3 aborted" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
 

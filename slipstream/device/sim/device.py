@@ -51,7 +51,7 @@ class SimDevice:
         _current = weakref.ref(self)
         self.torch_device = torch.device("sim:0")
         self.sync_guard = SyncGuard(forbidden=True)
-        self.keeps_time = False
+        self.keeps_time, self.runs_beside = False, True
         self.recording: Recording | None = None
         self.phase: object = None
         self.clock = [0] * (num_streams + 1)  # what the host knows to be done
