@@ -3,7 +3,8 @@
 The host knows how many query tokens each request has, but not which tokens, nor the exact length: a step in flight may
 still change both. A request's query tokens are known ones and then as many as could be drafts; drafts stand in the row
 behind its tokens. Drafts that were not made, and all tokens of a row that stopped since the plan was made, are dead:
-token 0 at position 0, nothing written to the cache, not counted in any length.
+at position 0, nothing written to the cache, not counted in any length. They and the padding are the scratch row's
+tokens: zeros, but where steps are timed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def prepare_inputs(
         # Blocks of a request share its tokens and its pages; the last row of programs fills the padding.
         num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
         _prepare_kernel[(num_blocks, num_reqs + 1)](
-            *(batch_rows, query_start_loc, logit_start_loc, token_ids, page_table),
+            *(batch_rows, query_start_loc, logit_start_loc, token_ids, token_ids[-1], page_table),
             *(num_computed, num_tokens, num_drafts, status),
             *(input_ids, positions, slot_mapping, query_lens, seq_lens, block_table),
             *(logit_indices, logit_rows, logit_positions, logit_drafts),
@@ -133,22 +134,23 @@ def fill_tokens(
     row, idx = rows[request], torch.arange(total, dtype=torch.int32) - query_start_loc[request]
     alive = idx < query_lens[request]
     position = torch.where(alive, first[request] + idx, 0).long()
-    ids = token_ids[row, position]
-    input_ids[:total] = torch.where(alive & (ids < vocab_size), ids, 0)
+    ids = token_ids[-1, torch.arange(input_ids.shape[0]) % token_ids.shape[1]]
+    ids[:total] = torch.where(alive, token_ids[row, position], ids[:total])
+    input_ids.copy_(torch.where(ids < vocab_size, ids, 0))
     positions[:total] = position
     page_id = page_table[row, position // page_size].long()
     slot_mapping[:total] = torch.where(alive, page_id * page_size + position % page_size, -1)
-    input_ids[total:] = 0
     positions[total:] = 0
     slot_mapping[total:] = -1
 
 
 @jit
-def fill_padding(input_ids, positions, slot_mapping, slot, start, num_tokens, stride):
+def fill_padding(scratch, input_ids, positions, slot_mapping, slot, start, num_tokens, max_len, vocab_size, stride):
     """Behind the last request's tokens."""
     for at in range(start, num_tokens, stride):
         exists = at + slot < num_tokens
-        tl.store(input_ids + at + slot, 0, mask=exists)
+        ids = tl.load(scratch + (at + slot) % max_len, mask=exists, other=0)
+        tl.store(input_ids + at + slot, tl.where(ids < vocab_size, ids, 0), mask=exists)
         tl.store(positions + at + slot, 0, mask=exists)
         tl.store(slot_mapping + at + slot, -1, mask=exists)
 
@@ -156,6 +158,7 @@ def fill_padding(input_ids, positions, slot_mapping, slot, start, num_tokens, st
 @jit
 def fill_request(
     tokens_in_row,
+    scratch,
     pages_in_row,
     slot,
     start,
@@ -163,6 +166,7 @@ def fill_request(
     query_len,
     first,
     page_size,
+    max_len,
     vocab_size,
     stride,
     input_ids,
@@ -175,6 +179,7 @@ def fill_request(
         position = tl.where(alive, first + at + slot, 0)
         token = start + at + slot
         ids = tl.load(tokens_in_row + position, mask=alive, other=0)
+        ids += tl.load(scratch + token % max_len, mask=exists & (alive == 0), other=0)
         page = tl.load(pages_in_row + position // page_size, mask=alive, other=0).to(tl.int64)
         tl.store(input_ids + token, tl.where(ids < vocab_size, ids, 0), mask=exists)
         tl.store(positions + token, position.to(tl.int64), mask=exists)
@@ -189,11 +194,22 @@ def copy_pages(pages_in_row, table_of_request, slot, max_pages):
 
 
 @jit
+def _pad_logits(logit_indices, logit_rows, logit_positions, logit_drafts, slot, start, num_logits, scratch_row, stride):
+    for at in range(start, num_logits, stride):
+        exists = at + slot < num_logits
+        tl.store(logit_indices + at + slot, 0, mask=exists)
+        tl.store(logit_rows + at + slot, scratch_row, mask=exists)
+        tl.store(logit_positions + at + slot, 0, mask=exists)
+        tl.store(logit_drafts + at + slot, -1, mask=exists)
+
+
+@jit
 def _prepare_kernel(
     batch_rows,
     query_start_loc,
     logit_start_loc,
     token_ids,
+    scratch,
     page_table,
     num_computed,
     num_tokens,
@@ -210,7 +226,7 @@ def _prepare_kernel(
     logit_positions,
     logit_drafts,
     num_reqs,
-    num_tokens_padded,
+    num_padded,
     num_logits_padded,
     scratch_row,
     max_len,
@@ -224,13 +240,11 @@ def _prepare_kernel(
     slot = block * BLOCK + tl.arange(0, BLOCK)
     start, first_logit = tl.load(query_start_loc + i), tl.load(logit_start_loc + i)
     if i == num_reqs:
-        fill_padding(input_ids, positions, slot_mapping, slot, start, num_tokens_padded, stride)
-        for at in range(first_logit, num_logits_padded, stride):
-            exists = at + slot < num_logits_padded
-            tl.store(logit_indices + at + slot, 0, mask=exists)
-            tl.store(logit_rows + at + slot, scratch_row, mask=exists)
-            tl.store(logit_positions + at + slot, 0, mask=exists)
-            tl.store(logit_drafts + at + slot, -1, mask=exists)
+        fill_padding(scratch, input_ids, positions, slot_mapping, slot, start, num_padded, max_len, 0x7FFFFFFF, stride)
+        _pad_logits(
+            *(logit_indices, logit_rows, logit_positions, logit_drafts),
+            *(slot, first_logit, num_logits_padded, scratch_row, stride),
+        )
     else:
         row = tl.load(batch_rows + i).to(tl.int64)
         planned = tl.load(query_start_loc + i + 1) - start
@@ -256,6 +270,6 @@ def _prepare_kernel(
         pages = page_table + row * max_pages
         copy_pages(pages, block_table + i.to(tl.int64) * max_pages, slot, max_pages)
         fill_request(
-            *(token_ids + row * max_len, pages, slot, start, planned, query_len, computed, page_size, 0x7FFFFFFF),
-            *(stride, input_ids, positions, slot_mapping),
+            *(token_ids + row * max_len, scratch, pages, slot, start, planned, query_len, computed),
+            *(page_size, max_len, 0x7FFFFFFF, stride, input_ids, positions, slot_mapping),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ from slipstream.sampling.sampler import Positions
 from slipstream.speculate.speculator import DraftBatch, TargetPass
 from slipstream.speculate.verify import Drafted
 from slipstream.types import Composition, StepPlan
+
+_FAR_APART = 7919  # tokens one behind the other, where all are to be different; a prime
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class InputBuffers:
         place = rows.store.device
         self._page_size = config.cache.page_size
         self.max_model_len = config.scheduler.max_model_len
+        self._vocab_size = config.model.vocab_size
         self._exact_lengths = config.scheduler.exact_lengths != "never"
         self._max_logits = 1 + config.num_drafts  # of a request
         self.max_num_logits = min(max_tokens, max_reqs * self._max_logits)
@@ -146,6 +151,18 @@ class InputBuffers:
         starts, rows = self._one_each[: num_reqs + 1], np.full(num_reqs, self.rows.scratch_row, dtype=np.int32)
         self.rows.stage_batch(self.rows.batch_columns(rows, starts * query_len, starts * query_len, starts * 2))
         self.rows.flush()
+
+    @contextmanager
+    def padding_of_many_tokens(self) -> Iterator[None]:
+        """For steps that are timed. A GPU has a limit to its power, and needs less for tokens that are all the same:
+        it would seem faster than it is with texts. And such tokens all ask for the same experts.
+        """
+        tokens = self.rows.token_ids[self.rows.scratch_row]
+        tokens.copy_(torch.arange(len(tokens), device=tokens.device) * _FAR_APART % self._vocab_size)
+        try:
+            yield
+        finally:
+            tokens.zero_()
 
     def pad(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> InputBatch:
         """The same step over more memory; what lies behind the batch is padding. The host's numbers stay the step's."""

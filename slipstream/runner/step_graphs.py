@@ -20,6 +20,7 @@ from slipstream.kernels.triton_jit import next_power_of_2
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import StepProgram, TargetOutput
 from slipstream.runner.recent import Recent
+from slipstream.runner.step_timing import seconds_of_a_step
 from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
 from slipstream.speculate.speculator import GraphSetting
@@ -31,7 +32,6 @@ _FAST_NEEDS = SamplingNeeds(noise=True)
 # Of the device's memory, for what is recorded when idle, beside what the first steps have needed.
 _IDLE_GRAPH_BYTES = 2 << 30
 _MAX_DECODE_TOKENS = 512  # of graphs for other draft lengths than the first: beyond, drafts do not pay on any GPU
-_NUM_TIMED, _LONG_S = 5, 0.01  # a longer step is timed by itself
 _MAX_MEASURED = 16  # requests, where steps are launched one operation at a time
 
 OnCost = Callable[[int, int, float], None]  # requests, drafts of each, seconds
@@ -245,19 +245,8 @@ class StepGraphs:
 
     def _time(self, num_reqs: int, num_drafts: int, run: Callable[[], None]) -> None:
         """Over nobody's rows: keys that are not there are not read, everything else is as in a step."""
-        device = self._device
-
-        def run_often() -> None:
-            for _ in range(_NUM_TIMED):
-                run()
-
-        with self._waiting():
-            run()
-            seconds = device.seconds_of(run)
-            if seconds < _LONG_S:
-                seconds = device.seconds_of(run_often) / _NUM_TIMED
-            else:  # one time and another, for a CPU may have others to serve
-                seconds = min(seconds, *(device.seconds_of(run) for _ in range(2)))
+        with self._waiting(), self._program.buffers.padding_of_many_tokens():
+            seconds = seconds_of_a_step(self._device, run)
         assert self._on_cost is not None
         self._on_cost(num_reqs, num_drafts, seconds)
 

@@ -35,7 +35,7 @@ _BLOCK = 1024
 def prepare_first_pass(
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     start_loc: Tensor,  # [padded_reqs + 1] int32: the target's known tokens and one more each; padding repeats the last
-    token_ids: Tensor,  # [num_rows, max_len] int32
+    token_ids: Tensor,  # [num_rows, max_len] int32; the last row is scratch
     page_table: Tensor,  # [num_rows, max_pages] int32
     num_computed: Tensor,  # [num_rows] int32
     num_tokens: Tensor,  # [num_rows] int32
@@ -59,7 +59,8 @@ def prepare_first_pass(
         num_tokens_padded, (num_reqs, max_pages) = input_ids.shape[0], block_table.shape
         num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
         _first_pass_kernel[(num_blocks, num_reqs + 1)](
-            *(batch_rows, start_loc, token_ids, page_table, num_computed, num_tokens, max_drafts, ran, first_slots),
+            *(batch_rows, start_loc, token_ids, token_ids[-1], page_table),
+            *(num_computed, num_tokens, max_drafts, ran, first_slots),
             *(input_ids, positions, slot_mapping, query_lens, seq_lens, last_indices, draft_positions, block_table),
             *(num_caught_up, num_reqs, num_tokens_padded, token_ids.stride(0), max_pages, page_size, vocab_size),
             BLOCK=_BLOCK,
@@ -88,6 +89,7 @@ def _first_pass_kernel(
     batch_rows,
     start_loc,
     token_ids,
+    scratch,
     page_table,
     num_computed,
     num_tokens,
@@ -115,7 +117,9 @@ def _first_pass_kernel(
     slot = block * BLOCK + tl.arange(0, BLOCK)
     start = tl.load(start_loc + i)
     if i == num_reqs:
-        fill_padding(input_ids, positions, slot_mapping, slot, start, num_tokens_padded, stride)
+        fill_padding(
+            *(scratch, input_ids, positions, slot_mapping, slot, start, num_tokens_padded, max_len, vocab_size, stride)
+        )
     else:
         row = tl.load(batch_rows + i).to(tl.int64)
         planned = tl.load(start_loc + i + 1) - start
@@ -133,8 +137,8 @@ def _first_pass_kernel(
         pages = page_table + row * max_pages
         copy_pages(pages, block_table + i.to(tl.int64) * max_pages, slot, max_pages)
         fill_request(
-            *(token_ids + row * max_len, pages, slot, start, planned, query_len, first),
-            *(page_size, vocab_size, stride, input_ids, positions, slot_mapping),
+            *(token_ids + row * max_len, scratch, pages, slot, start, planned, query_len, first),
+            *(page_size, max_len, vocab_size, stride, input_ids, positions, slot_mapping),
         )
 
 

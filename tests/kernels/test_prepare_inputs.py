@@ -84,12 +84,14 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
                 wanted["logit_rows"].append(row)
                 wanted["logit_positions"].append(tokens[row] + min(behind, num_drafts))
                 wanted["logit_drafts"].append(int(token_ids[row, pos + 1]) if is_draft else -1)
-            wanted["input_ids"].append(int(token_ids[row, pos]) if is_alive else 0)
+            nobodys = int(token_ids[SCRATCH, len(wanted["input_ids"]) % MAX_LEN])
+            wanted["input_ids"].append(int(token_ids[row, pos]) if is_alive else nobodys)
             wanted["positions"].append(pos if is_alive else 0)
             wanted["slot_mapping"].append(int(page_table[row, pos // PAGE]) * PAGE + pos % PAGE if is_alive else -1)
         wanted["query_lens"].append(alive)
         wanted["seq_lens"].append(computed[row] + alive if runs else 0)
     # Law 6: a graph's inputs are full up to the padded size.
+    wanted["input_ids"] += [int(token_ids[SCRATCH, i % MAX_LEN]) for i in range(len(wanted["input_ids"]), num_tokens)]
     padding = {"slot_mapping": -1, "logit_rows": SCRATCH, "logit_drafts": -1}
     for name, values in wanted.items():
         if name != "block_table":
@@ -110,5 +112,5 @@ def test_tokens_beyond_the_known_ones_are_dead() -> None:
         *(ones, ones * 3, ones * 0, ones * 0),  # one token computed, three known, no drafts, running
         *(4, 1, *out, *per_req, torch.zeros(1, 2, dtype=torch.int32), *logits),
     )
-    assert [t.tolist() for t in out] == [[101, 102, 0], [1, 2, 0], [37, 38, -1]]
+    assert [t.tolist() for t in out] == [[101, 102, 107], [1, 2, 0], [37, 38, -1]], "the last one is the scratch row's"
     assert [t.tolist() for t in per_req] == [[2], [3]]

@@ -74,13 +74,17 @@ def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
         *(ints(d.max_drafts), ints(d.ran), ints([*begins, *[-1] * d.pad]), most_back, PAGE, VOCAB),
         **out,
     )
+
+    def nobodys(token: int) -> int:
+        return int(d.token_ids[SCRATCH, token % MAX_LEN])
+
     at = 0
     for i, (row, count) in enumerate(zip(d.rows, known, strict=True)):
         runs = d.ran[row] and d.max_drafts[row] > 0
         has_new = d.computed[row] + 1 == d.tokens[row]
         first, alive = d.computed[row] - count - back[i], (count + back[i] + has_new) if runs else 0
         for t in range(planned[i]):
-            token = int(d.token_ids[row, first + t]) if t < alive else 0
+            token = int(d.token_ids[row, first + t]) if t < alive else nobodys(at + t)
             assert out["input_ids"][at + t] == (token if token < VOCAB else 0)
             assert out["positions"][at + t] == (first + t if t < alive else 0)
             assert out["slot_mapping"][at + t] == (d.slot(row, first + t) if t < alive else -1)
@@ -90,7 +94,9 @@ def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
         assert out["draft_positions"][i] == d.tokens[row]
         at += planned[i]
     assert torch.equal(out["block_table"], d.pages[d.batch.long()])
-    assert not out["input_ids"][at:].any() and (out["slot_mapping"][at:] == -1).all()
+    padding = [nobodys(token) for token in range(at, len(out["input_ids"]))]
+    assert out["input_ids"][at:].tolist() == [token if token < VOCAB else 0 for token in padding]
+    assert (out["slot_mapping"][at:] == -1).all()
     assert not out["query_lens"][len(known) :].any() and not out["last_indices"][len(known) :].any()
 
 
