@@ -10,7 +10,7 @@ from slipstream.engine.trace import open_trace
 from slipstream.runner.async_output import InFlightStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import Composition, Request, StepPlan, TokenUpdates
+from slipstream.types import Request, TokenUpdates
 
 
 class EngineCore:
@@ -20,7 +20,6 @@ class EngineCore:
         self._max_in_flight = steps_in_flight
         self._in_flight: deque[InFlightStep] = deque()
         self._stats = EngineStats(prefix_cache_refused=int(scheduler.prefix_caching_is_refused))
-        self._before: tuple[Composition, float] | None = None  # the step collected last, and when
         self._trace = open_trace(runner.device)
 
     def add(self, request: Request) -> None:
@@ -74,21 +73,10 @@ class EngineCore:
         now = time.monotonic()
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)
-        self._time(result.plan, start, now)
+        if self._max_in_flight == 1 and self.runner.device.keeps_time:
+            self.scheduler.took(result.plan, now - start)
         updates.set_time(now)
         self._stats.count_updates(updates)
         if not self.has_work:
-            self._before = None
             self.scheduler.check_idle()
         return updates
-
-    def _time(self, plan: StepPlan, start: float, now: float) -> None:
-        """A step alone takes as long as the host has seen it; one of several that are alike, until the next is done."""
-        before, self._before = self._before, (plan.composition, now)
-        device = self.runner.device
-        if not device.keeps_time:
-            return
-        if self._max_in_flight == 1:
-            self.scheduler.took(plan, now - start)
-        elif before is not None and before[0] is plan.composition and device.runs_beside:
-            self.scheduler.took(plan, now - before[1])

@@ -29,10 +29,9 @@ _STREAK, _AFRESH = 10, 6.0  # after so many steps without a right draft the text
 _MARGIN = 1.02  # a change has to promise more than this
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
-_NEW = (3, 16)  # from and to which step after a change of the length their times may speak against it
 _NEARLY = 0.97  # of what the usual length promises
-_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 96  # one of many requests says more
-_TRIAL_SHARE = 0.01  # of the time, at most, unless that would be rarer than the above
+_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 64  # one of many requests says more
+_TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
 
@@ -59,7 +58,7 @@ class DraftLength(Protocol):
         ...
 
     def took(self, composition: Composition, seconds: float) -> None:
-        """Of a step that had the device for itself, from its plan to its tokens, or of one among others like it."""
+        """Of a step that had the device for itself, from its plan to its tokens."""
         ...
 
     def move_in(self, row: int) -> None:
@@ -116,8 +115,6 @@ class AdaptiveLength:
         self._tried: list[tuple[Composition, int]] = []  # steps under way that check a trial, and the length it left
         self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
-        self._num_timed, self._is_timed = 0, False  # steps since the length changed; whether there is one to look at
-        self._timed: tuple[Composition, bool] | None = None  # the step timed last; whether all of it decode alike
 
     def wanted(self) -> Lengths:
         trial = self._trial
@@ -130,7 +127,6 @@ class AdaptiveLength:
         self._right[row] = self._usual
         self._num_seen[row] = _PRIOR
         self._num_failed[row] = 0
-        self._costs.interrupt()
         # The more of a batch is new, the sooner a trial is worth it.
         others = 0 if self._batch is None else len(self._batch[1]) - 1
         self._interval = min(self._interval, max(_FIRST, self._interval * others // (others + 1)))
@@ -158,19 +154,16 @@ class AdaptiveLength:
             self._collected.append((composition, num_accepted))
 
     def look(self) -> None:
-        if self._collected or self._is_timed:
+        if self._collected:
             for step in self._collected:
                 self._take(*step)
             self._collected.clear()
-            self._is_timed = False
             self._decide()
 
     def took(self, composition: Composition, seconds: float) -> None:
-        num_reqs, check, make = composition.num_reqs, composition.num_drafts[0], composition.num_next_drafts
-        if self._timed is None or self._timed[0] is not composition:
-            alike = composition.num_tokens == (1 + check,) * num_reqs and composition.num_drafts == (check,) * num_reqs
-            self._timed = (composition, alike)
-        if not self._timed[1]:
+        num_reqs, make = composition.num_reqs, composition.num_next_drafts
+        check = composition.num_drafts[0]
+        if composition.num_tokens != (1 + check,) * num_reqs or composition.num_drafts != (check,) * num_reqs:
             return  # somebody's prompt
         if check != make:
             # A step of a trial costs what checking costs and what making costs, about half of a usual step each.
@@ -178,9 +171,6 @@ class AdaptiveLength:
             seconds = 0.0 if less is None else 2 * seconds - less
         if seconds > 0.0:
             self._costs.observe(num_reqs, max(check, make), seconds)
-            self._num_timed += 1
-            # Where nothing is drafted, nothing else would say that this was a mistake.
-            self._is_timed = _NEW[0] <= self._num_timed <= _NEW[1]
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -250,7 +240,7 @@ class AdaptiveLength:
                 best, best_rate = length, rate
         if best != self.length:
             self.length = best
-            self._trial, self._num_since_trial, self._num_timed = None, 0, 0
+            self._trial, self._num_since_trial = None, 0
 
     def _tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Tokens that a step gives a request on average, by how many drafts it checks."""

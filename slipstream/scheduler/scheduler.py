@@ -207,7 +207,7 @@ class Scheduler:
         self._draft_length.look()
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Of a step that was alone, or one of several that are alike."""
+        """Of a step that was alone."""
         if self._config.num_drafts:
             self._draft_length.took(plan.composition, seconds)
 
