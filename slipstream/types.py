@@ -31,8 +31,7 @@ class RowStatus(enum.IntEnum):
     INERT = 4
 
 
-# Stop ids the device checks by itself; the host checks the rest of a longer list when it collects.
-MAX_DEVICE_STOP_IDS = 16
+MAX_DEVICE_STOP_IDS = 16  # that the device checks by itself; the host checks the rest of a longer list
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 32
@@ -294,6 +293,7 @@ class StepResult:
     statuses: list[RowStatus]
     num_drafts: list[int]  # drafts that were checked
     num_accepted: list[int]  # of those, accepted
+    foreseen: list[int]  # 1 where a draft was there that the step did not check, and it would have been accepted
     logprobs: list[list[LogprobRow]] | None = None  # one for each token, where any request asked
     wait_s: float = 0.0  # how long the host waited for it
     # By place in the plan: the position of the first, then one for each prompt token from there on.

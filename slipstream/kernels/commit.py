@@ -17,8 +17,9 @@ from slipstream.kernels.triton_jit import (
 )
 from slipstream.types import RowStatus
 
-# Columns of a result before its tokens: status, drafts that were checked, drafts that were accepted.
-NUM_HEADER_COLUMNS = 3
+# Columns of a result before its tokens: status, drafts that were checked, drafts that were accepted, and whether one
+# that the step had no place for would have stood: so the host finds out for little what drafts are worth.
+NUM_HEADER_COLUMNS = 4
 
 
 @operation(writes_only, writes=("token_ids", "num_computed", "num_tokens", "num_drafts", "status", "ran", "out"))
@@ -26,6 +27,7 @@ def commit(
     new_ids: Tensor,  # [padded_reqs, at most k + 1] int: accepted drafts, then the target's own token
     num_accepted: Tensor,  # [padded_reqs] int32
     failed: Tensor,  # [padded_reqs] bool: the logits behind the accepted drafts held no usable number
+    would_stand: Tensor | None,  # [padded_reqs] bool: of a draft that was not checked; None: if it is the new token
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     query_start_loc: Tensor,  # [padded_reqs + 1] int32
     logit_start_loc: Tensor,  # [padded_reqs + 1] int32
@@ -44,13 +46,15 @@ def commit(
     if runs_triton(batch_rows):
         sizes = (token_ids.stride(0), stop_ids.shape[1], new_ids.shape[1], out.shape[1] - NUM_HEADER_COLUMNS)
         _commit_kernel[(batch_rows.shape[0],)](
-            *(new_ids, num_accepted, failed, batch_rows, query_start_loc, logit_start_loc, query_lens),
+            *(new_ids, num_accepted, failed, failed if would_stand is None else would_stand),
+            *(batch_rows, query_start_loc, logit_start_loc, query_lens),
             *(stop_ids, max_total, token_ids, num_computed, num_tokens, num_drafts, status, ran, out, sizes),
             RUNNING=int(RowStatus.RUNNING),
             STOPPED=int(RowStatus.STOPPED),
             LENGTH=int(RowStatus.LENGTH),
             ERROR=int(RowStatus.ERROR),
             HEADER=NUM_HEADER_COLUMNS,
+            MATCH=would_stand is None,
             STOPS=next_power_of_2(sizes[1]),
             WIDTH=next_power_of_2(sizes[3]),
             num_warps=1,
@@ -64,17 +68,13 @@ def commit(
     # A prompt chunk that ends before the last known token draws nothing.
     draws = runs & (num_computed[rows] + known == length)
     idx = torch.arange(new_ids.shape[1])
-    # Accepted drafts, and the target's own token if there is one.
-    count = torch.minimum(num_accepted + (~failed).int(), limit - length)
-    ends = (stop_ids[rows].unsqueeze(1) == new_ids.unsqueeze(2)).any(2) & (idx < count.unsqueeze(1))
-    stopped = ends.any(1)
-    fails = failed & ~stopped  # what would have come behind a stop concerns nobody
+    count, stopped, fails = _count_new(new_ids, num_accepted, failed, stop_ids[rows], limit - length)
     takes = draws & ~fails
-    count = torch.where(stopped, ends.int().argmax(1) + 1, count)
-    count = torch.where(takes, count, 0).int()
-
+    count = torch.where(takes, count, 0)
     written = idx < count.unsqueeze(1)
     slots = (length.unsqueeze(1) + idx).clamp(max=token_ids.shape[1] - 1).long()
+    stands = token_ids[rows, slots[:, 0]] == new_ids[:, 0] if would_stand is None else would_stand
+    foreseen = takes & (logit_start_loc.diff() == 1) & (num_drafts[rows] > 0) & stands
     for j in idx.tolist():
         here = token_ids[rows, slots[:, j]]
         token_ids[rows, slots[:, j]] = torch.where(written[:, j], new_ids[:, j].int(), here)
@@ -90,8 +90,41 @@ def commit(
     num_drafts[rows] = torch.where(runs, 0, num_drafts[rows])
     status[rows] = after
     out[:, 0], out[:, 1], out[:, 2] = after, checked, torch.where(takes, torch.minimum(num_accepted, count), 0)
+    out[:, 3] = foreseen
     out[:, NUM_HEADER_COLUMNS:] = -1
     out[:, NUM_HEADER_COLUMNS : NUM_HEADER_COLUMNS + len(idx)] = torch.where(written, new_ids.int(), -1)
+
+
+def _count_new(
+    new_ids: Tensor, num_accepted: Tensor, failed: Tensor, stop_ids: Tensor, room: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepted drafts and the target's own token, if there is one; whether a stop ends them; whether they are void."""
+    count = torch.minimum(num_accepted + (~failed).int(), room)
+    idx = torch.arange(new_ids.shape[1])
+    ends = (stop_ids.unsqueeze(1) == new_ids.unsqueeze(2)).any(2) & (idx < count.unsqueeze(1))
+    stopped = ends.any(1)
+    # What would have come behind a stop concerns nobody.
+    return torch.where(stopped, ends.int().argmax(1) + 1, count).int(), stopped, failed & ~stopped
+
+
+@jit
+def _first_stop(ids, idx, count, stop_ids, num_stop_ids, STOPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first new token that ends its request; beyond all of them if none does."""
+    slot = tl.arange(0, STOPS)
+    stops = tl.load(stop_ids + slot, mask=slot < num_stop_ids, other=-1)
+    ends = tl.sum((ids[:, None] == stops[None, :]).to(tl.int32), 1) > 0
+    return tl.min(tl.where(ends & (idx < count), idx, WIDTH), 0)
+
+
+@jit
+def _would_stand(places, ids, idx, forced, MATCH: tl.constexpr):
+    """Whether the draft at the first place is the first new token, or whatever is forced."""
+    if MATCH:
+        draft = tl.load(places, mask=idx == 0, other=-1)
+        stands = tl.max(((draft == ids) & (idx == 0)).to(tl.int32), 0) != 0
+    else:
+        stands = tl.load(forced) != 0
+    return stands
 
 
 @jit
@@ -99,6 +132,7 @@ def _commit_kernel(
     new_ids,
     num_accepted,
     failed,
+    would_stand,
     batch_rows,
     query_start_loc,
     logit_start_loc,
@@ -118,6 +152,7 @@ def _commit_kernel(
     LENGTH: tl.constexpr,
     ERROR: tl.constexpr,
     HEADER: tl.constexpr,
+    MATCH: tl.constexpr,
     STOPS: tl.constexpr,
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
@@ -134,23 +169,23 @@ def _commit_kernel(
     known = planned - (tl.load(logit_start_loc + i + 1) - tl.load(logit_start_loc + i)) + 1
     computed, length, limit = tl.load(num_computed + row), tl.load(num_tokens + row), tl.load(max_total + row)
     draws = runs & (computed + known == length)
-    bad = tl.load(failed + i) != 0
+    bad, idx = tl.load(failed + i) != 0, tl.arange(0, WIDTH)
 
-    idx, slot = tl.arange(0, WIDTH), tl.arange(0, STOPS)
     ids = tl.load(new_ids + i.to(tl.int64) * width + idx, mask=idx < width, other=-2).to(tl.int32)
     accepted = tl.load(num_accepted + i)
     count = tl.minimum(accepted + tl.where(bad, 0, 1), limit - length)
-    stops = tl.load(stop_ids + row * num_stop_ids + slot, mask=slot < num_stop_ids, other=-1)
-    ends = tl.sum((ids[:, None] == stops[None, :]).to(tl.int32), 1) > 0
-    first_end = tl.min(tl.where(ends & (idx < count), idx, WIDTH), 0)
+    first_end = _first_stop(ids, idx, count, stop_ids + row * num_stop_ids, num_stop_ids, STOPS, WIDTH)
     stopped = first_end < WIDTH
     bad = bad & (stopped == 0)  # what would have come behind a stop concerns nobody
     takes = draws & (bad == 0)
     count = tl.where(takes, tl.where(stopped, first_end + 1, count), 0)
 
-    tl.store(token_ids + row * max_len + tl.minimum(length + idx, max_len - 1), ids, mask=idx < count)
-    after = tl.where(takes & (length + count >= limit), LENGTH, before)
-    after = tl.where(takes & stopped, STOPPED, after)
+    # Of a draft that is about to be written over.
+    foreseen = takes & (planned == known) & (tl.load(num_drafts + row) > 0)
+    places = token_ids + row * max_len + tl.minimum(length + idx, max_len - 1)
+    foreseen = foreseen & _would_stand(places, ids, idx, would_stand + i, MATCH)
+    tl.store(places, ids, mask=idx < count)
+    after = tl.where(takes & stopped, STOPPED, tl.where(takes & (length + count >= limit), LENGTH, before))
     after = tl.where(draws & bad, ERROR, after)
     tl.store(num_computed + row, computed + known + tl.maximum(count - 1, 0), mask=runs)
     tl.store(num_tokens + row, length + count, mask=takes)
@@ -161,4 +196,5 @@ def _commit_kernel(
     tl.store(result, after)
     tl.store(result + 1, tl.where(draws, query_len - known, 0))
     tl.store(result + 2, tl.where(takes, tl.minimum(accepted, count), 0))
+    tl.store(result + 3, foreseen.to(tl.int32))
     tl.store(result + HEADER + idx, tl.where(idx < count, ids, -1), mask=idx < num_columns)

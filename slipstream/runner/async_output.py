@@ -92,7 +92,7 @@ class InFlightStep:
         _, pinned = self.slot.tokens.first(count)
         found = pinned.numpy()
         header, tokens = found[:, :NUM_HEADER_COLUMNS], found[:, NUM_HEADER_COLUMNS:]
-        statuses, num_drafts, num_accepted = header.T.tolist()
+        statuses, num_drafts, num_accepted, foreseen = header.T.tolist()
         if tokens.shape[1] == 1 or not any(self.plan.composition.num_drafts):
             token_ids = [[token] if token >= 0 else [] for token in tokens[:, 0].tolist()]
         else:
@@ -100,7 +100,7 @@ class InFlightStep:
             lengths = (tokens >= 0).sum(1).tolist()
             token_ids = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         states = [_STATUS[status] for status in statuses] if any(statuses) else [RowStatus.RUNNING] * count
-        result = StepResult(self.plan, token_ids, states, num_drafts, num_accepted, wait_s=wait_s)
+        result = StepResult(self.plan, token_ids, states, num_drafts, num_accepted, foreseen, wait_s=wait_s)
         if self.has_logprobs:
             result.logprobs = self._logprobs(token_ids)
         if self.prompt_spans:

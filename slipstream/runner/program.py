@@ -80,7 +80,7 @@ class StepProgram:
         rows, drafted = self.rows, batch.drafted
         verified = self.verifier.verify(logits, rows.sampling, drafted, needs)
         commit(
-            *(verified.new_ids, verified.num_accepted, verified.failed),
+            *(verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand),
             *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
             *(rows.stop_ids, rows.max_total),
             *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),

@@ -4,9 +4,10 @@ A draft length that adapts weighs two tables. What a step costs is measured (``s
 is learnt from every step: for each request and place the probability that the draft there stands if those before it do.
 Where a draft that was hoped for is not there, it counts as wrong. One length serves the batch, for one graph does.
 
-Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, at
-no length at all one draft, and the next step checks that. The first trial of a request comes soon, the next one soon
-after a trial that was right and twice as late after one that was wrong, until trials cost a hundredth of the time.
+Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, and
+the next step checks that. Where nothing is drafted, one step makes a draft, and the next one does not check it: the
+device says whether it was the token that came. The first trial of a request comes soon, the next one soon after a trial
+that was right and twice as late after one that was wrong, until trials cost a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MARGIN = 1.02  # a change has to promise more than this
 _SOON, _FIRST = 8, 16
 _NEARLY = 0.97  # of what the usual length promises
 _TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 64  # one of many requests says more
-_TRIAL_SHARE = 0.0125  # of the time, at most, unless that would be rarer than the above
+_TRIAL_SHARE = 0.01  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
 
@@ -49,8 +50,8 @@ class DraftLength(Protocol):
 
     def launched(self, composition: Composition) -> None: ...
 
-    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
-        """To be remembered: the device waits for the next step."""
+    def collected(self, composition: Composition, num_accepted: Sequence[int], foreseen: Sequence[int]) -> None:
+        """To be remembered: the device waits for the next step. Steps come in the order of their launches."""
         ...
 
     def look(self) -> None:
@@ -76,7 +77,7 @@ class FixedLength:
     def launched(self, composition: Composition) -> None:
         pass
 
-    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
+    def collected(self, composition: Composition, num_accepted: Sequence[int], foreseen: Sequence[int]) -> None:
         pass
 
     def look(self) -> None:
@@ -90,10 +91,25 @@ class FixedLength:
 
 
 class _Trial(NamedTuple):
-    """One step drafts further, the next one checks that; then the results are waited for."""
+    """One step drafts further, the next one checks that, or only goes on; then the results are waited for."""
 
     length: int
-    is_drafted: bool  # the first of the two is launched
+    drafted: Composition | None = None  # the first of the two, once it is launched
+
+
+class _Outcome(NamedTuple):
+    """What a step has said of drafts."""
+
+    composition: Composition
+    num_drafts: int  # places that it says something of
+    num_right: Sequence[int]  # of each request
+    tried: _Tried | None = None
+
+
+class _Tried(NamedTuple):
+    step: int  # which one it was, counted from the first
+    usual: int  # the length that the trial left
+    longer: int
 
 
 class AdaptiveLength:
@@ -110,9 +126,10 @@ class AdaptiveLength:
         self._usual: npt.NDArray[np.float64] = np.full(most, _HOPE)  # of any request, for those that come
         self._places = np.arange(most)
         self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
-        self._collected: list[tuple[Composition, Sequence[int]]] = []  # not yet looked at
+        self._collected: list[_Outcome] = []  # not yet looked at
+        self._num_launched, self._num_collected = 0, 0
         self._trial: _Trial | None = None
-        self._tried: list[tuple[Composition, int]] = []  # steps under way that check a trial, and the length it left
+        self._tried: list[_Tried] = []  # steps under way that say what came of a trial
         self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
 
@@ -120,7 +137,9 @@ class AdaptiveLength:
         trial = self._trial
         if trial is None:
             return Lengths(self.length, self.length)
-        return Lengths(trial.length, self.length) if trial.is_drafted else Lengths(self.length, trial.length)
+        if trial.drafted is None:
+            return Lengths(self.length, trial.length)
+        return Lengths(trial.length if self.length else 0, self.length)
 
     def move_in(self, row: int) -> None:
         self.look()  # what is not yet learnt of the row is another's
@@ -133,30 +152,43 @@ class AdaptiveLength:
 
     def launched(self, composition: Composition) -> None:
         rows = self._rows_of(composition)
+        step, self._num_launched = self._num_launched, self._num_launched + 1
         if self._decided_at != (len(rows), self._costs.version):
             self._decide()
         if self._trial is not None:
-            # A step in which the trial found no room does not count; the next one will do.
-            if not self._trial.is_drafted and composition.num_next_drafts >= self._trial.length:
-                self._trial = self._trial._replace(is_drafted=True)
-            elif self._trial.is_drafted:
-                if max(composition.num_drafts) > self.length:
-                    self._tried.append((composition, self.length))
-                self._trial = None
+            self._go_on_trying(self._trial, step, composition)
             return
         self._num_since_trial += 1
         # Beyond drafts that are made anyway there is less to find out.
         if self._num_since_trial >= (2 * self._interval if self.length else self._interval):
             self._begin_trial(len(rows))
 
-    def collected(self, composition: Composition, num_accepted: Sequence[int]) -> None:
+    def _go_on_trying(self, trial: _Trial, step: int, composition: Composition) -> None:
+        if trial.drafted is None:
+            # A step in which the trial found no room does not count; the next one will do.
+            if composition.num_next_drafts >= trial.length:
+                self._trial = trial._replace(drafted=composition)
+            return
+        self._trial = None
+        if self.length:
+            says = max(composition.num_drafts) > self.length
+        else:  # everybody has a draft, and one place less than that would take
+            says = composition.rows == trial.drafted.rows and composition.total_tokens == composition.num_reqs
+        if says:
+            self._tried.append(_Tried(step, self.length, trial.length))
+
+    def collected(self, composition: Composition, num_accepted: Sequence[int], foreseen: Sequence[int]) -> None:
+        step, self._num_collected = self._num_collected, self._num_collected + 1
+        tried = self._tried.pop(0) if self._tried and self._tried[0].step == step else None
         if any(composition.num_drafts):
-            self._collected.append((composition, num_accepted))
+            self._collected.append(_Outcome(composition, max(composition.num_drafts), num_accepted, tried))
+        elif tried is not None:
+            self._collected.append(_Outcome(composition, 1, foreseen, tried))
 
     def look(self) -> None:
         if self._collected:
-            for step in self._collected:
-                self._take(*step)
+            for outcome in self._collected:
+                self._take(outcome)
             self._collected.clear()
             self._decide()
 
@@ -174,20 +206,17 @@ class AdaptiveLength:
 
     # --- learning ---------------------------------------------------------------------------------
 
-    def _take(self, composition: Composition, num_accepted: Sequence[int]) -> None:
-        num_drafts = max(composition.num_drafts)
-        if len(composition.rows) == composition.num_drafts.count(num_drafts):
-            rows, accepted = self._rows_of(composition), np.array(num_accepted)
+    def _take(self, outcome: _Outcome) -> None:
+        composition, num_drafts, num_right, tried = outcome
+        if not any(composition.num_drafts) or len(composition.rows) == composition.num_drafts.count(num_drafts):
+            rows, right = self._rows_of(composition), np.array(num_right)
         else:  # some are prompts
             drafted = [i for i, count in enumerate(composition.num_drafts) if count]
             rows = np.array([composition.rows[i] for i in drafted])
-            accepted = np.array([num_accepted[i] for i in drafted])
-        self._learn(rows, accepted, num_drafts)
-        tried = next((i for i, (step, _) in enumerate(self._tried) if step is composition), None)
+            right = np.array([num_right[i] for i in drafted])
+        self._learn(rows, right, num_drafts)
         if tried is not None:
-            usual = self._tried[tried][1]
-            del self._tried[: tried + 1]
-            self._space_trials(rows, accepted, usual, num_drafts)
+            self._space_trials(rows, right, tried.usual, tried.longer)
 
     def _space_trials(
         self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], usual: int, longer: int
@@ -259,8 +288,10 @@ class AdaptiveLength:
         if longer is None or seconds is None or longer_seconds is None:
             self._num_since_trial = 0
             return
-        # A trial changes the length three times: one step makes more, the next checks them, then all is as before.
-        extra = max(0.0, longer_seconds - seconds + 3 * _CHANGE_S) / seconds
+        # Of what drafts cost, making them is about a half. One step makes more, the next one may check them, then all
+        # is as before: each is a change of the length.
+        more, num_changes = (longer_seconds - seconds, 3) if self.length else ((longer_seconds - seconds) / 2, 2)
+        extra = max(0.0, more + num_changes * _CHANGE_S) / seconds
         least = _TRIAL_EVERY_OF_MANY - (_TRIAL_EVERY_OF_MANY - _TRIAL_EVERY) // num_reqs
         self._longest_interval = max(least, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
         self._num_since_trial = 0
@@ -271,6 +302,9 @@ class AdaptiveLength:
         if self.length == 0:
             at_best = 1.0 + longer
         if at_best / longer_seconds > tokens[self.length] / seconds:
-            self._trial = _Trial(longer, is_drafted=False)
-            # What is known of those places is old: what the trial says counts more.
-            self._num_seen[rows, self.length : longer] = np.minimum(self._num_seen[rows, self.length : longer], _STALE)
+            self._trial = _Trial(longer)
+            # What is known of those places is old: what the trial says counts more. One request alone may be lucky, and
+            # where nothing is drafted a mistake costs more than another trial.
+            stale = _STALE if self.length else _STALE + 1.0 / num_reqs
+            places = np.s_[rows, self.length : longer]
+            self._num_seen[places] = np.minimum(self._num_seen[places], stale)

@@ -226,7 +226,7 @@ class Scheduler:
         if self._leaving:
             self._release_leaving(result.plan.step_id + 1)
         if self._config.num_drafts:
-            self._draft_length.collected(result.plan.composition, result.num_accepted)
+            self._draft_length.collected(result.plan.composition, result.num_accepted, result.foreseen)
         return updates
 
     def _take_all(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:

@@ -47,6 +47,8 @@ class Verified(NamedTuple):
     num_accepted: Tensor  # [padded_reqs] int32
     failed: Tensor  # [padded_reqs] bool: the logits of the target's own token held no usable number
     logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32, packed
+    # [padded_reqs] bool, where no drafts were checked: whether one would have stood; None: if it is the new token.
+    would_stand: Tensor | None = None
 
 
 class Verifier:
@@ -82,14 +84,16 @@ class Verifier:
             sampled, accepted = self._judge(logits, rows, drafted, needs, mask)
         else:
             sampled, accepted = sample(logits, rows, drafted.at, needs, mask), None
+        is_forced = self._mode == "synthetic"
+        if is_forced:
+            accepted = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
         if self._width == 1 or drafted.are_none:
             none = self._nothing_accepted[: sampled.token_ids.shape[0]]
-            return Verified(sampled.token_ids.unsqueeze(1), none, sampled.failed, sampled.logprobs)
-        if self._mode == "synthetic":
-            accepted = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
-            if needs.logprobs:
-                taken_ids = torch.where(accepted & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
-                sampled = sampled._replace(logprobs=pack_logprobs(check_logits(logits)[0], taken_ids))
+            new = (sampled.token_ids.unsqueeze(1), none, sampled.failed, sampled.logprobs)
+            return Verified(*new, would_stand=accepted if is_forced else None)
+        if is_forced and accepted is not None and needs.logprobs:
+            taken_ids = torch.where(accepted & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
+            sampled = sampled._replace(logprobs=pack_logprobs(check_logits(logits)[0], taken_ids))
         taken = accept_drafts(
             sampled.token_ids, drafted.draft_ids, accepted, sampled.failed, drafted.logit_start_loc, self._width
         )

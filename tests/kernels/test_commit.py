@@ -33,7 +33,8 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     accepted = [draw(0, n) for n in there]
     new_ids = [[draw(0, 5) for _ in range(WIDTH)] for _ in range(len(batch) + padding)]
     failed = [data.draw(st.integers(0, 3)) == 0 and i < len(batch) for i in range(len(new_ids))]
-    history = torch.randint(10, 99, (ROWS, MAX_LEN), dtype=torch.int32)
+    history = torch.randint(0, 6, (ROWS, MAX_LEN), dtype=torch.int32)
+    forced = [data.draw(st.booleans()) for _ in new_ids] if data.draw(st.booleans()) else None
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -51,6 +52,7 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
         ints([t for row in new_ids for t in row]).view(-1, WIDTH),
         ints([*accepted, *[0] * padding]),
         torch.tensor(failed),
+        None if forced is None else torch.tensor(forced),
         ints([*batch, *[SCRATCH] * padding]),
         starts(planned),
         starts([n + 1 for n in places]),
@@ -66,12 +68,14 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     for i, row in enumerate(batch):
         ran[row] = 1 + computed[row] if status[row] == RowStatus.RUNNING else 0
         taken: list[int] = []
-        num_checked = num_accepted = 0
+        num_checked = num_accepted = foreseen = 0
         if status[row] == RowStatus.RUNNING:
-            drafts[row] = 0
+            has_draft, drafts[row] = drafts[row] > 0 and places[i] == 0, 0
             computed[row] += known[i]
             if computed[row] == tokens[row]:
                 num_checked = there[i]
+                stands = int(history[row, tokens[row]]) == new_ids[i][0] if forced is None else forced[i]
+                foreseen = int(has_draft and stands and not failed[i])
                 stops_first = any(t in stops[row] for t in new_ids[i][: min(accepted[i], limits[row] - tokens[row])])
                 if failed[i] and not stops_first:
                     status[row] = int(RowStatus.ERROR)
@@ -87,8 +91,8 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
                         status[row] = int(RowStatus.LENGTH)
                         break
                 computed[row] += max(0, len(taken) - 1)
-        expected_out.append([status[row], num_checked, num_accepted, *taken, *[-1] * (WIDTH - len(taken))])
-    expected_out += [[int(RowStatus.INERT), 0, 0, *[-1] * WIDTH]] * padding
+        expected_out.append([status[row], num_checked, num_accepted, foreseen, *taken, *[-1] * (WIDTH - len(taken))])
+    expected_out += [[int(RowStatus.INERT), 0, 0, 0, *[-1] * WIDTH]] * padding
     assert device["out"].tolist() == expected_out
     assert device["num_computed"].tolist() == computed
     assert device["num_tokens"].tolist() == tokens

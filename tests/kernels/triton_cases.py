@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +177,9 @@ def _commit() -> Iterator[Case]:
     # New tokens, at most, and columns for them: a step without drafts fills the first alone.
     for num_reqs, num_padding, width, spare in ((1, 0, 1, 0), (6, 3, 1, 0), (6, 3, 2, 0), (6, 3, 5, 0), (6, 3, 1, 4)):
 
-        def args(n: int = num_reqs, pad: int = num_padding, w: int = width, s: int = spare) -> dict[str, Any]:
+        def args(
+            n: int = num_reqs, pad: int = num_padding, w: int = width, s: int = spare, f: bool = False
+        ) -> dict[str, Any]:
             rows = _rows(9, 40)
             batch = _batch(9, n, pad)
             missing = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
@@ -190,6 +193,8 @@ def _commit() -> Iterator[Case]:
                 "new_ids": torch.randint(0, 6, (n + pad, w), dtype=torch.int32 if w > 1 else torch.int64),
                 "num_accepted": (there * torch.rand(n + pad)).round().int(),
                 "failed": torch.rand(n + pad) < 0.2,
+                "would_stand": torch.rand(n + pad) < 0.5 if f else None,
+                "token_ids": torch.randint(0, 6, (9, 40), dtype=torch.int32),
                 "batch_rows": batch,
                 "query_start_loc": _starts(known + places),
                 "logit_start_loc": _starts(places + (torch.arange(n + pad) < n)),
@@ -202,6 +207,7 @@ def _commit() -> Iterator[Case]:
 
         for run in range(3):
             yield Case(f"commit-{num_reqs}+{num_padding}-{width}+{spare}-{run}", commit, args)
+        yield Case(f"commit-{num_reqs}+{num_padding}-{width}+{spare}-forced", commit, partial(args, f=True))
 
 
 class _Shape(NamedTuple):

@@ -28,11 +28,12 @@ class Engine:
         self._cost, self._n, self._random, self._depth = cost, num_reqs, random.Random(seed), in_flight
         for row in range(num_reqs):
             self.policy.move_in(row)
-        self._flying: list[tuple[Composition, list[int]]] = []
+        self._flying: list[tuple[Composition, list[int], list[int]]] = []
         self._made = 0
         self._known: dict[tuple[int, int], Composition] = {}
         self.seconds, self.tokens = 0.0, 0
-        self.trace: list[int] = []
+        self.trace: list[int] = []  # drafts that were made
+        self.checked: list[int] = []
 
     def step(self, rates: tuple[float, ...]) -> None:
         check, make = self.policy.wanted()
@@ -46,18 +47,19 @@ class Engine:
                 *(n * (1 + check), make),
             ),
         )
-        accepted = []
-        for _ in range(n):
-            draw = self._random.random()
-            accepted.append(sum(draw < rate for rate in rates[:check]))
+        draws = [self._random.random() for _ in range(n)]
+        accepted = [sum(draw < rate for rate in rates[:check]) for draw in draws]
+        # Of a draft that is there and has no place the device says whether it was right.
+        foreseen = [int(draw < rates[0] and self._made > 0 and check == 0) for draw in draws]
         # What a step costs is half what it checks and half what it makes.
         self.seconds += (self._cost[check] + self._cost[make]) / 2
         self.tokens += n + sum(accepted)
         self._made = make
-        self.trace.append(check)
+        self.trace.append(make)
+        self.checked.append(check)
         self.policy.launched(composition)
         self.policy.look()  # while it waits for an older one
-        self._flying.append((composition, accepted))
+        self._flying.append((composition, accepted, foreseen))
         if len(self._flying) >= self._depth:
             self.policy.collected(*self._flying.pop(0))
 
@@ -115,12 +117,24 @@ def test_it_comes_back_however_long_nothing_was_right() -> None:
     assert engine.policy.length > 0
 
 
-def test_a_trial_makes_further_drafts_in_one_step_and_checks_them_in_the_next() -> None:
+def test_where_nothing_is_drafted_a_trial_makes_a_draft_that_nobody_checks() -> None:
     engine = Engine(2, dear(0.05))
     engine.run(ZERO, 200)
     trace = engine.trace[-128:]
     assert 2 <= sum(trace) <= 8, "one draft every sixteen steps"
-    assert all(check in (0, 1) for check in trace)
+    assert all(made in (0, 1) for made in trace)
+    engine.checked.clear()
+    engine.run(ZERO, 200)
+    assert sum(engine.trace[-200:]) > 0 and not any(engine.checked)
+
+
+def test_elsewhere_it_makes_further_drafts_in_one_step_and_checks_them_in_the_next() -> None:
+    engine = Engine(2, dear(0.12))
+    engine.run(LOW, 1000)
+    made = engine.trace
+    trials = [i for i in range(1, 999) if 0 < made[i - 1] == made[i + 1] < made[i]]
+    assert trials
+    assert all(engine.checked[i + 1] == made[i] for i in trials)
 
 
 def test_trials_are_rare_where_a_change_of_the_length_costs_as_much_as_a_step() -> None:
@@ -132,7 +146,7 @@ def test_trials_are_rare_where_a_change_of_the_length_costs_as_much_as_a_step() 
 
 def trials(trace: list[int]) -> list[int]:
     """At which steps something was tried, where nothing is usual."""
-    return [step for step, check in enumerate(trace) if check]
+    return [step for step, made in enumerate(trace) if made]
 
 
 def test_wrong_trials_come_later_and_later_until_another_request_does() -> None:
@@ -166,7 +180,7 @@ def test_steps_that_were_in_flight_when_the_length_fell_are_no_trials() -> None:
     before = engine.policy._interval
     usual = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     engine.policy.length = 0
-    engine.policy.collected(usual, [0])
+    engine.policy.collected(usual, [0], [0])
     engine.policy.look()
     assert engine.policy._interval == before
 
@@ -196,7 +210,7 @@ def test_without_any_cost_the_first_length_stays() -> None:
     composition = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     for _ in range(200):
         policy.launched(composition)
-        policy.collected(composition, [0])
+        policy.collected(composition, [0], [0])
         policy.look()
     assert policy.wanted() == Lengths(3, 3)
 
@@ -211,7 +225,7 @@ def test_requests_are_learnt_of_one_by_one() -> None:
     both = Composition(("a", "b"), (1, 1), (2, 5), (4, 4), (True, True), (3, 3), 8, 3)
     for _ in range(50):
         policy.launched(both)
-        policy.collected(both, [3, 0])
+        policy.collected(both, [3, 0], [0, 0])
         policy.look()
     # A batch of the one that is always right wants many; of the other none.
     policy.launched(Composition(("a",), (1,), (2,), (4,), (True,), (3,), 4, 3))
@@ -229,7 +243,7 @@ def test_prompts_beside_decodes_are_not_counted() -> None:
     mixed = Composition(("a", "b"), (1, 1), (0, 1), (4, 30), (True, False), (3, 0), 34, 3)
     before = policy._right[1].copy()
     policy.launched(mixed)
-    policy.collected(mixed, [0, 0])
+    policy.collected(mixed, [0, 0], [0, 0])
     policy.look()
     assert np.array_equal(policy._right[1], before)
     assert policy._right[0, 0] < before[0]
@@ -240,7 +254,7 @@ def test_what_is_not_yet_learnt_of_a_row_is_not_its_next_requests() -> None:
     step = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     policy.launched(step)
     before = policy._right[0].copy()
-    policy.collected(step, [0])
+    policy.collected(step, [0], [0])
     assert np.array_equal(policy._right[0], before), "the device is waiting"
     policy.move_in(0)
     usual = policy._right[0].copy()
@@ -320,7 +334,8 @@ def lengths_on_a_cpu(dear_measured: float, phases: list[tuple[int, float, float]
             check = min(check, made)
             step, draw = step_of(check, make), rng.random()
             policy.launched(step)
-            policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))])
+            foreseen = int(draw < right and made > 0 and check == 0)
+            policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))], [foreseen])
             policy.took(step, load * (1.0 + 0.12 * (check + make) / 2))
             policy.look()
             made = make
@@ -350,7 +365,7 @@ def test_steps_with_prompts_are_no_trials() -> None:
     beside = Composition(("a", "b"), (1, 1), (0, 1), (8, 30), (True, False), (7, 0), 38, 3)
     for accepted in ([7, 0], [0, 0]):
         policy.launched(beside)
-        policy.collected(beside, accepted)
+        policy.collected(beside, accepted, [0, 0])
         policy.look()
         assert policy._interval == before
 

@@ -87,7 +87,8 @@ class Device:
             row = self.rows[scheduled.row]
             tokens.append(self._advance(row, scheduled) if row.status == RowStatus.RUNNING else [])
             statuses.append(row.status)
-        return StepResult(plan, tokens, statuses, [0] * len(tokens), [max(0, len(new) - 1) for new in tokens])
+        none = [0] * len(tokens)
+        return StepResult(plan, tokens, statuses, none, [max(0, len(new) - 1) for new in tokens], none)
 
     def _check_common(self, plan: StepPlan) -> None:
         """As many leading pages as all have, filled, and every query token behind them."""

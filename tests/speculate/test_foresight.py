@@ -1,0 +1,69 @@
+"""A draft that a step does not check: the device says whether it was the token that came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.engine.build import Engine
+from slipstream.scheduler.draft_length import FixedLength, Lengths
+from slipstream.types import Composition
+from tests.engine.drive import make_request
+
+
+class Unchecked(FixedLength):
+    """Every other step makes a draft, and none checks any."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.said: list[int] = []
+
+    def launched(self, composition: Composition) -> None:
+        self._lengths = Lengths(0, 0 if composition.num_next_drafts else 1)
+
+    def collected(self, composition: Composition, num_accepted: Sequence[int], foreseen: Sequence[int]) -> None:
+        assert not any(num_accepted)
+        self.said = list(foreseen)
+
+
+def outcomes(engine: Engine, num_steps: int) -> list[tuple[bool, bool, bool]]:
+    """Of every decode: whether there was a draft, whether it was the token, what the device said."""
+    core, policy = engine.core, Unchecked()
+    core.scheduler._draft_length = policy
+    rows = core.runner.rows
+    core.add(make_request("r", [7, 8, 9] * 6, max_tokens=num_steps + 8, ignore_eos=True))
+    found = []
+    for _ in range(num_steps):
+        (row,) = [int(state.row) for state in core.scheduler.running] or [0]
+        place = int(rows.num_tokens[row])
+        has_draft, draft = int(rows.num_drafts[row]) > 0, int(rows.token_ids[row, place])
+        new = [token for update in core.step() for token in update.token_ids]
+        found.append((has_draft, has_draft and draft == new[0], bool(policy.said[0])))
+    return found[1:]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("verify", ["match", "rejection"])
+def test_it_is_the_token_that_came(
+    make_engine: Callable[..., Engine], near_folder: Path, method: str, verify: str
+) -> None:
+    own: dict[str, Any] = {"model": str(near_folder)} if method == "draft_model" else {"prompt_lookup_min": 1}
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": True, "verify": verify, **own}
+    found = outcomes(make_engine(speculative_config=config, steps_in_flight=1), 80)
+    assert [said for _, _, said in found] == [right for _, right, _ in found]
+    num_right, num_drafts = sum(right for _, right, _ in found), sum(has_draft for has_draft, _, _ in found)
+    assert 0 < num_right < num_drafts if method == "ngram" else num_right > 5, "otherwise nothing is shown"
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_with_forced_acceptance_it_is_whatever_is_forced(
+    make_engine: Callable[..., Engine], small_folder: Path, rate: float
+) -> None:
+    config = {"method": "draft_model", "model": str(small_folder), "num_speculative_tokens": 1, "adaptive": True}
+    config |= {"verify": "synthetic", "acceptance_rates": [rate]}
+    found = outcomes(make_engine(speculative_config=config, steps_in_flight=1), 40)
+    assert [said for _, _, said in found] == [has_draft and rate == 1.0 for has_draft, _, _ in found]
+    assert any(has_draft for has_draft, _, _ in found)
