@@ -3,8 +3,9 @@
 Greedy, 256 output tokens, end of sequence ignored, prefix caching off, best of three, the rate of the decode part: the
 workload of `decode_throughput.py` with prompts that say something. A model that must go on behind its end repeats
 itself, which is easy to draft; so chat prompts are also answered to their end, and the rate is then all tokens over the
-time from the first to the last. Both engines run in one process, one after the other, and their tokens are compared: on
-a GPU a tie may be decided the other way, for sums over five tokens are not rounded as sums over one.
+time from the first to the last. Both engines live in one process and take turns, for a machine is not as fast at one
+time as at another, and what is asked is a ratio. Their tokens are compared: on a GPU a tie may be decided the other
+way, for sums over five tokens are not rounded as sums over one.
 
     python benchmarks/speculation.py [--model FILE] [--method ngram] [--k 4] [--draft-model FILE] [--batch 1,8,32]
 """
@@ -95,26 +96,49 @@ def rate(kind: str, run: BatchRun) -> float:
     return (sum(arrival.num_tokens for arrival in run.arrivals) - first.num_tokens) / (last.time - first.time)
 
 
-def measure(
-    options: EngineOptions, prompts: dict[str, list[list[int]]], batches: Sequence[int], output_len: int, repeat: int
-) -> dict[tuple[str, int], BatchRun]:
-    """The fastest run of each kind and batch."""
-    client = EngineClient.in_thread(lambda: build_engine(options))
-    best: dict[tuple[str, int], BatchRun] = {}
+class Contestant:
+    """An engine, and its fastest run of each kind and batch."""
+
+    def __init__(self, name: str, options: EngineOptions) -> None:
+        self._name = name
+        self._client = EngineClient.in_thread(lambda: build_engine(options))
+        self.close = self._client.close
+        self.best: dict[tuple[str, int], BatchRun] = {}
+        wait_for_graphs(self._client)
+
+    def run(self, kind: str, asked: list[list[int]], output_len: int) -> BatchRun:
+        return run_batch(self._client, asked, output_len, ignore_eos=kind != "chat-to-the-end")
+
+    def keep(self, kind: str, batch: int, runs: Sequence[BatchRun]) -> None:
+        """The first one was for warming up."""
+        self.best[kind, batch] = max(runs[1:], key=lambda run: rate(kind, run))
+        figures = ", ".join(f"{rate(kind, run):,.0f} ({run.drafts.num_drafts} drafts)" for run in runs[1:])
+        print(f"{self._name}, {kind}, batch {batch}: {figures} tokens/s", file=sys.stderr, flush=True)
+
+
+def compete(
+    engines: dict[str, EngineOptions],
+    prompts: dict[str, list[list[int]]],
+    batches: Sequence[int],
+    output_len: int,
+    repeat: int,
+) -> list[dict[tuple[str, int], BatchRun]]:
+    """The fastest runs of each engine. All of them take turns."""
+    contestants: list[Contestant] = []
     try:
-        wait_for_graphs(client)
+        contestants += (Contestant(name, options) for name, options in engines.items())
         for kind, asked in prompts.items():
             for batch in batches:
-                to_the_end = kind == "chat-to-the-end"
-                runs = [
-                    run_batch(client, asked[:batch], output_len, ignore_eos=not to_the_end) for _ in range(repeat + 1)
-                ][1:]
-                best[kind, batch] = max(runs, key=lambda run: rate(kind, run))
-                figures = ", ".join(f"{rate(kind, run):,.0f} ({run.drafts.num_drafts} drafts)" for run in runs)
-                print(f"{options.speculate or 'plain'}, {kind}, batch {batch}: {figures} tokens/s", file=sys.stderr)
+                runs: list[list[BatchRun]] = [[] for _ in contestants]
+                for _ in range(repeat + 1):
+                    for contestant, own in zip(contestants, runs, strict=True):
+                        own.append(contestant.run(kind, asked[:batch], output_len))
+                for contestant, own in zip(contestants, runs, strict=True):
+                    contestant.keep(kind, batch, own)
     finally:
-        client.close()
-    return best
+        for contestant in contestants:
+            contestant.close()
+    return [contestant.best for contestant in contestants]
 
 
 def row(kind: str, batch: int, plain: BatchRun, drafted: BatchRun, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -162,8 +186,8 @@ def main() -> int:
     )
     drafting = {"speculate": arguments.method, "k": arguments.k, "draft_model": arguments.draft_model}
     draft_options = EngineOptions(**{**vars(plain_options), **drafting})
-    plain = measure(plain_options, prompts, batches, arguments.output_len, arguments.repeat)
-    drafted = measure(draft_options, prompts, batches, arguments.output_len, arguments.repeat)
+    engines = {"plain": plain_options, arguments.method: draft_options}
+    plain, drafted = compete(engines, prompts, batches, arguments.output_len, arguments.repeat)
     rows = [row(*key, plain[key], drafted[key], arguments) for key in plain]
     results = collect_results(rows, device="cuda" if torch.cuda.is_available() else "cpu")
     table = Table("case", title=f"output tokens per second, {results.hardware}, k = {arguments.k or 'adaptive'}")
