@@ -343,6 +343,9 @@ class StepGraphs:
             hidden, logits = program.with_logits(batch, program.model.forward(batch.input_ids, context))
             if desc.tier == "full":
                 self._logits[: logits.shape[0]].copy_(logits)
+                # What follows is launched, but compiled by then: a change of the draft length may come this way.
+                for needs in (SamplingNeeds(), _FAST_NEEDS) if warmup else ():
+                    program.finish(batch, logits, needs)
             else:
                 program.finish(batch, logits, _FAST_NEEDS)
                 if desc.num_drafts:

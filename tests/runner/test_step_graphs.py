@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from slipstream.attention.backend import Caps
+from slipstream.device.operation import Operation
 from slipstream.device.sim import SimDevice
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
@@ -78,3 +81,24 @@ def test_mixed_batches_have_graphs_for_the_drafts_that_are_made_behind_them(
     # Only those with as many as the first steps make are there before the first step.
     urgent = {k: sizes.order(BatchExecutionDescriptor(M.FULL, 64, 8, None, "fast", k), 8) for k in mixed}
     assert [k for k, place in urgent.items() if place == 0] == [initial]
+
+
+def test_what_follows_a_targets_own_graph_has_run_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled when they first run: a change of the draft length must not wait for that."""
+    drawn: set[bool] = set()
+    call = Operation.__call__
+
+    def watched(self: Operation[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.name == "draw_tokens":
+            drawn.add(self.signature.bind(*args, **kwargs).arguments["noise"])
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(Operation, "__call__", watched)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64, "num_gpu_blocks_override": 64}
+    world = World(4, {"cudagraph_mode": "full", "speculative_config": drafts, **sizes})
+    world.device = SimDevice(1)
+    core = world._build(world.resolve())
+    while core.use_idle_time():
+        pass
+    assert drawn == {False, True}, "greedy, and with noise"
