@@ -104,6 +104,8 @@ class Contestant:
         self._client = EngineClient.in_thread(lambda: build_engine(options))
         self.close = self._client.close
         self.best: dict[tuple[str, int], BatchRun] = {}
+
+    def wait(self) -> None:
         wait_for_graphs(self._client)
 
     def run(self, kind: str, asked: list[list[int]], output_len: int) -> BatchRun:
@@ -126,7 +128,9 @@ def compete(
     """The fastest runs of each engine. All of them take turns."""
     contestants: list[Contestant] = []
     try:
-        contestants += (Contestant(name, options) for name, options in engines.items())
+        for name, options in engines.items():
+            contestants.append(Contestant(name, options))
+            contestants[-1].wait()
         for kind, asked in prompts.items():
             for batch in batches:
                 runs: list[list[BatchRun]] = [[] for _ in contestants]
@@ -182,6 +186,7 @@ def main() -> int:
         dtype=arguments.dtype,
         enable_prefix_caching=False,
         max_num_seqs=max(batches),
+        max_model_len=max(len(prompt) for asked in prompts.values() for prompt in asked) + arguments.output_len,
         seed=0,
     )
     drafting = {"speculate": arguments.method, "k": arguments.k, "draft_model": arguments.draft_model}

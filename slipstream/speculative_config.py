@@ -66,6 +66,14 @@ class SpeculativeConfig:
         return self.method in ("eagle", "eagle3", "mtp")
 
     @property
+    def foresees(self) -> bool:
+        """Whether a draft that is not checked would have stood if it is the token that comes.
+
+        Speculative sampling draws drafts with noise of their own: equal tokens are rarer than accepted ones.
+        """
+        return self.verify != "rejection" or self.method == "ngram"
+
+    @property
     def is_synthetic(self) -> bool:
         """Whether text means nothing, which every output has to say."""
         return self.verify == "synthetic"

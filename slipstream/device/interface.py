@@ -68,7 +68,7 @@ class Device(Protocol):
     copy_stream: Stream
     sync_guard: SyncGuard
     keeps_time: bool  # how long the host waits for it means something
-    runs_beside: bool  # it computes while the host goes on: between two results lies a step and nothing else
+    runs_beside: bool  # it computes while the host goes on, step after step
 
     def hardware(self, dtype: str) -> Hardware:
         """What this machine has. ``dtype`` is the user's wish: only a risky one is probed, which takes seconds."""

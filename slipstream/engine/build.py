@@ -133,7 +133,8 @@ def decide_draft_length(config: EngineConfig, backend: AttentionBackend) -> tupl
     mode = usable_mode(CUDAGraphMode(config.cudagraph_mode), backend.caps)
     costs = StepCosts(in_graphs=mode.decode_mode() is CUDAGraphMode.FULL)
     lengths = (speculative.lengths, speculative.initial_length)
-    return AdaptiveLength(*lengths, config.scheduler.max_num_seqs, costs), costs.record
+    policy = AdaptiveLength(*lengths, config.scheduler.max_num_seqs, costs, speculative.foresees)
+    return policy, costs.record
 
 
 def _keep_memory(device: Device) -> None:

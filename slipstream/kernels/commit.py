@@ -27,7 +27,7 @@ def commit(
     new_ids: Tensor,  # [padded_reqs, at most k + 1] int: accepted drafts, then the target's own token
     num_accepted: Tensor,  # [padded_reqs] int32
     failed: Tensor,  # [padded_reqs] bool: the logits behind the accepted drafts held no usable number
-    would_stand: Tensor | None,  # [padded_reqs] bool: of a draft that was not checked; None: if it is the new token
+    would_stand: Tensor | None,  # [padded_logits] bool: of drafts that were not checked; None: if it is the new token
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     query_start_loc: Tensor,  # [padded_reqs + 1] int32
     logit_start_loc: Tensor,  # [padded_reqs + 1] int32
@@ -73,8 +73,8 @@ def commit(
     count = torch.where(takes, count, 0)
     written = idx < count.unsqueeze(1)
     slots = (length.unsqueeze(1) + idx).clamp(max=token_ids.shape[1] - 1).long()
-    stands = token_ids[rows, slots[:, 0]] == new_ids[:, 0] if would_stand is None else would_stand
-    foreseen = takes & (logit_start_loc.diff() == 1) & (num_drafts[rows] > 0) & stands
+    foreseen = takes & (logit_start_loc.diff() == 1) & (num_drafts[rows] > 0)
+    foreseen &= _first(would_stand, logit_start_loc, otherwise=token_ids[rows, slots[:, 0]] == new_ids[:, 0])
     for j in idx.tolist():
         here = token_ids[rows, slots[:, j]]
         token_ids[rows, slots[:, j]] = torch.where(written[:, j], new_ids[:, j].int(), here)
@@ -93,6 +93,13 @@ def commit(
     out[:, 3] = foreseen
     out[:, NUM_HEADER_COLUMNS:] = -1
     out[:, NUM_HEADER_COLUMNS : NUM_HEADER_COLUMNS + len(idx)] = torch.where(written, new_ids.int(), -1)
+
+
+def _first(of_logits: Tensor | None, logit_start_loc: Tensor, otherwise: Tensor) -> Tensor:
+    """Of each request; padding has no logits."""
+    if of_logits is None:
+        return otherwise
+    return of_logits[logit_start_loc[:-1].clamp(max=of_logits.shape[0] - 1).long()]
 
 
 def _count_new(
@@ -117,13 +124,13 @@ def _first_stop(ids, idx, count, stop_ids, num_stop_ids, STOPS: tl.constexpr, WI
 
 
 @jit
-def _would_stand(places, ids, idx, forced, MATCH: tl.constexpr):
+def _would_stand(is_there, places, ids, idx, forced, start, MATCH: tl.constexpr):
     """Whether the draft at the first place is the first new token, or whatever is forced."""
     if MATCH:
-        draft = tl.load(places, mask=idx == 0, other=-1)
+        draft = tl.load(places, mask=is_there & (idx == 0), other=-1)
         stands = tl.max(((draft == ids) & (idx == 0)).to(tl.int32), 0) != 0
     else:
-        stands = tl.load(forced) != 0
+        stands = tl.load(forced + tl.load(start), mask=is_there, other=0) != 0
     return stands
 
 
@@ -183,7 +190,7 @@ def _commit_kernel(
     # Of a draft that is about to be written over.
     foreseen = takes & (planned == known) & (tl.load(num_drafts + row) > 0)
     places = token_ids + row * max_len + tl.minimum(length + idx, max_len - 1)
-    foreseen = foreseen & _would_stand(places, ids, idx, would_stand + i, MATCH)
+    foreseen = foreseen & _would_stand(foreseen, places, ids, idx, would_stand, logit_start_loc + i, MATCH)
     tl.store(places, ids, mask=idx < count)
     after = tl.where(takes & stopped, STOPPED, tl.where(takes & (length + count >= limit), LENGTH, before))
     after = tl.where(draws & bad, ERROR, after)

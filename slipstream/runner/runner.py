@@ -82,7 +82,9 @@ class Runner:
         )
         speculative = config.speculative
         drafts = (
-            DraftSizes((0,), 0) if speculative is None else DraftSizes(speculative.lengths, speculative.initial_length)
+            DraftSizes((0,), 0)
+            if speculative is None
+            else DraftSizes(speculative.lengths, speculative.initial_length, speculative.foresees)
         )
         sizes = (config.cudagraph_sizes, max_reqs)
         self.graphs = StepGraphs(device, self.program, mode, *sizes, drafts, logits, on_cost)

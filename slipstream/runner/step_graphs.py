@@ -42,6 +42,7 @@ class DraftSizes(NamedTuple):
 
     lengths: Sequence[int]
     initial: int
+    foresees: bool = False  # who makes a draft to see what it is worth does not check it
 
     def kinds(self) -> list[GraphKind]:
         """Every graph that a step could use.
@@ -53,7 +54,9 @@ class DraftSizes(NamedTuple):
         kinds = [GraphKind(1 + k, "fast", k) for k in lengths]
         if len(self.lengths) > 1:
             for a, b in itertools.pairwise(lengths):
-                kinds += [GraphKind(1 + a, "fast", b), GraphKind(1 + b, "fast", a)]
+                kinds += [GraphKind(1 + a, "fast", b)]
+                if a or not self.foresees:
+                    kinds += [GraphKind(1 + b, "fast", a)]
         kinds += [GraphKind(None, "fast", k) for k in sorted({0, self.initial} & {self.initial, *self.lengths})]
         return [*kinds, *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
 

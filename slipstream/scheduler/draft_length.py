@@ -97,24 +97,31 @@ class _Trial(NamedTuple):
     drafted: Composition | None = None  # the first of the two, once it is launched
 
 
+class _Tried(NamedTuple):
+    """A step under way that says what came of a trial."""
+
+    step: int  # which one it is, counted from the first
+    usual: int  # the length that the trial left
+    longer: int
+    foreseen_by: Sequence[int]  # whose drafts are there and not checked, by their places in the plan
+
+
 class _Outcome(NamedTuple):
     """What a step has said of drafts."""
 
     composition: Composition
-    num_drafts: int  # places that it says something of
-    num_right: Sequence[int]  # of each request
-    tried: _Tried | None = None
-
-
-class _Tried(NamedTuple):
-    step: int  # which one it was, counted from the first
-    usual: int  # the length that the trial left
-    longer: int
+    said_of: Sequence[int]  # requests, by their places in the plan
+    num_drafts: int
+    num_right: Sequence[int]  # of every request of the plan
+    tried: _Tried | None
 
 
 class AdaptiveLength:
-    def __init__(self, lengths: Sequence[int], initial: int, num_rows: int, costs: StepCosts) -> None:
+    def __init__(
+        self, lengths: Sequence[int], initial: int, num_rows: int, costs: StepCosts, foresees: bool = True
+    ) -> None:
         self._choices = list(lengths)
+        self._foresees = foresees  # a draft that is not checked would have stood if it is the token that comes
         self.length = initial  # of all steps but those of a trial
         self._costs = costs
         most = max(lengths)
@@ -129,7 +136,7 @@ class AdaptiveLength:
         self._collected: list[_Outcome] = []  # not yet looked at
         self._num_launched, self._num_collected = 0, 0
         self._trial: _Trial | None = None
-        self._tried: list[_Tried] = []  # steps under way that say what came of a trial
+        self._tried: list[_Tried] = []
         self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
 
@@ -139,7 +146,12 @@ class AdaptiveLength:
             return Lengths(self.length, self.length)
         if trial.drafted is None:
             return Lengths(self.length, trial.length)
-        return Lengths(trial.length if self.length else 0, self.length)
+        return Lengths(0 if self._goes_without else trial.length, self.length)
+
+    @property
+    def _goes_without(self) -> bool:
+        """Whether the draft of a trial is not checked."""
+        return self._foresees and not self.length
 
     def move_in(self, row: int) -> None:
         self.look()  # what is not yet learnt of the row is another's
@@ -170,20 +182,23 @@ class AdaptiveLength:
                 self._trial = trial._replace(drafted=composition)
             return
         self._trial = None
-        if self.length:
-            says = max(composition.num_drafts) > self.length
-        else:  # everybody has a draft, and one place less than that would take
-            says = composition.rows == trial.drafted.rows and composition.total_tokens == composition.num_reqs
-        if says:
-            self._tried.append(_Tried(step, self.length, trial.length))
+        foreseen_by: list[int] = []
+        if self._goes_without:
+            drafted = trial.drafted
+            drawn = {key[:2] for key in zip(drafted.rows, drafted.generations, drafted.samples, strict=True) if key[2]}
+            keys = zip(composition.rows, composition.generations, strict=True)
+            foreseen_by = [i for i, key in enumerate(keys) if key in drawn and composition.num_tokens[i] == 1]
+        if foreseen_by or max(composition.num_drafts) > self.length:
+            self._tried.append(_Tried(step, self.length, trial.length, foreseen_by))
 
     def collected(self, composition: Composition, num_accepted: Sequence[int], foreseen: Sequence[int]) -> None:
         step, self._num_collected = self._num_collected, self._num_collected + 1
         tried = self._tried.pop(0) if self._tried and self._tried[0].step == step else None
-        if any(composition.num_drafts):
-            self._collected.append(_Outcome(composition, max(composition.num_drafts), num_accepted, tried))
+        if num_drafts := max(composition.num_drafts):
+            said_of = [i for i, count in enumerate(composition.num_drafts) if count]  # the others are prompts
+            self._collected.append(_Outcome(composition, said_of, num_drafts, num_accepted, tried))
         elif tried is not None:
-            self._collected.append(_Outcome(composition, 1, foreseen, tried))
+            self._collected.append(_Outcome(composition, tried.foreseen_by, 1, foreseen, tried))
 
     def look(self) -> None:
         if self._collected:
@@ -195,6 +210,8 @@ class AdaptiveLength:
     def took(self, composition: Composition, seconds: float) -> None:
         num_reqs, make = composition.num_reqs, composition.num_next_drafts
         check = composition.num_drafts[0]
+        if composition.num_caught_up:
+            return  # a pass over many tokens
         if composition.num_tokens != (1 + check,) * num_reqs or composition.num_drafts != (check,) * num_reqs:
             return  # somebody's prompt
         if check != make:
@@ -207,13 +224,10 @@ class AdaptiveLength:
     # --- learning ---------------------------------------------------------------------------------
 
     def _take(self, outcome: _Outcome) -> None:
-        composition, num_drafts, num_right, tried = outcome
-        if not any(composition.num_drafts) or len(composition.rows) == composition.num_drafts.count(num_drafts):
-            rows, right = self._rows_of(composition), np.array(num_right)
-        else:  # some are prompts
-            drafted = [i for i, count in enumerate(composition.num_drafts) if count]
-            rows = np.array([composition.rows[i] for i in drafted])
-            right = np.array([num_right[i] for i in drafted])
+        composition, said_of, num_drafts, num_right, tried = outcome
+        rows, right = self._rows_of(composition), np.array(num_right)
+        if len(said_of) < len(rows):
+            rows, right = rows[said_of], right[said_of]
         self._learn(rows, right, num_drafts)
         if tried is not None:
             self._space_trials(rows, right, tried.usual, tried.longer)
@@ -290,7 +304,9 @@ class AdaptiveLength:
             return
         # Of what drafts cost, making them is about a half. One step makes more, the next one may check them, then all
         # is as before: each is a change of the length.
-        more, num_changes = (longer_seconds - seconds, 3) if self.length else ((longer_seconds - seconds) / 2, 2)
+        more, num_changes = longer_seconds - seconds, 3
+        if self._goes_without:
+            more, num_changes = more / 2, 2
         extra = max(0.0, more + num_changes * _CHANGE_S) / seconds
         least = _TRIAL_EVERY_OF_MANY - (_TRIAL_EVERY_OF_MANY - _TRIAL_EVERY) // num_reqs
         self._longest_interval = max(least, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
@@ -305,6 +321,6 @@ class AdaptiveLength:
             self._trial = _Trial(longer)
             # What is known of those places is old: what the trial says counts more. One request alone may be lucky, and
             # where nothing is drafted a mistake costs more than another trial.
-            stale = _STALE if self.length else _STALE + 1.0 / num_reqs
+            stale = _STALE + (1.0 / num_reqs if self._goes_without else 0.0)
             places = np.s_[rows, self.length : longer]
             self._num_seen[places] = np.minimum(self._num_seen[places], stale)

@@ -47,7 +47,7 @@ class Verified(NamedTuple):
     num_accepted: Tensor  # [padded_reqs] int32
     failed: Tensor  # [padded_reqs] bool: the logits of the target's own token held no usable number
     logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32, packed
-    # [padded_reqs] bool, where no drafts were checked: whether one would have stood; None: if it is the new token.
+    # [n] bool: whether a draft that was not checked would have stood; None: if it is the token that was drawn.
     would_stand: Tensor | None = None
 
 
@@ -84,20 +84,20 @@ class Verifier:
             sampled, accepted = self._judge(logits, rows, drafted, needs, mask)
         else:
             sampled, accepted = sample(logits, rows, drafted.at, needs, mask), None
-        is_forced = self._mode == "synthetic"
-        if is_forced:
-            accepted = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
+        forced = None
+        if self._mode == "synthetic":
+            accepted = forced = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
         if self._width == 1 or drafted.are_none:
             none = self._nothing_accepted[: sampled.token_ids.shape[0]]
             new = (sampled.token_ids.unsqueeze(1), none, sampled.failed, sampled.logprobs)
-            return Verified(*new, would_stand=accepted if is_forced else None)
-        if is_forced and accepted is not None and needs.logprobs:
-            taken_ids = torch.where(accepted & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
+            return Verified(*new, would_stand=forced)
+        if forced is not None and needs.logprobs:
+            taken_ids = torch.where(forced & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
             sampled = sampled._replace(logprobs=pack_logprobs(check_logits(logits)[0], taken_ids))
         taken = accept_drafts(
             sampled.token_ids, drafted.draft_ids, accepted, sampled.failed, drafted.logit_start_loc, self._width
         )
-        return Verified(*taken, sampled.logprobs)
+        return Verified(*taken, sampled.logprobs, would_stand=forced)
 
     def _judge(
         self, logits: Tensor, rows: SamplingRows, drafted: Drafted, needs: SamplingNeeds, mask: Tensor | None

@@ -34,7 +34,8 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     new_ids = [[draw(0, 5) for _ in range(WIDTH)] for _ in range(len(batch) + padding)]
     failed = [data.draw(st.integers(0, 3)) == 0 and i < len(batch) for i in range(len(new_ids))]
     history = torch.randint(0, 6, (ROWS, MAX_LEN), dtype=torch.int32)
-    forced = [data.draw(st.booleans()) for _ in new_ids] if data.draw(st.booleans()) else None
+    num_logits = len(batch) + sum(places)
+    forced = [data.draw(st.booleans()) for _ in range(num_logits)] if data.draw(st.booleans()) else None
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -74,7 +75,9 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
             computed[row] += known[i]
             if computed[row] == tokens[row]:
                 num_checked = there[i]
-                stands = int(history[row, tokens[row]]) == new_ids[i][0] if forced is None else forced[i]
+                stands = (
+                    int(history[row, tokens[row]]) == new_ids[i][0] if forced is None else forced[i + sum(places[:i])]
+                )
                 foreseen = int(has_draft and stands and not failed[i])
                 stops_first = any(t in stops[row] for t in new_ids[i][: min(accepted[i], limits[row] - tokens[row])])
                 if failed[i] and not stops_first:

@@ -83,7 +83,7 @@ def test_mixed_batches_have_graphs_for_the_drafts_that_are_made_behind_them(
     assert [k for k, place in urgent.items() if place == 0] == [initial]
 
 
-def test_what_follows_a_targets_own_graph_has_run_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_a_targets_own_graph_has_run_when_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled when they first run: a change of the draft length must not wait for that."""
     drawn: set[bool] = set()
     call = Operation.__call__
@@ -101,4 +101,12 @@ def test_what_follows_a_targets_own_graph_has_run_before_the_first_step(monkeypa
     core = world._build(world.resolve())
     while core.use_idle_time():
         pass
-    assert drawn == {False, True}, "greedy, and with noise"
+    assert False in drawn, "greedy: whole steps draw with noise"
+
+
+@pytest.mark.parametrize("foresees", [False, True])
+def test_a_step_behind_a_trial_has_a_graph_where_it_checks_the_draft(foresees: bool) -> None:
+    fast = [kind for kind in DraftSizes((0, 1, 2), 2, foresees).kinds() if kind.tier == "fast"]
+    kinds = {(kind.query_len, kind.num_drafts) for kind in fast}
+    assert {(1, 0), (2, 1), (3, 2), (1, 1), (2, 2), (3, 1)} <= kinds
+    assert ((2, 0) in kinds) is not foresees

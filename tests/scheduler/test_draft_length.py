@@ -20,17 +20,20 @@ ZERO = (0.0,) * 7
 class Engine:
     """Steps of a batch with a few in flight, drafts accepted at given rates, costs of which time is the sum."""
 
-    def __init__(self, num_reqs: int, cost: dict[int, float], seed: int = 0, in_flight: int = 2) -> None:
+    def __init__(
+        self, num_reqs: int, cost: dict[int, float], seed: int = 0, in_flight: int = 2, foresees: bool = True
+    ) -> None:
         self.costs = StepCosts(in_graphs=True)
         for k, seconds in cost.items():
             self.costs.record(num_reqs, k, seconds)
-        self.policy = AdaptiveLength(CHOICES, 3, num_reqs, self.costs)
+        self.policy = AdaptiveLength(CHOICES, 3, num_reqs, self.costs, foresees)
+        self.num_prompts = 0  # beside the decodes, in every step
         self._cost, self._n, self._random, self._depth = cost, num_reqs, random.Random(seed), in_flight
         for row in range(num_reqs):
             self.policy.move_in(row)
         self._flying: list[tuple[Composition, list[int], list[int]]] = []
         self._made = 0
-        self._known: dict[tuple[int, int], Composition] = {}
+        self._known: dict[tuple[int, int, int], Composition] = {}
         self.seconds, self.tokens = 0.0, 0
         self.trace: list[int] = []  # drafts that were made
         self.checked: list[int] = []
@@ -39,15 +42,16 @@ class Engine:
         check, make = self.policy.wanted()
         check = min(check, self._made)
         n = self._n
-        # Steps that are alike share a composition, as the scheduler's do.
+        # Steps that are alike share a composition, as the scheduler's do. Prompts are chunks that draw nothing.
+        p, m = self.num_prompts, n + self.num_prompts
         composition = self._known.setdefault(
-            (check, make),
+            (check, make, p),
             Composition(
-                *(tuple(map(str, range(n))), (1,) * n, tuple(range(n)), (1 + check,) * n, (True,) * n, (check,) * n),
-                *(n * (1 + check), make),
+                *(tuple(map(str, range(m))), (1,) * m, tuple(range(m)), (1 + check,) * n + (9,) * p),
+                *((True,) * n + (False,) * p, (check,) * n + (0,) * p, n * (1 + check) + 9 * p, make),
             ),
         )
-        draws = [self._random.random() for _ in range(n)]
+        draws = [self._random.random() for _ in range(n)] + [1.0] * p
         accepted = [sum(draw < rate for rate in rates[:check]) for draw in draws]
         # Of a draft that is there and has no place the device says whether it was right.
         foreseen = [int(draw < rates[0] and self._made > 0 and check == 0) for draw in draws]
@@ -121,11 +125,52 @@ def test_where_nothing_is_drafted_a_trial_makes_a_draft_that_nobody_checks() -> 
     engine = Engine(2, dear(0.05))
     engine.run(ZERO, 200)
     trace = engine.trace[-128:]
-    assert 2 <= sum(trace) <= 8, "one draft every sixteen steps"
+    assert 2 <= sum(trace) <= 8, "one draft every 16 to 36 steps"
     assert all(made in (0, 1) for made in trace)
     engine.checked.clear()
     engine.run(ZERO, 200)
     assert sum(engine.trace[-200:]) > 0 and not any(engine.checked)
+
+
+def test_where_that_says_too_little_it_is_checked() -> None:
+    engine = Engine(2, dear(0.05), foresees=False)
+    engine.run(ZERO, 400)
+    assert engine.policy.length == 0
+    assert 0 < sum(engine.checked[-200:]) == sum(engine.trace[-201:-1])
+
+
+def test_trials_count_beside_prompts() -> None:
+    """A server that is busy has somebody's prompt in every step. And nothing is learnt of who has no draft."""
+    engine = Engine(7, dear(0.05))
+    engine.run(ZERO, 300)
+    assert engine.policy.length == 0
+    engine._n, engine.num_prompts = 6, 1  # the last one is a prompt from now on
+    before = engine.policy._right[6].copy()
+    engine.run(HIGH, 60)
+    assert engine.policy.length > 0
+    assert np.array_equal(engine.policy._right[6], before)
+
+
+def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
+    policy = AdaptiveLength((0, 1), 0, 4, costs_of(in_graphs=True))
+    policy._usual[:] = 0.0
+    policy.move_in(0)
+    usual = Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 0)
+    while policy.wanted().make == 0:
+        policy.launched(usual)
+        policy.collected(usual, [0], [0])
+        policy.look()
+    assert policy.length == 0, "a trial"
+    drafting = Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 1)
+    policy.launched(drafting)
+    policy.collected(drafting, [0], [0])
+    policy.move_in(0)  # another, with one token left to compute
+    before = policy._num_failed[0]
+    other = Composition(("b",), (2,), (0,), (1,), (True,), (0,), 1, 0)
+    policy.launched(other)
+    policy.collected(other, [0], [0])
+    policy.look()
+    assert policy._num_failed[0] == before
 
 
 def test_elsewhere_it_makes_further_drafts_in_one_step_and_checks_them_in_the_next() -> None:
