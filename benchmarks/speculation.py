@@ -16,6 +16,7 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.commands.measure import BatchRun, decode_rate, run_batch, wait_for_graphs
+from slipstream.commands.measure import BatchRun, decode_rate, in_turns, run_batch, wait_for_graphs
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
@@ -133,12 +134,9 @@ def compete(
             contestants[-1].wait()
         for kind, asked in prompts.items():
             for batch in batches:
-                runs: list[list[BatchRun]] = [[] for _ in contestants]
-                for _ in range(repeat + 1):
-                    for contestant, own in zip(contestants, runs, strict=True):
-                        own.append(contestant.run(kind, asked[:batch], output_len))
-                for contestant, own in zip(contestants, runs, strict=True):
-                    contestant.keep(kind, batch, own)
+                each = [partial(contestant.run, kind, asked[:batch], output_len) for contestant in contestants]
+                for contestant, runs in zip(contestants, in_turns(repeat + 1, each), strict=True):
+                    contestant.keep(kind, batch, runs)
     finally:
         for contestant in contestants:
             contestant.close()

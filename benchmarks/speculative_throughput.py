@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.commands.measure import BatchRun, decode_rate, run_batch, wait_for_graphs
+from slipstream.commands.measure import BatchRun, decode_rate, in_turns, run_batch, wait_for_graphs
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_shape
@@ -79,10 +80,11 @@ class Contestant:
         text = f"k = {self.k}: {stats.num_graphs} graphs, {stats.graph_bytes / 2**20:.0f} MiB"
         print(text, file=sys.stderr, flush=True)
 
-    def set_rates(self, name: str) -> None:
+    def run(self, rates: str, prompts: list[list[int]], output_len: int) -> BatchRun:
         if self.k != "0":
-            self._verifier.set_rates(RATES[name][: MOST if self.k == "adaptive" else int(self.k)])
+            self._verifier.set_rates(RATES[rates][: MOST if self.k == "adaptive" else int(self.k)])
             torch.cuda.synchronize()
+        return run_batch(self.client, prompts, output_len)
 
     def row(self, rates: str, runs: list[BatchRun], output_len: int, batch: int) -> dict[str, Any]:
         """The first run is for warming up."""
@@ -120,13 +122,9 @@ def measure(arguments: argparse.Namespace, k: str, batches: list[int]) -> list[d
         for name in arguments.rates.split(",") if k != "0" else ["high"]:
             for batch in batches:
                 prompts = prompts_for(arguments.shape, batch)
-                runs: list[list[BatchRun]] = [[] for _ in contestants]
-                for _ in range(arguments.repeat + 1):
-                    for contestant, own in zip(contestants, runs, strict=True):
-                        contestant.set_rates(name)
-                        own.append(run_batch(contestant.client, prompts, arguments.output_len))
-                for contestant, own in zip(contestants, runs, strict=True):
-                    rows.append(contestant.row(name, own, arguments.output_len, batch))
+                each = [partial(contestant.run, name, prompts, arguments.output_len) for contestant in contestants]
+                for contestant, runs in zip(contestants, in_turns(arguments.repeat + 1, each), strict=True):
+                    rows.append(contestant.row(name, runs, arguments.output_len, batch))
     finally:
         for contestant in contestants:
             contestant.client.close()

@@ -65,6 +65,15 @@ def wait_for_graphs(client: EngineClient) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
+def in_turns(num_turns: int, run_each: Sequence[Callable[[], BatchRun]]) -> list[list[BatchRun]]:
+    """Runs of several engines, one of each a turn: a machine is not as fast at one time as at another."""
+    runs: list[list[BatchRun]] = [[] for _ in run_each]
+    for _ in range(num_turns):
+        for run, own in zip(run_each, runs, strict=True):
+            own.append(run())
+    return runs
+
+
 class _Step(NamedTuple):
     """What a run keeps of a step. Few objects: the collector of garbage looks at all that are kept."""
 

@@ -110,7 +110,6 @@ class _Outcome(NamedTuple):
     """What a step has said of drafts."""
 
     composition: Composition
-    said_of: Sequence[int]  # requests, by their places in the plan
     num_drafts: int
     num_right: Sequence[int]  # of every request of the plan
     tried: _Tried | None
@@ -195,10 +194,9 @@ class AdaptiveLength:
         step, self._num_collected = self._num_collected, self._num_collected + 1
         tried = self._tried.pop(0) if self._tried and self._tried[0].step == step else None
         if num_drafts := max(composition.num_drafts):
-            said_of = [i for i, count in enumerate(composition.num_drafts) if count]  # the others are prompts
-            self._collected.append(_Outcome(composition, said_of, num_drafts, num_accepted, tried))
+            self._collected.append(_Outcome(composition, num_drafts, num_accepted, tried))
         elif tried is not None:
-            self._collected.append(_Outcome(composition, tried.foreseen_by, 1, foreseen, tried))
+            self._collected.append(_Outcome(composition, 1, foreseen, tried))
 
     def look(self) -> None:
         if self._collected:
@@ -224,10 +222,15 @@ class AdaptiveLength:
     # --- learning ---------------------------------------------------------------------------------
 
     def _take(self, outcome: _Outcome) -> None:
-        composition, said_of, num_drafts, num_right, tried = outcome
-        rows, right = self._rows_of(composition), np.array(num_right)
-        if len(said_of) < len(rows):
-            rows, right = rows[said_of], right[said_of]
+        composition, num_drafts, num_right, tried = outcome
+        said_of = tried.foreseen_by if tried is not None else ()
+        if not said_of:  # whose drafts were checked; the others are prompts
+            said_of = [i for i, count in enumerate(composition.num_drafts) if count]
+        if len(said_of) == composition.num_reqs:
+            rows, right = self._rows_of(composition), np.array(num_right)
+        else:
+            rows = np.array([composition.rows[i] for i in said_of])
+            right = np.array([num_right[i] for i in said_of])
         self._learn(rows, right, num_drafts)
         if tried is not None:
             self._space_trials(rows, right, tried.usual, tried.longer)
