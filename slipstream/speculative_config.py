@@ -74,6 +74,11 @@ class SpeculativeConfig:
         return self.verify != "rejection" or self.method == "ngram"
 
     @property
+    def depends_on_text_alone(self) -> bool:
+        """Whether the host can tell from the tokens that came which drafts would have stood."""
+        return self.method == "ngram" and not self.is_synthetic
+
+    @property
     def is_synthetic(self) -> bool:
         """Whether text means nothing, which every output has to say."""
         return self.verify == "synthetic"

@@ -28,6 +28,7 @@ from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.runner.runner import Runner
 from slipstream.runner.step_graphs import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
+from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import SamplingParams
@@ -133,7 +134,9 @@ def decide_draft_length(config: EngineConfig, backend: AttentionBackend) -> tupl
     mode = usable_mode(CUDAGraphMode(config.cudagraph_mode), backend.caps)
     costs = StepCosts(in_graphs=mode.decode_mode() is CUDAGraphMode.FULL)
     lengths = (speculative.lengths, speculative.initial_length)
-    policy = AdaptiveLength(*lengths, config.scheduler.max_num_seqs, costs, speculative.foresees)
+    num_rows = config.scheduler.max_num_seqs
+    rehearsal = NgramRehearsal(speculative, num_rows) if speculative.depends_on_text_alone else None
+    policy = AdaptiveLength(*lengths, num_rows, costs, speculative.foresees, rehearsal)
     return policy, costs.record
 
 

@@ -7,7 +7,8 @@ Where a draft that was hoped for is not there, it counts as wrong. One length se
 Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, and
 the next step checks that. Where nothing is drafted, one step makes a draft, and the next one does not check it: the
 device says whether it was the token that came. The first trial of a request comes soon, the next one soon after a trial
-that was right and twice as late after one that was wrong, until trials cost a hundredth of the time.
+that was right and twice as late after one that was wrong, until trials cost a hundredth of the time. Drafts that depend
+on the text alone need no trials there: they are rehearsed on the host, which loses nothing by waiting until it is sure.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import Composition
 
@@ -28,10 +30,12 @@ _PRIOR = 8.0  # steps of its own that outweigh what a request is expected to be 
 _STALE = 1.0  # the same for what is known of places that have not been drafted for
 _STREAK, _AFRESH = 10, 6.0  # after so many steps without a right draft the text is another; the same for what was known
 _MARGIN = 1.02  # a change has to promise more than this
+_MARGIN_REHEARSED = 1.1  # to begin with drafts that are rehearsed: one text in a few repeats a word by chance
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
 _NEARLY = 0.97  # of what the usual length promises
-_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 24, 36, 64  # one of many requests says more
+_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 10, 36, 64  # one of many requests says more
+_MORE_FOR_EACH = 4  # steps between trials for one request more
 _TRIAL_SHARE = 0.01  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
@@ -62,8 +66,8 @@ class DraftLength(Protocol):
         """Of a step that had the device for itself, from its plan to its tokens."""
         ...
 
-    def move_in(self, row: int) -> None:
-        """Another request has the row."""
+    def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
+        """Another request has the row: its tokens, a list that grows as they are collected, and drafts it may have."""
         ...
 
 
@@ -86,7 +90,7 @@ class FixedLength:
     def took(self, composition: Composition, seconds: float) -> None:
         pass
 
-    def move_in(self, row: int) -> None:
+    def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
         pass
 
 
@@ -117,10 +121,17 @@ class _Outcome(NamedTuple):
 
 class AdaptiveLength:
     def __init__(
-        self, lengths: Sequence[int], initial: int, num_rows: int, costs: StepCosts, foresees: bool = True
+        self,
+        lengths: Sequence[int],
+        initial: int,
+        num_rows: int,
+        costs: StepCosts,
+        foresees: bool = True,  # a draft that is not checked would have stood if it is the token that comes
+        rehearsal: NgramRehearsal | None = None,
     ) -> None:
         self._choices = list(lengths)
-        self._foresees = foresees  # a draft that is not checked would have stood if it is the token that comes
+        self._foresees = foresees
+        self._rehearsal = rehearsal
         self.length = initial  # of all steps but those of a trial
         self._costs = costs
         most = max(lengths)
@@ -133,7 +144,7 @@ class AdaptiveLength:
         self._places = np.arange(most)
         self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
         self._collected: list[_Outcome] = []  # not yet looked at
-        self._num_launched, self._num_collected = 0, 0
+        self._num_launched, self._num_collected, self._num_looked_at = 0, 0, 0  # steps
         self._trial: _Trial | None = None
         self._tried: list[_Tried] = []
         self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
@@ -152,8 +163,14 @@ class AdaptiveLength:
         """Whether the draft of a trial is not checked."""
         return self._foresees and not self.length
 
-    def move_in(self, row: int) -> None:
+    @property
+    def _rehearses(self) -> bool:
+        return self._rehearsal is not None and not self.length
+
+    def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
         self.look()  # what is not yet learnt of the row is another's
+        if self._rehearsal is not None:
+            self._rehearsal.move_in(row, token_ids, num_drafts)
         self._right[row] = self._usual
         self._num_seen[row] = _PRIOR
         self._num_failed[row] = 0
@@ -168,6 +185,8 @@ class AdaptiveLength:
             self._decide()
         if self._trial is not None:
             self._go_on_trying(self._trial, step, composition)
+            return
+        if self._rehearses:
             return
         self._num_since_trial += 1
         # Beyond drafts that are made anyway there is less to find out.
@@ -199,10 +218,16 @@ class AdaptiveLength:
             self._collected.append(_Outcome(composition, 1, foreseen, tried))
 
     def look(self) -> None:
-        if self._collected:
-            for outcome in self._collected:
-                self._take(outcome)
-            self._collected.clear()
+        if self._num_looked_at == self._num_collected:
+            return
+        self._num_looked_at = self._num_collected
+        has_learnt = bool(self._collected)
+        for outcome in self._collected:
+            self._take(outcome)
+        self._collected.clear()
+        if self._rehearsal is not None and not self.length and self._batch is not None:
+            has_learnt |= self._rehearse(self._rehearsal)
+        if has_learnt:
             self._decide()
 
     def took(self, composition: Composition, seconds: float) -> None:
@@ -247,22 +272,43 @@ class AdaptiveLength:
         else:
             self._interval = min(2 * self._interval, self._longest_interval)
 
+    def _rehearse(self, rehearsal: NgramRehearsal) -> bool:
+        """Whether it has taught anything."""
+        assert self._batch is not None
+        rows, before, right, judged = rehearsal.judge(self._batch[1])
+        places = self._places
+        is_tried = (places >= before[:, None]) & (places < judged[:, None])
+        # Who has a turn in every fourth step forgets four times as much at a turn.
+        known = max(len(rows) / len(self._batch[1]) / _RATE, _AFRESH)
+        self._count(rows, places < right[:, None], is_tried, known, _RATE)
+        return bool(is_tried.any())
+
     def _learn(self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], num_drafts: int) -> None:
         """A draft behind one that was wrong says nothing."""
         places = self._places[:num_drafts]
-        stands = places < accepted[:, None]
-        is_tried = places <= accepted[:, None]
         failed = self._num_failed[rows] = np.where(accepted > 0, 0, self._num_failed[rows] + 1)
-        known = np.where(failed >= _STREAK, _AFRESH, 1.0 / _RATE)[:, None]
-        right = self._right[rows, :num_drafts]
-        num_seen = np.minimum(self._num_seen[rows, :num_drafts], known) + is_tried
-        rate = np.maximum(1.0 / np.maximum(num_seen, 1.0), _RATE)
-        self._right[rows, :num_drafts] = right + is_tried * rate * (stands - right)
-        self._num_seen[rows, :num_drafts] = np.minimum(num_seen, 1.0 / _RATE)
-        num_tried = is_tried.sum(0)
         self._num_all_failed = 0 if accepted.any() else self._num_all_failed + 1
-        share = (1 / (1 + _AFRESH) if self._num_all_failed >= _STREAK else _RATE) * (num_tried > 0)
-        self._usual[:num_drafts] += share * (stands.sum(0) / np.maximum(num_tried, 1) - self._usual[:num_drafts])
+        known = np.where(failed >= _STREAK, _AFRESH, 1.0 / _RATE)[:, None]
+        share = 1 / (1 + _AFRESH) if self._num_all_failed >= _STREAK else _RATE
+        self._count(rows, places < accepted[:, None], places <= accepted[:, None], known, share)
+
+    def _count(
+        self,
+        rows: npt.NDArray[np.int64],
+        stands: npt.NDArray[np.bool_],
+        is_tried: npt.NDArray[np.bool_],
+        known: npt.NDArray[np.float64] | float,  # trials that what was known before counts as at most
+        share: float,  # of these in what is usual
+    ) -> None:
+        num_places = is_tried.shape[1]
+        right = self._right[rows, :num_places]
+        num_seen = np.minimum(self._num_seen[rows, :num_places], known) + is_tried
+        rate = np.maximum(1.0 / np.maximum(num_seen, 1.0), _RATE)
+        self._right[rows, :num_places] = right + is_tried * rate * (stands - right)
+        self._num_seen[rows, :num_places] = np.minimum(num_seen, 1.0 / _RATE)
+        num_tried, num_stand = is_tried.sum(0), (stands & is_tried).sum(0)
+        usual = self._usual[:num_places]
+        usual += share * (num_tried > 0) * (num_stand / np.maximum(num_tried, 1) - usual)
 
     def _rows_of(self, composition: Composition) -> npt.NDArray[np.int64]:
         """Batches come again and again."""
@@ -279,12 +325,17 @@ class AdaptiveLength:
         self._decided_at = (len(rows), self._costs.version)
         tokens = self._tokens(rows)
         now = self._rate(len(rows), self.length, tokens)
-        best, best_rate = self.length, 0.0 if now is None else now * _MARGIN
+        margin = _MARGIN_REHEARSED if self._rehearses else _MARGIN
+        best, best_rate = self.length, 0.0 if now is None else now * margin
         for length in self._choices:
             rate = self._rate(len(rows), length, tokens)
             if rate is not None and rate > best_rate and length != self.length:
                 best, best_rate = length, rate
         if best != self.length:
+            if self._rehearsal is not None:
+                self._rehearsal.forget()
+            if not self.length:
+                self._interval = _SOON  # of what lies beyond nothing is known that is not old
             self.length = best
             self._trial, self._num_since_trial = None, 0
 
@@ -311,7 +362,7 @@ class AdaptiveLength:
         if self._goes_without:
             more, num_changes = more / 2, 2
         extra = max(0.0, more + num_changes * _CHANGE_S) / seconds
-        least = _TRIAL_EVERY_OF_MANY - (_TRIAL_EVERY_OF_MANY - _TRIAL_EVERY) // num_reqs
+        least = min(_TRIAL_EVERY + _MORE_FOR_EACH * (num_reqs - 1), _TRIAL_EVERY_OF_MANY)
         self._longest_interval = max(least, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
         self._num_since_trial = 0
         assert self._batch is not None

@@ -327,7 +327,7 @@ class Scheduler:
         self._num_admitted += 1
         state.generation = self._num_admitted
         bisect.insort(self.running, state, key=_rank)
-        self._draft_length.move_in(state.row)
+        self._draft_length.move_in(state.row, state.token_ids, request.num_drafts(self._config.num_drafts))
         draft_start = state.num_computed if state.has_draft_gap else 0
         opened.row_inits.append(RowInit(state.row, request, tuple(state.token_ids), state.num_computed, draft_start))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
+from slipstream.speculate.ngram_match import copied, latest_longest_match
 
 LONGEST_MATCH, MOST_DRAFTS = 32, 16
 # Programs that share the search of one row, and how many positions each takes at a time.
@@ -56,28 +55,10 @@ def find_continuation(
         if count <= 0:
             continue
         tokens = token_ids[row, :length].numpy()
-        end = _latest_longest_match(tokens, min_match, max_match)
+        end = latest_longest_match(tokens, min_match, max_match)
         if end is not None:
-            period = length - 1 - end
-            copied = tokens[end + 1 + np.arange(count) % period]
-            drafts[i, :count] = torch.from_numpy(copied)
+            drafts[i, :count] = torch.from_numpy(copied(tokens, end, count))
     return drafts
-
-
-def _latest_longest_match(tokens: NDArray[np.int32], min_match: int, max_match: int) -> int | None:
-    """Where the match ends, which is before the last token."""
-    last = len(tokens) - 1
-    if last < min_match:
-        return None
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
-    # One token more at a time: few positions are left after the first.
-    for matched in range(1, max_match):
-        longer = ends[ends >= matched]
-        longer = longer[tokens[longer - matched] == tokens[last - matched]]
-        if longer.size == 0:
-            return int(ends[-1]) if ends.size and matched >= min_match else None
-        ends = longer
-    return int(ends[-1]) if ends.size else None
 
 
 def _launch(

@@ -224,7 +224,7 @@ def test_steps_that_were_in_flight_when_the_length_fell_are_no_trials() -> None:
     engine.policy.look()
     before = engine.policy._interval
     usual = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
-    engine.policy.length = 0
+    engine.policy.length = 1
     engine.policy.collected(usual, [0], [0])
     engine.policy.look()
     assert engine.policy._interval == before

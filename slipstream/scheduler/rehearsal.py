@@ -1,0 +1,96 @@
+"""N-gram drafts that nobody makes, tried out on the host against the tokens that came.
+
+An n-gram drafter knows tokens only, and the host has them. So while nothing is drafted, what drafts would be worth can
+be known for nothing: no step makes one, none checks one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.speculate.ngram_match import copied, latest_longest_match
+from slipstream.speculative_config import SpeculativeConfig
+
+_AT_ONCE = 4  # texts that are read after a step, about 15 us each while the device is busy
+_ROOM = 256  # tokens beyond a prompt's for which there is room at first
+
+
+class Judged(NamedTuple):
+    """By row: places of a draft that were judged before, that stand, and that are judged now."""
+
+    rows: npt.NDArray[np.int64]
+    num_before: npt.NDArray[np.int64]
+    num_right: npt.NDArray[np.int64]
+    num_judged: npt.NDArray[np.int64]
+
+
+class NgramRehearsal:
+    def __init__(self, config: SpeculativeConfig, num_rows: int) -> None:
+        self._config = config
+        self._texts = [_Text((), 0)] * num_rows
+        self._turn = 0
+
+    def move_in(self, row: int, token_ids: Sequence[int], num_drafts: int) -> None:
+        """A request's tokens, a list that grows as they are collected, and how many drafts it may have."""
+        self._texts[row] = _Text(token_ids, num_drafts)
+
+    def forget(self) -> None:
+        """Drafts that are not yet judged: from now on others are checked."""
+        for text in self._texts:
+            text.draft = None
+
+    def judge(self, rows: npt.NDArray[np.int64]) -> Judged:
+        """By the tokens that have come since it was last asked; of a large batch some at a time."""
+        if len(rows) > _AT_ONCE:
+            self._turn = (self._turn + _AT_ONCE) % len(rows)
+            rows = np.roll(rows, -self._turn)[:_AT_ONCE]
+        said = np.array([self._texts[row].judge(self._config) for row in rows.tolist()])
+        return Judged(rows, *said.T)
+
+
+class _Text:
+    """A request's tokens as far as they were read, and the draft that is tried out on those that come."""
+
+    def __init__(self, source: Sequence[int], num_drafts: int) -> None:
+        self._source = source  # grows as tokens are collected
+        self._num_drafts = num_drafts
+        self._tokens: npt.NDArray[np.int32] = np.empty(len(source) + _ROOM, dtype=np.int32)
+        self._num_tokens = 0
+        self.draft: list[int] | None = None
+        self._begin, self._num_right = 0, 0  # where the draft stands, and how much of it has come true
+
+    def judge(self, config: SpeculativeConfig) -> tuple[int, int, int]:
+        """Drafts that had been right when it was last asked, that are right by now, and those that are judged."""
+        self._read()
+        before = right = self._num_right
+        is_wrong = False
+        if self.draft is not None:
+            for token_id in self._tokens[self._begin + right : self._num_tokens][: config.num_drafts - right].tolist():
+                # A draft that was hoped for and is not there counts as wrong.
+                is_wrong = right == len(self.draft) or self.draft[right] != token_id
+                if is_wrong:
+                    break
+                right += 1
+        self._num_right = right
+        if self.draft is None or is_wrong or right == config.num_drafts:
+            self.draft = self._drafted(config)
+            self._begin, self._num_right = self._num_tokens, 0
+        return before, right, right + is_wrong
+
+    def _drafted(self, config: SpeculativeConfig) -> list[int]:
+        """What would be drafted behind the last token."""
+        tokens = self._tokens[: self._num_tokens]
+        end = latest_longest_match(tokens, config.min_match, config.max_match) if self._num_drafts else None
+        return [] if end is None else copied(tokens, end, self._num_drafts).tolist()
+
+    def _read(self) -> None:
+        new = self._source[self._num_tokens :]
+        end = self._num_tokens + len(new)
+        if end > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(end, dtype=np.int32)])
+        self._tokens[self._num_tokens : end] = new
+        self._num_tokens = end

@@ -1,0 +1,211 @@
+"""Drafts that nobody makes: the host says of them what the device would have found, and what is done with that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.engine.build import Engine, decide_draft_length
+from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
+from slipstream.scheduler.rehearsal import NgramRehearsal
+from slipstream.scheduler.step_costs import StepCosts
+from slipstream.speculative_config import SpeculativeConfig
+from slipstream.types import Composition
+from tests.engine.drive import make_request
+from tests.speculate.test_ngram_search import oracle
+
+CHOICES = (0, 1, 2, 3, 5, 7)
+ONE = np.array([0])
+
+
+def judge_one(rehearsal: NgramRehearsal) -> tuple[int, int, int]:
+    _, before, right, judged = rehearsal.judge(ONE)
+    return int(before[0]), int(right[0]), int(judged[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 3), min_size=2, max_size=80),
+    prompt_len=st.integers(1, 20),
+    k=st.integers(1, 7),
+    allowed=st.integers(1, 7),
+    min_match=st.integers(1, 3),
+)
+def test_each_draft_is_judged_by_the_tokens_behind_it(
+    text: list[int], prompt_len: int, k: int, allowed: int, min_match: int
+) -> None:
+    """A token at a time: drafts follow each other, and each is what a search through everything finds."""
+    allowed = min(allowed, k)
+    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", k, min_match=min_match, max_match=5, adaptive=True), 1)
+    known = text[:prompt_len]
+    rehearsal.move_in(0, known, allowed)
+    assert judge_one(rehearsal) == (0, 0, 0), "nothing has come"
+    begin, right = len(known), 0
+    for token_id in text[prompt_len:]:
+        known.append(token_id)
+        draft = oracle(text[:begin], allowed, min_match, 5, k)
+        stands = draft[right] == token_id
+        assert judge_one(rehearsal) == (right, right + stands, right + 1)
+        right += stands
+        if not stands or right == k:
+            begin, right = len(known), 0
+
+
+def test_it_says_of_a_text_what_steps_found_that_checked_drafts(make_engine: Callable[..., Engine]) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = make_engine(speculative_config=config, steps_in_flight=1)
+    prompt = [7, 8, 9, 7, 8] * 4
+    two_words = {"logit_bias": {7: 100.0, 8: 100.0}, "temperature": 1.0}
+    engine.core.add(make_request("r", prompt, max_tokens=200, ignore_eos=True, **two_words))
+    steps = [update for _ in range(40) for update in engine.core.step()]
+    text = [*prompt, *steps[0].token_ids]
+    assert engine.config.speculative is not None
+    rehearsal = NgramRehearsal(engine.config.speculative, 1)
+    rehearsal.move_in(0, text, 3)
+    judge_one(rehearsal)
+    for step in steps[1:]:
+        text += step.token_ids
+        accepted = step.num_accepted
+        assert judge_one(rehearsal) == (0, accepted, min(accepted + 1, 3))
+    counts = [step.num_accepted for step in steps]
+    assert {0, 1, 2, 3} == set(counts), "otherwise nothing is shown"
+
+
+def test_who_has_no_drafts_gains_nothing_by_them() -> None:
+    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), 1)
+    known = [5, 6] * 5
+    rehearsal.move_in(0, known, 0)
+    judge_one(rehearsal)
+    for token_id in [5, 6] * 4:
+        known.append(token_id)
+        assert judge_one(rehearsal) == (0, 0, 1)
+
+
+def test_what_has_not_come_true_yet_is_forgotten_when_drafts_are_checked() -> None:
+    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), 1)
+    known = [5, 6] * 5
+    rehearsal.move_in(0, known, 3)
+    judge_one(rehearsal)
+    known.append(5)
+    assert judge_one(rehearsal) == (0, 1, 1)
+    rehearsal.forget()
+    known += [9] * 3
+    before, _, judged = judge_one(rehearsal)
+    assert before == judged, "of a draft from before"
+    known.append(9)
+    assert judge_one(rehearsal) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 4, 5, 20, 33])
+def test_of_a_large_batch_everybody_has_a_turn(num_reqs: int) -> None:
+    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), num_reqs)
+    texts = [[5, 6] * 5 for _ in range(num_reqs)]
+    for row, text in enumerate(texts):
+        rehearsal.move_in(row, text, 3)
+    rows, num_judged = np.arange(num_reqs), np.zeros(num_reqs)
+    for step in range(60):
+        for text in texts:
+            text.append(5 + step % 2)
+        judged = rehearsal.judge(rows)
+        assert len(judged.rows) == min(num_reqs, 4)
+        num_judged[judged.rows] += judged.num_judged > judged.num_before
+    assert num_judged.min() >= 3
+
+
+class Writer:
+    """A request whose text is given, drafts from what a search through everything finds, two steps in flight."""
+
+    def __init__(self, num_reqs: int = 1, each: float = 0.06) -> None:
+        costs = StepCosts(in_graphs=True)
+        for k in CHOICES:
+            costs.record(num_reqs, k, 1.0 + each * k)
+        config = SpeculativeConfig("ngram", 7, adaptive=True)
+        self.policy = AdaptiveLength(CHOICES, 5, num_reqs, costs, True, NgramRehearsal(config, num_reqs))
+        self.known: list[int] = [1]
+        self._num_reqs, self._made = num_reqs, 0
+        for row in range(num_reqs):
+            self.policy.move_in(row, self.known, 7)
+        self._compositions: dict[tuple[int, int], Composition] = {}
+        self._flying: list[tuple[Composition, int, Sequence[int]]] = []
+
+    def write(self, text: Iterable[int]) -> list[Lengths]:
+        """What was wanted of each step."""
+        coming, wanted, n = [*self.known, *(t for _, _, new in self._flying for t in new)], [], self._num_reqs
+        begin, text = len(coming), list(text)
+        coming += text
+        while begin < len(coming):
+            check, make = self.policy.wanted()
+            check = min(check, self._made)
+            wanted.append(Lengths(check, make))
+            draft = oracle(coming[:begin], check, 1, 5, 7) if check else []
+            right = 0
+            while right < check and begin + right + 1 < len(coming) and draft[right] == coming[begin + right]:
+                right += 1
+            new = coming[begin : begin + right + 1]
+            begin += len(new)
+            self._made = make
+            composition = self._compositions.setdefault(
+                (check, make),
+                Composition(
+                    *(tuple(map(str, range(n))), (1,) * n, tuple(range(n)), (1 + check,) * n, (True,) * n),
+                    *((check,) * n, n * (1 + check), make),
+                ),
+            )
+            self.policy.launched(composition)
+            self.policy.look()
+            self._flying.append((composition, right, new))
+            if len(self._flying) == 2:
+                composition, right, new = self._flying.pop(0)
+                self.known += new
+                self.policy.collected(composition, [right] * n, [0] * n)
+        return wanted
+
+
+def fresh(count: int, start: int = 1000) -> range:
+    """Tokens that never stood anywhere."""
+    return range(start, start + count)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 16])
+def test_where_nothing_repeats_no_step_makes_a_draft(num_reqs: int) -> None:
+    writer = Writer(num_reqs)
+    writer.write(fresh(60))
+    assert set(writer.write(fresh(2000, 5000))) == {Lengths(0, 0)}
+
+
+@pytest.mark.parametrize("num_reqs", [1, 16])
+def test_where_the_text_begins_to_repeat_drafts_begin(num_reqs: int) -> None:
+    writer = Writer(num_reqs)
+    writer.write(fresh(500))
+    wanted = writer.write(fresh(200))
+    assert sum(lengths.make == 0 for lengths in wanted) < 40
+    assert writer.policy.length == 7
+    wanted = writer.write(fresh(300, 9000))
+    assert wanted.index(Lengths(0, 0)) < 40, "and end with it"
+
+
+def test_words_that_happen_to_be_followed_by_the_same_are_not_enough() -> None:
+    """One token in ten is as it was after the one before it, and the next one is not."""
+    writer, rng = Writer(), random.Random(0)
+    writer.write(fresh(300))
+    text = []
+    for i in range(200):
+        text += fresh(8, 10_000 + 8 * i)
+        a = rng.randrange(1000, 1290)
+        text += [a, a + 1]
+    assert set(writer.write(text)) == {Lengths(0, 0)}
+
+
+def test_only_drafts_from_the_text_are_rehearsed(make_engine: Callable[..., Engine]) -> None:
+    adaptive = {"num_speculative_tokens": 3, "adaptive": True}
+    engine = make_engine(speculative_config={"method": "ngram", **adaptive})
+    policy, _ = decide_draft_length(engine.config, engine.core.runner.program.backend)
+    assert isinstance(policy, AdaptiveLength) and isinstance(policy._rehearsal, NgramRehearsal)
+    assert SpeculativeConfig("ngram", 3, verify="rejection").depends_on_text_alone
+    assert not SpeculativeConfig("ngram", 3, verify="synthetic").depends_on_text_alone
+    assert not SpeculativeConfig("draft_model", 3).depends_on_text_alone
