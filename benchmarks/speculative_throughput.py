@@ -137,11 +137,13 @@ def follow_change(arguments: argparse.Namespace, batches: list[int]) -> list[dic
     core = engine.core
     while core.use_idle_time():
         pass
-    verifier, params = core.runner.program.verifier, SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+    verifier = core.runner.program.verifier
     rows = []
     for batch in batches:
         for i, prompt in enumerate(prompts_for(arguments.shape, batch)):
-            core.add(Request(f"{batch}-{i}", tuple(prompt), params.with_defaults(SamplingParams()), (), 1023))
+            # With one seed for all, drafts at the same place would stand or fall together.
+            params = SamplingParams(temperature=0.0, seed=i, ignore_eos=True).with_defaults(SamplingParams())
+            core.add(Request(f"{batch}-{i}", tuple(prompt), params, (), 1023))
         for name, count in (("zero", 120), ("high", 150), ("zero", 150)):
             with core.runner.device.use_stream(core.runner.device.compute_stream):
                 verifier.set_rates(RATES[name])

@@ -84,7 +84,10 @@ class Runner:
         drafts = (
             DraftSizes((0,), 0)
             if speculative is None
-            else DraftSizes(speculative.lengths, speculative.initial_length, speculative.foresees)
+            else DraftSizes(
+                *(speculative.lengths, speculative.initial_length),
+                *(speculative.foresees, speculative.depends_on_text_alone),
+            )
         )
         sizes = (config.cudagraph_sizes, max_reqs)
         self.graphs = StepGraphs(device, self.program, mode, *sizes, drafts, logits, on_cost)

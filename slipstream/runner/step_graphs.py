@@ -43,12 +43,14 @@ class DraftSizes(NamedTuple):
     lengths: Sequence[int]
     initial: int
     foresees: bool = False  # who makes a draft to see what it is worth does not check it
+    rehearses: bool = False  # drafts begin with any number of them, and often
 
     def kinds(self) -> list[GraphKind]:
         """Every graph that a step could use.
 
         A step that checks as many drafts as it makes runs whole, and so does one that tries the next longer length, or
-        comes back from that. Any other has a graph for the target, and one for what the drafter does.
+        comes back from that, or begins with drafts where that happens often. Any other has a graph for the target, and
+        one for what the drafter does.
         """
         lengths = sorted({0, *self.lengths})
         kinds = [GraphKind(1 + k, "fast", k) for k in lengths]
@@ -57,6 +59,7 @@ class DraftSizes(NamedTuple):
                 kinds += [GraphKind(1 + a, "fast", b)]
                 if a or not self.foresees:
                     kinds += [GraphKind(1 + b, "fast", a)]
+            kinds += [GraphKind(1, "fast", k) for k in lengths[2:] if self.rehearses]
         kinds += [GraphKind(None, "fast", k) for k in sorted({0, self.initial} & {self.initial, *self.lengths})]
         return [*kinds, *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
 
@@ -70,7 +73,7 @@ class DraftSizes(NamedTuple):
         size = desc.num_tokens if is_mixed else desc.num_reqs
         is_usual = is_mixed or desc.query_len == 1 + self.initial
         if size & (size - 1) and (is_mixed or size != largest_decode):
-            return 4 if is_usual or desc.query_len == 1 else None
+            return 4 if is_usual or desc.query_len == 1 and desc.num_drafts <= self._shortest else None
         if is_mixed:
             if size > max(_LARGEST_MIXED, 2 * largest_decode):
                 return 4  # they take much memory
@@ -84,7 +87,11 @@ class DraftSizes(NamedTuple):
             return 1 if is_usual else 3
         if num_checked == desc.num_drafts:
             return 0 if is_usual else 1 if num_checked == 0 else 2
-        return 1 if 0 in (num_checked, desc.num_drafts) else 3
+        return 1 if {num_checked, desc.num_drafts} == {0, self._shortest} else 3
+
+    @property
+    def _shortest(self) -> int:
+        return min((k for k in self.lengths if k), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ _MARGIN_REHEARSED = 1.1  # to begin with drafts that are rehearsed: one text in 
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
 _NEARLY = 0.97  # of what the usual length promises
-_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 10, 36, 64  # one of many requests says more
+_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 10, 20, 64  # one of many requests says more
 _MORE_FOR_EACH = 4  # steps between trials for one request more
 _TRIAL_SHARE = 0.01  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200

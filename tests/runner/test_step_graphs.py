@@ -110,3 +110,12 @@ def test_a_step_behind_a_trial_has_a_graph_where_it_checks_the_draft(foresees: b
     kinds = {(kind.query_len, kind.num_drafts) for kind in fast}
     assert {(1, 0), (2, 1), (3, 2), (1, 1), (2, 2), (3, 1)} <= kinds
     assert ((2, 0) in kinds) is not foresees
+
+
+def test_who_begins_with_drafts_without_a_trial_has_graphs_for_that() -> None:
+    rehearsed, tried = (
+        {(kind.query_len, kind.num_drafts) for kind in DraftSizes((0, 1, 2, 5), 2, True, rehearses).kinds()}
+        for rehearses in (True, False)
+    )
+    assert rehearsed - tried == {(1, 2), (1, 5)}
+    assert {(1, 0), (1, 1)} <= tried < rehearsed
