@@ -73,7 +73,7 @@ class DraftSizes(NamedTuple):
         size = desc.num_tokens if is_mixed else desc.num_reqs
         is_usual = is_mixed or desc.query_len == 1 + self.initial
         if size & (size - 1) and (is_mixed or size != largest_decode):
-            return 4 if is_usual or desc.query_len == 1 and desc.num_drafts <= self._shortest else None
+            return 4 if is_usual or (desc.query_len == 1 and desc.num_drafts <= self._shortest) else None
         if is_mixed:
             if size > max(_LARGEST_MIXED, 2 * largest_decode):
                 return 4  # they take much memory
