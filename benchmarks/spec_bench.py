@@ -2,10 +2,10 @@
 
 One engine for each method serves all batches and temperatures. Each kind of question runs for itself, one request or
 several at a time, to their end or to `--output-len` tokens, prompts included in the time, prefix caching off, best of
-`--repeat` runs after a warm-up, several at a time of three times as many: those are over in tenths of a second. A
-second turn is asked behind the answer that the plain run gave to the first, so that all methods get the same prompts.
-Accepted length is tokens a step that checks drafts, the target's own included; beside it tokens a step, where steps
-without drafts count too.
+`--repeat` runs after a warm-up, or of three times as many where several requests run at a time, for those are over in
+tenths of a second. A second turn is asked behind the answer that the plain run gave to the first, so that all methods
+get the same prompts. Accepted length is tokens a step that checks drafts, the target's own included; beside it tokens a
+step, where steps without drafts count too.
 
 Every text is compared with the plain run's. For one that differs, the engine is asked for the two tokens' scores at the
 first difference: log probabilities, at a temperature with the noise that the seed draws. The gap is as a prefill of

@@ -81,7 +81,9 @@ class DraftSizes(NamedTuple):
             return 0 if is_first and size >= _SMALLEST_MIXED else 1 if is_fast else 2
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
-        if desc.num_tokens > _MAX_DECODE_TOKENS and not is_usual and num_checked:
+        # Of no use without the steps before and behind it, which check and make as many.
+        others = {num_checked, desc.num_drafts} - {0, self.initial}
+        if any(size * (1 + k) > _MAX_DECODE_TOKENS for k in others):
             return None
         if not is_fast:
             return 1 if is_usual else 3

@@ -7,8 +7,9 @@ Where a draft that was hoped for is not there, it counts as wrong. One length se
 Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, and
 the next step checks that. Where nothing is drafted, one step makes a draft, and the next one does not check it: the
 device says whether it was the token that came. The first trial of a request comes soon, the next one soon after a trial
-that was right and twice as late after one that was wrong, until trials cost a hundredth of the time. Drafts that depend
-on the text alone need no trials there: they are rehearsed on the host, which loses nothing by waiting until it is sure.
+that was right and later after one that was wrong, but no later than once in 10 to 20 steps, or whenever trials would
+cost more than a hundredth of the time. Drafts that depend on the text alone need no trials there: they are rehearsed on
+the host, which loses nothing by waiting until it is sure.
 """
 
 from __future__ import annotations
@@ -169,11 +170,13 @@ class AdaptiveLength:
 
     def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
         self.look()  # what is not yet learnt of the row is another's
-        if self._rehearsal is not None:
-            self._rehearsal.move_in(row, token_ids, num_drafts)
         self._right[row] = self._usual
         self._num_seen[row] = _PRIOR
         self._num_failed[row] = 0
+        if self._rehearsal is not None:
+            self._rehearsal.move_in(row, token_ids, num_drafts)
+            if not num_drafts:
+                self._right[row] = 0.0
         # The more of a batch is new, the sooner a trial is worth it.
         others = 0 if self._batch is None else len(self._batch[1]) - 1
         self._interval = min(self._interval, max(_FIRST, self._interval * others // (others + 1)))
@@ -237,6 +240,8 @@ class AdaptiveLength:
             return  # a pass over many tokens
         if composition.num_tokens != (1 + check,) * num_reqs or composition.num_drafts != (check,) * num_reqs:
             return  # somebody's prompt
+        if self._rehearsal is not None:
+            make = check  # what is rehearsed costs the device next to nothing to make
         if check != make:
             # A step of a trial costs what checking costs and what making costs, about half of a usual step each.
             less = self._costs.seconds(num_reqs, min(check, make))
@@ -273,15 +278,16 @@ class AdaptiveLength:
             self._interval = min(2 * self._interval, self._longest_interval)
 
     def _rehearse(self, rehearsal: NgramRehearsal) -> bool:
-        """Whether it has taught anything."""
+        """Whether a draft was right: without one, nothing that was not worth it before is worth it now."""
         assert self._batch is not None
         rows, before, right, judged = rehearsal.judge(self._batch[1])
         places = self._places
         is_tried = (places >= before[:, None]) & (places < judged[:, None])
-        # Who has a turn in every fourth step forgets four times as much at a turn.
-        known = max(len(rows) / len(self._batch[1]) / _RATE, _AFRESH)
-        self._count(rows, places < right[:, None], is_tried, known, _RATE)
-        return bool(is_tried.any())
+        if is_tried.any():
+            # Who has a turn in every fourth step forgets four times as much at a turn.
+            known = max(len(rows) / len(self._batch[1]) / _RATE, _STALE)
+            self._count(rows, places < right[:, None], is_tried, known, _RATE)
+        return bool((right > before).any())
 
     def _learn(self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], num_drafts: int) -> None:
         """A draft behind one that was wrong says nothing."""

@@ -16,6 +16,7 @@ from slipstream.speculate.ngram_match import copied, latest_longest_match
 from slipstream.speculative_config import SpeculativeConfig
 
 _AT_ONCE = 4  # texts that are read after a step, about 15 us each while the device is busy
+_MANY_UNREAD = 4096  # tokens, about 0.1 ms: enough for one step
 _ROOM = 256  # tokens beyond a prompt's for which there is room at first
 
 
@@ -32,7 +33,8 @@ class NgramRehearsal:
     def __init__(self, config: SpeculativeConfig, num_rows: int) -> None:
         self._config = config
         self._texts = [_Text((), 0)] * num_rows
-        self._turn = 0
+        self._read_at: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # when a row had its turn
+        self._now = 0
 
     def move_in(self, row: int, token_ids: Sequence[int], num_drafts: int) -> None:
         """A request's tokens, a list that grows as they are collected, and how many drafts it may have."""
@@ -45,11 +47,20 @@ class NgramRehearsal:
 
     def judge(self, rows: npt.NDArray[np.int64]) -> Judged:
         """By the tokens that have come since it was last asked; of a large batch some at a time."""
-        if len(rows) > _AT_ONCE:
-            self._turn = (self._turn + _AT_ONCE) % len(rows)
-            rows = np.roll(rows, -self._turn)[:_AT_ONCE]
-        said = np.array([self._texts[row].judge(self._config) for row in rows.tolist()])
-        return Judged(rows, *said.T)
+        if len(rows) > 1:
+            rows = rows[np.argsort(self._read_at[rows], kind="stable")[:_AT_ONCE]]  # who has waited longest
+        said: list[tuple[int, int, int]] = []
+        num_unread = 0
+        for row in rows.tolist():
+            text = self._texts[row]
+            num_unread += text.num_unread
+            if said and num_unread > _MANY_UNREAD:
+                break  # it is read first the next time
+            said.append(text.judge(self._config))
+        rows = rows[: len(said)]
+        self._now += 1
+        self._read_at[rows] = self._now
+        return Judged(rows, *np.array(said).T)
 
 
 class _Text:
@@ -63,8 +74,14 @@ class _Text:
         self.draft: list[int] | None = None
         self._begin, self._num_right = 0, 0  # where the draft stands, and how much of it has come true
 
+    @property
+    def num_unread(self) -> int:
+        return len(self._source) - self._num_tokens if self._num_drafts else 0
+
     def judge(self, config: SpeculativeConfig) -> tuple[int, int, int]:
         """Drafts that had been right when it was last asked, that are right by now, and those that are judged."""
+        if not self._num_drafts:
+            return 0, 0, 0
         self._read()
         before = right = self._num_right
         is_wrong = False
@@ -84,7 +101,7 @@ class _Text:
     def _drafted(self, config: SpeculativeConfig) -> list[int]:
         """What would be drafted behind the last token."""
         tokens = self._tokens[: self._num_tokens]
-        end = latest_longest_match(tokens, config.min_match, config.max_match) if self._num_drafts else None
+        end = latest_longest_match(tokens, config.min_match, config.max_match)
         return [] if end is None else copied(tokens, end, self._num_drafts).tolist()
 
     def _read(self) -> None:

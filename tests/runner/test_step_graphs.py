@@ -119,3 +119,29 @@ def test_who_begins_with_drafts_without_a_trial_has_graphs_for_that() -> None:
     )
     assert rehearsed - tried == {(1, 2), (1, 5)}
     assert {(1, 0), (1, 1)} <= tried < rehearsed
+
+
+def test_every_graph_that_is_recorded_has_the_steps_before_and_behind_it() -> None:
+    """A length without a graph for its steps has no price and is never chosen."""
+    sizes = DraftSizes((0, 1, 2, 3, 5, 7), 5, True, True)
+
+    def orders(size: int) -> dict[tuple[int, int], int | None]:
+        found = {}
+        for query_len, tier, made in sizes.kinds():
+            if query_len is not None and tier == "fast":
+                shape = (size * query_len, size, query_len, tier, made)
+                found[query_len - 1, made] = sizes.order(BatchExecutionDescriptor(CUDAGraphMode.FULL, *shape), 256)
+        return found
+
+    recorded = {
+        (size, *key) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) for key, o in orders(size).items() if o is not None
+    }
+    for size, checked, made in recorded:
+        assert {(size, checked, checked), (size, made, made)} <= recorded
+    assert {(64, 0, 7), (64, 5, 7), (256, 0, 5), (256, 0, 1)} <= recorded
+    assert not {(128, 0, 7), (256, 0, 2), (256, 3, 5)} & recorded
+    # The lengths themselves come before the steps between them, but for the shortest, which trials want.
+    of_eight = orders(8)
+    assert of_eight[5, 5] == 0 and of_eight[0, 0] == of_eight[0, 1] == 1 and of_eight[7, 7] == 2
+    assert of_eight[0, 2] == of_eight[0, 7] == of_eight[5, 7] == 3
+    assert orders(24)[0, 1] == 4 and orders(24)[0, 2] is None

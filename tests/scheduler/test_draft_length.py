@@ -125,11 +125,22 @@ def test_where_nothing_is_drafted_a_trial_makes_a_draft_that_nobody_checks() -> 
     engine = Engine(2, dear(0.05))
     engine.run(ZERO, 200)
     trace = engine.trace[-128:]
-    assert 2 <= sum(trace) <= 8, "one draft every 16 to 36 steps"
+    assert 2 <= sum(trace) <= 8, "one draft every 16 steps"
     assert all(made in (0, 1) for made in trace)
     engine.checked.clear()
     engine.run(ZERO, 200)
     assert sum(engine.trace[-200:]) > 0 and not any(engine.checked)
+
+
+def test_who_has_begun_with_drafts_soon_tries_more() -> None:
+    """Trials are rare where drafts are dear; but of what lies beyond the first nothing is known that is not old."""
+    engine = Engine(8, dear(0.6))
+    engine.run(ZERO, 400)
+    assert engine.policy.length == 0 and engine.policy._interval > 20
+    engine.trace.clear()
+    engine.run((0.95, *ZERO[1:]), 120)
+    begin = next(i for i, made in enumerate(engine.trace) if engine.trace[i : i + 4] == [1] * 4)
+    assert next(i for i, made in enumerate(engine.trace[begin:]) if made > 1) <= 20
 
 
 def test_where_that_says_too_little_it_is_checked() -> None:
@@ -222,7 +233,8 @@ def test_steps_that_were_in_flight_when_the_length_fell_are_no_trials() -> None:
     engine = Engine(1, dear(0.05), in_flight=4)
     engine.run(HIGH, 200)
     engine.policy.look()
-    before = engine.policy._interval
+    before = engine.policy._interval = 8
+    engine.policy._longest_interval = 64
     usual = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     engine.policy.length = 1
     engine.policy.collected(usual, [0], [0])

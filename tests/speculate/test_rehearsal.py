@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,14 +77,17 @@ def test_it_says_of_a_text_what_steps_found_that_checked_drafts(make_engine: Cal
     assert {0, 1, 2, 3} == set(counts), "otherwise nothing is shown"
 
 
-def test_who_has_no_drafts_gains_nothing_by_them() -> None:
-    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), 1)
-    known = [5, 6] * 5
-    rehearsal.move_in(0, known, 0)
-    judge_one(rehearsal)
-    for token_id in [5, 6] * 4:
-        known.append(token_id)
-        assert judge_one(rehearsal) == (0, 0, 1)
+def test_who_has_no_drafts_gains_nothing_by_them_and_says_nothing_of_others() -> None:
+    writer = Writer(2)
+    writer.write(fresh(100))
+    assert writer.policy.length == 0
+    writer.policy.move_in(1, writer.known, 0)
+    usual = writer.policy._usual.copy()
+    assert not writer.policy._right[1].any()
+    writer.policy._rehearsal.judge(np.array([1]))
+    writer.known += [5, 6] * 5
+    assert writer.policy._rehearsal.judge(np.array([1])).num_judged.tolist() == [0]
+    assert (writer.policy._usual == usual).all()
 
 
 def test_what_has_not_come_true_yet_is_forgotten_when_drafts_are_checked() -> None:
@@ -101,20 +105,39 @@ def test_what_has_not_come_true_yet_is_forgotten_when_drafts_are_checked() -> No
     assert judge_one(rehearsal) == (0, 1, 1)
 
 
-@pytest.mark.parametrize("num_reqs", [1, 4, 5, 20, 33])
-def test_of_a_large_batch_everybody_has_a_turn(num_reqs: int) -> None:
-    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), num_reqs)
-    texts = [[5, 6] * 5 for _ in range(num_reqs)]
+@pytest.mark.parametrize("nums_reqs", [(1,), (4,), (5,), (20,), (33,), (8, 12), (5, 31)])
+def test_of_a_large_batch_everybody_has_a_turn(nums_reqs: tuple[int, ...]) -> None:
+    """Also where the batch has another size each time. Each is judged by a text of its own."""
+    most = max(nums_reqs)
+    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), most)
+    texts = [[100 * row, 100 * row + 1] * 5 for row in range(most)]
     for row, text in enumerate(texts):
         rehearsal.move_in(row, text, 3)
-    rows, num_judged = np.arange(num_reqs), np.zeros(num_reqs)
-    for step in range(60):
-        for text in texts:
-            text.append(5 + step % 2)
+    num_right, num_wrong = np.zeros(most), np.zeros(most)
+    for step in range(200):
+        rows = np.random.default_rng(step).permutation(nums_reqs[step % len(nums_reqs)])
+        for row, text in enumerate(texts):
+            text.append(100 * row + step % 2 if row % 3 else 10_000 + 100 * step + row)
         judged = rehearsal.judge(rows)
-        assert len(judged.rows) == min(num_reqs, 4)
-        num_judged[judged.rows] += judged.num_judged > judged.num_before
-    assert num_judged.min() >= 3
+        assert len(judged.rows) == min(len(rows), 4)
+        num_right[judged.rows] += judged.num_right - judged.num_before
+        num_wrong[judged.rows] += judged.num_judged - judged.num_right
+    repeats = np.arange(most) % 3 > 0
+    assert (num_right[repeats] >= 9).all() and not num_wrong[repeats].any()
+    assert (num_wrong[~repeats] >= 5).all() and not num_right[~repeats].any()
+
+
+def test_a_step_reads_one_long_text_and_not_four() -> None:
+    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), 4)
+    texts = [[row] * 10_000 for row in range(4)]
+    for row, text in enumerate(texts):
+        rehearsal.move_in(row, text, 3)
+    turns = []
+    for _ in range(6):
+        turns.append(sorted(rehearsal.judge(np.arange(4)).rows.tolist()))
+        for row, text in enumerate(texts):
+            text.append(row)
+    assert turns == [[0], [1], [2], [3], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 class Writer:
@@ -178,12 +201,12 @@ def test_where_nothing_repeats_no_step_makes_a_draft(num_reqs: int) -> None:
     assert set(writer.write(fresh(2000, 5000))) == {Lengths(0, 0)}
 
 
-@pytest.mark.parametrize("num_reqs", [1, 16])
+@pytest.mark.parametrize("num_reqs", [1, 16, 64, 128])
 def test_where_the_text_begins_to_repeat_drafts_begin(num_reqs: int) -> None:
     writer = Writer(num_reqs)
     writer.write(fresh(500))
     wanted = writer.write(fresh(200))
-    assert sum(lengths.make == 0 for lengths in wanted) < 40
+    assert sum(lengths.make == 0 for lengths in wanted) < 50
     assert writer.policy.length == 7
     wanted = writer.write(fresh(300, 9000))
     assert wanted.index(Lengths(0, 0)) < 40, "and end with it"
@@ -209,3 +232,63 @@ def test_only_drafts_from_the_text_are_rehearsed(make_engine: Callable[..., Engi
     assert SpeculativeConfig("ngram", 3, verify="rejection").depends_on_text_alone
     assert not SpeculativeConfig("ngram", 3, verify="synthetic").depends_on_text_alone
     assert not SpeculativeConfig("draft_model", 3).depends_on_text_alone
+
+
+def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
+    make_engine: Callable[..., Engine],
+) -> None:
+    adaptive = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
+    engine = make_engine(speculative_config=adaptive, steps_in_flight=2)
+    core, policy = engine.core, engine.core.scheduler._draft_length
+    assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.rehearses
+    for k in (0, 1, 2, 3):
+        for num_reqs in (1, 2, 4):
+            policy._costs.record(num_reqs, k, 1.0 + 0.06 * k)
+    policy._costs.observe = lambda *_: None  # type: ignore[method-assign]
+    policy.length, policy._usual[:] = 0, 0.0
+    again = {"temperature": 1.0, "logit_bias": {7: 100.0}, "ignore_eos": True}
+    core.add(make_request("none", [7, 8, 9, 7, 8] * 4, max_tokens=150, speculate=False, **again))
+    for _ in range(60):
+        core.step()
+    assert policy.length == 0
+    core.finish("none")
+    core.add(make_request("two", [7, 8, 9, 7, 8] * 4, max_tokens=150, max_k=2, **again))
+    while core.has_work and not policy.length:
+        core.step()
+    assert core.has_work and policy.length
+    (state,) = core.scheduler.running
+    assert policy._rehearsal is not None and policy._rehearsal._texts[state.row]._num_drafts == 2
+
+
+def test_while_drafts_are_checked_nothing_is_rehearsed() -> None:
+    writer = Writer()
+    writer.write(fresh(300))
+    writer.write(fresh(100))
+    assert writer.policy.length == 7
+    asked: list[Any] = []
+    rehearsal = writer.policy._rehearsal
+    assert rehearsal is not None
+    assert all(text.draft is None for text in rehearsal._texts), "they are forgotten when drafts begin"
+    rehearsal.judge = asked.append  # type: ignore[assignment, method-assign]
+    writer.write(fresh(50, 1100))
+    assert not asked
+
+
+def test_what_is_usual_is_learnt_from_rehearsals() -> None:
+    writer = Writer()
+    writer.write(fresh(400))
+    assert writer.policy.length == 0 and writer.policy._usual[0] < 0.05
+    writer.write(fresh(40))
+    assert writer.policy._usual[0] > 0.05
+
+
+def test_a_beginning_says_nothing_of_what_its_drafts_will_cost() -> None:
+    costs = StepCosts(in_graphs=False)
+    for k in CHOICES:
+        costs.record(1, k, 1.0 + 0.1 * k)
+    policy = AdaptiveLength(CHOICES, 5, 1, costs, True, NgramRehearsal(SpeculativeConfig("ngram", 7, adaptive=True), 1))
+    for _ in range(20):
+        policy.took(Composition(("a",), (1,), (0,), (8,), (True,), (7,), 8, 7), 1.7)
+        policy.took(Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 7), 1.0)
+    assert costs.seconds(1, 7) == pytest.approx(1.7, rel=0.02)
+    assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.02)
