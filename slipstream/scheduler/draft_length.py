@@ -35,8 +35,8 @@ _MARGIN_REHEARSED = 1.1  # to begin with drafts that are rehearsed: one text in 
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
 _NEARLY = 0.97  # of what the usual length promises
-_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _TRIAL_AT_LAST = 10, 20, 64  # one of many requests says more
-_MORE_FOR_EACH = 4  # steps between trials for one request more
+_TRIAL_EVERY, _TRIAL_EVERY_OF_MANY, _MORE_FOR_EACH = 10, 20, 4  # one of many requests says more
+_TRIAL_BEYOND, _TRIAL_AT_LAST = 24, 64  # beyond drafts that are made anyway there is less to find out; at the latest
 _TRIAL_SHARE = 0.01  # of the time, at most, unless that would be rarer than the above
 _CHANGE_S = 100e-6  # that the device may stand still when the length changes: the host is slower then; measured, H200
 
@@ -192,7 +192,6 @@ class AdaptiveLength:
         if self._rehearses:
             return
         self._num_since_trial += 1
-        # Beyond drafts that are made anyway there is less to find out.
         if self._num_since_trial >= (2 * self._interval if self.length else self._interval):
             self._begin_trial(len(rows))
 
@@ -340,8 +339,9 @@ class AdaptiveLength:
         if best != self.length:
             if self._rehearsal is not None:
                 self._rehearsal.forget()
-            if not self.length:
-                self._interval = _SOON  # of what lies beyond nothing is known that is not old
+            # Of what lies beyond nothing is known that is not old; and who has given up soon looks again.
+            if not self.length or not best:
+                self._interval = min(self._interval, _FIRST if self.length else _SOON)
             self.length = best
             self._trial, self._num_since_trial = None, 0
 
@@ -369,6 +369,7 @@ class AdaptiveLength:
             more, num_changes = more / 2, 2
         extra = max(0.0, more + num_changes * _CHANGE_S) / seconds
         least = min(_TRIAL_EVERY + _MORE_FOR_EACH * (num_reqs - 1), _TRIAL_EVERY_OF_MANY)
+        least = _TRIAL_BEYOND if self.length else least
         self._longest_interval = max(least, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
         self._num_since_trial = 0
         assert self._batch is not None
