@@ -7,8 +7,8 @@ Where a draft that was hoped for is not there, it counts as wrong. One length se
 Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, and
 the next step checks that. Where nothing is drafted, one step makes a draft, and the next one does not check it: the
 device says whether it was the token that came. The first trial of a request comes soon, the next one soon after a trial
-that was right and later after one that was wrong, but no later than once in 10 to 20 steps, or whenever trials would
-cost more than a hundredth of the time. Drafts that depend on the text alone need no trials there: they are rehearsed on
+that was right and later after one that was wrong: after 10 to 20 steps, or as many more as it takes that trials cost a
+hundredth of the time. Drafts that depend on the text alone need no trials there: they are rehearsed on
 the host, which loses nothing by waiting until it is sure.
 """
 
@@ -31,7 +31,7 @@ _PRIOR = 8.0  # steps of its own that outweigh what a request is expected to be 
 _STALE = 1.0  # the same for what is known of places that have not been drafted for
 _STREAK, _AFRESH = 10, 6.0  # after so many steps without a right draft the text is another; the same for what was known
 _MARGIN = 1.02  # a change has to promise more than this
-_MARGIN_REHEARSED = 1.1  # to begin with drafts that are rehearsed: one text in a few repeats a word by chance
+_MARGIN_REHEARSED = 1.1  # to begin with drafts that are rehearsed: any text repeats a few words by chance
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
 _SOON, _FIRST = 8, 16
 _NEARLY = 0.97  # of what the usual length promises
