@@ -24,7 +24,7 @@ test: $(VENV)/.installed-dev ## the whole CPU suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(VENV)/.installed-dev ## the long matrices too, and other cases in every run
-	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --hypothesis-profile explore
+	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --hypothesis-profile default
 
 test-gpu: ## what needs an NVIDIA GPU, with any python3 that has torch; installs nothing. MODEL=folder for a model of yours
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir . tests/gpu $(if $(MODEL),--model $(MODEL))

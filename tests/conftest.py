@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from slipstream.models.hub import resolve_model
 from slipstream.models.tokenizer import Tokenizer
@@ -17,10 +16,6 @@ from slipstream.models.weights import open_checkpoint
 os.environ["SLIPSTREAM_POISON"] = "1"
 # Tiny models gain nothing from threads, and lose much where other processes want the cores.
 torch.set_num_threads(1)
-# One commit passes or fails, whoever runs it and whenever. What explores is `make test-slow`.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False, print_blob=True)
-settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -85,8 +85,10 @@ class Runner:
             DraftSizes((0,), 0)
             if speculative is None
             else DraftSizes(
-                *(speculative.lengths, speculative.initial_length),
-                *(speculative.foresees, speculative.depends_on_text_alone),
+                speculative.lengths,
+                speculative.initial_length,
+                foresees=speculative.foresees,
+                rehearses=speculative.depends_on_text_alone,
             )
         )
         sizes = (config.cudagraph_sizes, max_reqs)

@@ -8,8 +8,8 @@ Nothing is learnt of places that nobody drafts for. So every now and then one st
 the next step checks that. Where nothing is drafted, one step makes a draft, and the next one does not check it: the
 device says whether it was the token that came. The first trial of a request comes soon, the next one soon after a trial
 that was right and later after one that was wrong: after 10 to 20 steps, or as many more as it takes that trials cost a
-hundredth of the time. Drafts that depend on the text alone need no trials there: they are rehearsed on
-the host, which loses nothing by waiting until it is sure.
+hundredth of the time. Drafts that depend on the text alone need no trials there: they are rehearsed on the host, which
+loses nothing by waiting until it is sure.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_every_answer_matches_the_schema(
     operation = schema[path][method]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     def check(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE and "completions" in path:
             case.body["max_tokens"] = 3  # what is tested is the answer's shape, not the model's endurance
