@@ -1,4 +1,6 @@
-"""What a decode step costs the host, part by part: microseconds a step, plain and with n-gram drafts, k = 4.
+"""What a decode step costs the host, part by part: microseconds a step, plain, with n-gram drafts, and without any made.
+
+Drafts are four in every step, or their number adapts and none would pay, so that they are tried out on the host.
 
 On a CPU the device's work is replaced by recordings that are done at once and give every request a token a step, with
 drafts half of them accepted. What is left is the host's loop, without what a driver charges for launches. With
@@ -34,17 +36,20 @@ from slipstream.commands.results import collect_results, prepare_folder, write_r
 from slipstream.config import EngineOptions, ModelConfig, RopeConfig
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.interface import Capture, GraphPool
-from slipstream.engine.build import build_shape
+from slipstream.engine.build import build_shape, decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import without_network
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.resolve import resolve
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep
 from slipstream.runner.runner import Runner
+from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.types import Request, SamplingParams
 
-PARTS = ("schedule", "stage", "graphs", "send", "launch, rest", "read", "collect", "step, rest", "output")
+CASES = ("plain", "n-gram, k = 4", "n-gram, adaptive, none made")
+PARTS = ("schedule", "stage", "graphs", "send", "launch, rest", "read", "collect", "look", "step, rest", "output")
 NUM_DRAFTS, NUM_ACCEPTED = 4, 2
 PROMPT_LEN = 16
 STRETCH = 40  # steps; pages are taken about once in it
@@ -83,14 +88,27 @@ def instant_core(options: EngineOptions) -> EngineCore:
     """An engine whose steps are done at once; every request goes on for ever."""
     device = InstantDevice()
     config = replace(resolve(options, device.hardware("float32"), TINY), cudagraph_mode="full", steps_in_flight=2)
-    runner = Runner(config, device, NoModel(), ReferenceBackend(), without_network(config))
+    backend = ReferenceBackend()
+    draft_length, _ = decide_draft_length(config, backend)
+    runner = Runner(config, device, NoModel(), backend, without_network(config))
     runner.graphs._manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
-    # Status, drafts checked, drafts accepted, tokens: what every step leaves.
-    k = config.num_drafts
+    # Status, drafts checked, drafts accepted, none foreseen, tokens: what every step leaves.
+    k = 0 if draft_length is not None else config.num_drafts
     accepted = min(NUM_ACCEPTED, k)
-    row = [0, k, accepted, *([7] * (accepted + 1)), *([-1] * (k - accepted))]
+    header = [0, k, accepted, 0]
+    assert len(header) == NUM_HEADER_COLUMNS
+    row = [*header, *([7] * (accepted + 1)), *([-1] * (config.num_drafts - accepted))]
     runner._out.copy_(torch.tensor(row, dtype=torch.int32).expand_as(runner._out))
-    return EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
+    return EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
+
+
+def make_drafts_dear(core: EngineCore, max_batch: int) -> None:
+    """No number of them pays. Steps of prompts may have made some before."""
+    policy = core.scheduler._draft_length
+    assert isinstance(policy, AdaptiveLength)
+    for batch in {max_batch, *(1 << i for i in range(max_batch.bit_length()))}:
+        for k in policy._choices:
+            policy._costs.record(batch, k, 1.0 + 100.0 * k)
 
 
 def _always_a_graph(runner: Runner) -> Callable[..., Any]:
@@ -145,6 +163,7 @@ def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
             (runner.graphs, "run", "graphs"),
             (runner._outputs, "send", "send"),
             (scheduler, "collect", "collect"),
+            (scheduler, "use_wait", "look"),
         ):
             patches.enter_context(mock.patch.object(owner, name, clock.around(part, getattr(owner, name))))
         patches.enter_context(mock.patch.object(InFlightStep, "collect", read))
@@ -154,8 +173,9 @@ def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
 class Bench:
     """One engine and what becomes of its tokens."""
 
-    def __init__(self, device: str, max_batch: int, num_steps: int, drafts: bool) -> None:
+    def __init__(self, device: str, max_batch: int, num_steps: int, case: str) -> None:
         self.num_steps = num_steps
+        drafts, adaptive = case != CASES[0], case == CASES[2]
         # A CPU may be shared: what counts is the time it worked for this thread. A wait for a GPU may be work as well.
         self.waits = device != "cpu"
         self.now = time.perf_counter if self.waits else time.thread_time
@@ -167,10 +187,14 @@ class Bench:
             max_num_batched_tokens=max(2048, max_batch * (1 + NUM_DRAFTS)),
             max_model_len=2048,
             num_gpu_blocks_override=4 * max_batch * (total // 16 + 1) if device == "cpu" else None,
-            speculative_config={"method": "ngram", "num_speculative_tokens": NUM_DRAFTS} if drafts else None,
+            speculative_config={"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "adaptive": adaptive}
+            if drafts
+            else None,
             cudagraph_capture_sizes=(1, 8, 32, 128, 512) if device == "cpu" else None,
         )
         self.core = instant_core(options) if device == "cpu" else build_shape(options, "smollm2-135m").core
+        if adaptive:
+            make_drafts_dear(self.core, max_batch)
         self.output = OutputProcessor(_NoText(), lambda _request_id: None, self.core.runner._config.speculative)
         self._total = min(total, 2048)
 
@@ -346,10 +370,10 @@ def main() -> int:
 def run(arguments: argparse.Namespace) -> None:
     batches = [int(size) for size in arguments.batch.split(",")]
     rows = []
-    for case, drafts in (("plain", False), (f"n-gram, k = {NUM_DRAFTS}", True)):
-        bench = Bench(arguments.device, max(batches), arguments.steps, drafts)
+    for case in CASES:
+        bench = Bench(arguments.device, max(batches), arguments.steps, case)
         rows += [measure(bench, case, batch, arguments.repeat) for batch in batches]
-        if arguments.flame and not drafts:
+        if arguments.flame and case == CASES[0]:
             stacks = sample_stacks(bench, max(batches), seconds=12)
             title = f"The host loop, batch {max(batches)}, device {arguments.device}, {sum(stacks.values())} samples"
             arguments.flame.write_text(draw_flames(stacks, title), encoding="utf-8")

@@ -1,7 +1,8 @@
 """Decoding with drafts against plain decoding, on chat prompts and on prompts that ask to repeat a given text.
 
-Greedy, 256 output tokens, end of sequence ignored, prefix caching off, best of three, the rate of the decode part: the
-workload of `decode_throughput.py` with prompts that say something. A model that must go on behind its end repeats
+Greedy, 256 output tokens, end of sequence ignored, prefix caching off, the rate of the decode part: the workload of
+`decode_throughput.py` with prompts that say something. Shown are the best of three runs and, beside their ratio, that of
+the medians: a host that is too slow at times is not seen in the best. A model that must go on behind its end repeats
 itself, which is easy to draft; so chat prompts are also answered to their end, and the rate is then all tokens over the
 time from the first to the last. Both engines live in one process and take turns, for a machine is not as fast at one
 time as at another, and what is asked is a ratio. Their tokens are compared: on a GPU a tie may be decided the other
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -97,14 +99,21 @@ def rate(kind: str, run: BatchRun) -> float:
     return (sum(arrival.num_tokens for arrival in run.arrivals) - first.num_tokens) / (last.time - first.time)
 
 
+class Runs(NamedTuple):
+    """The fastest one, and the rates of all."""
+
+    best: BatchRun
+    rates: list[float]
+
+
 class Contestant:
-    """An engine, and its fastest run of each kind and batch."""
+    """An engine, and its runs of each kind and batch."""
 
     def __init__(self, name: str, options: EngineOptions) -> None:
         self._name = name
         self._client = EngineClient.in_thread(lambda: build_engine(options))
         self.close = self._client.close
-        self.best: dict[tuple[str, int], BatchRun] = {}
+        self.runs: dict[tuple[str, int], Runs] = {}
 
     def wait(self) -> None:
         wait_for_graphs(self._client)
@@ -114,8 +123,10 @@ class Contestant:
 
     def keep(self, kind: str, batch: int, runs: Sequence[BatchRun]) -> None:
         """The first one was for warming up."""
-        self.best[kind, batch] = max(runs[1:], key=lambda run: rate(kind, run))
-        figures = ", ".join(f"{rate(kind, run):,.0f} ({run.drafts.num_drafts} drafts)" for run in runs[1:])
+        rates = [rate(kind, run) for run in runs[1:]]
+        self.runs[kind, batch] = Runs(runs[1:][rates.index(max(rates))], rates)
+        counted = zip(rates, runs[1:], strict=True)
+        figures = ", ".join(f"{speed:,.0f} ({run.drafts.num_drafts} drafts)" for speed, run in counted)
         print(f"{self._name}, {kind}, batch {batch}: {figures} tokens/s", file=sys.stderr, flush=True)
 
 
@@ -125,8 +136,8 @@ def compete(
     batches: Sequence[int],
     output_len: int,
     repeat: int,
-) -> list[dict[tuple[str, int], BatchRun]]:
-    """The fastest runs of each engine. All of them take turns."""
+) -> list[dict[tuple[str, int], Runs]]:
+    """Of each engine. All of them take turns."""
     contestants: list[Contestant] = []
     try:
         for name, options in engines.items():
@@ -140,20 +151,21 @@ def compete(
     finally:
         for contestant in contestants:
             contestant.close()
-    return [contestant.best for contestant in contestants]
+    return [contestant.runs for contestant in contestants]
 
 
-def row(kind: str, batch: int, plain: BatchRun, drafted: BatchRun, arguments: argparse.Namespace) -> dict[str, Any]:
-    drafts, before, after = drafted.drafts, rate(kind, plain), rate(kind, drafted)
-    same = sum(a == b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True))
+def row(kind: str, batch: int, plain: Runs, drafted: Runs, arguments: argparse.Namespace) -> dict[str, Any]:
+    drafts, before, after = drafted.best.drafts, max(plain.rates), max(drafted.rates)
+    same = sum(a == b for a, b in zip(plain.best.token_ids, drafted.best.token_ids, strict=True))
     return {
         "case": f"{Path(arguments.model).stem}+{arguments.method}-{kind}",
         "batch": batch,
         "tok_s": round(after, 1),
         "plain_tok_s": round(before, 1),
         "ratio": round(after / before, 3),
+        "ratio_of_medians": round(statistics.median(drafted.rates) / statistics.median(plain.rates), 3),
         "k": arguments.k or "adaptive",
-        "mean_length": round(drafted.tokens_a_step, 3),
+        "mean_length": round(drafted.best.tokens_a_step, 3),
         "drafts": drafts.num_drafts,
         "acceptance_by_position": [round(rate, 3) for rate in drafts.acceptance_at],
         "same_texts": same,
@@ -194,11 +206,12 @@ def main() -> int:
     rows = [row(*key, plain[key], drafted[key], arguments) for key in plain]
     results = collect_results(rows, device="cuda" if torch.cuda.is_available() else "cpu")
     table = Table("case", title=f"output tokens per second, {results.hardware}, k = {arguments.k or 'adaptive'}")
-    for name in ("batch", "plain", "with drafts", "ratio", "tokens a step", "same texts"):
+    for name in ("batch", "plain", "with drafts", "ratio", "of medians", "tokens a step", "same texts"):
         table.add_column(name, justify="right")
     for r in rows:
-        figures = (f"{r['plain_tok_s']:,.0f}", f"{r['tok_s']:,.0f}", f"{r['ratio']:.2f}", f"{r['mean_length']:.2f}")
-        table.add_row(r["case"], str(r["batch"]), *figures, f"{r['same_texts']} of {r['batch']}")
+        rates = (f"{r['plain_tok_s']:,.0f}", f"{r['tok_s']:,.0f}", f"{r['ratio']:.2f}", f"{r['ratio_of_medians']:.2f}")
+        same = f"{r['same_texts']} of {r['batch']}"
+        table.add_row(r["case"], str(r["batch"]), *rates, f"{r['mean_length']:.2f}", same)
     path = write_results(results, arguments.output_dir, f"speculation-{arguments.method}")
     Console(width=120).print(table)
     print(f"written to {path}")

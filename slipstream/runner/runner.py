@@ -88,7 +88,7 @@ class Runner:
                 speculative.lengths,
                 speculative.initial_length,
                 foresees=speculative.foresees,
-                rehearses=speculative.depends_on_text_alone,
+                makes_most=speculative.makes_most,
             )
         )
         sizes = (config.cudagraph_sizes, max_reqs)

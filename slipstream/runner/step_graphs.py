@@ -43,24 +43,30 @@ class DraftSizes(NamedTuple):
     lengths: Sequence[int]
     initial: int
     foresees: bool = False  # who makes a draft to see what it is worth does not check it
-    rehearses: bool = False  # drafts begin with any number of them, and often
+    makes_most: bool = False  # who makes drafts makes as many as there may be, however many are checked
+
+    def made(self, num_checked: int) -> int:
+        """By a step, where the next one checks so many."""
+        return max(self.lengths) if num_checked and self.makes_most else num_checked
 
     def kinds(self) -> list[GraphKind]:
         """Every graph that a step could use.
 
-        A step that checks as many drafts as it makes runs whole, and so does one that tries the next longer length, or
-        comes back from that, or begins with drafts where that happens often. Any other has a graph for the target, and
-        one for what the drafter does.
+        A step whose number of drafts stays runs whole, and so does one that begins with drafts that are always as many.
+        Where their number differs, one runs whole that tries the next longer length, or comes back from that. Any other
+        has a graph for the target, and one for what the drafter does.
         """
         lengths = sorted({0, *self.lengths})
-        kinds = [GraphKind(1 + k, "fast", k) for k in lengths]
-        if len(self.lengths) > 1:
+        kinds = [GraphKind(1 + k, "fast", self.made(k)) for k in lengths]
+        if self.makes_most:
+            kinds += [GraphKind(1, "fast", lengths[-1])]
+        elif len(self.lengths) > 1:
             for a, b in itertools.pairwise(lengths):
                 kinds += [GraphKind(1 + a, "fast", b)]
                 if a or not self.foresees:
                     kinds += [GraphKind(1 + b, "fast", a)]
-            kinds += [GraphKind(1, "fast", k) for k in lengths[2:] if self.rehearses]
-        kinds += [GraphKind(None, "fast", k) for k in sorted({0, self.initial} & {self.initial, *self.lengths})]
+        beside = {self.made(k) for k in {0, self.initial} & {self.initial, *self.lengths}}
+        kinds += [GraphKind(None, "fast", k) for k in sorted(beside)]
         return [*kinds, *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
 
     def order(self, desc: BatchExecutionDescriptor, largest_decode: int) -> int | None:
@@ -77,23 +83,24 @@ class DraftSizes(NamedTuple):
         if is_mixed:
             if size > max(_LARGEST_MIXED, 2 * largest_decode):
                 return 4  # they take much memory
-            is_first = is_fast and desc.num_drafts == self.initial
+            is_first = is_fast and desc.num_drafts == self.made(self.initial)
             return 0 if is_first and size >= _SMALLEST_MIXED else 1 if is_fast else 2
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
         # Of no use without the steps before and behind it, which check and make as many.
-        others = {num_checked, desc.num_drafts} - {0, self.initial}
+        others = {num_checked, *(() if self.makes_most else (desc.num_drafts,))} - {0, self.initial}
         if any(size * (1 + k) > _MAX_DECODE_TOKENS for k in others):
             return None
         if not is_fast:
             return 1 if is_usual else 3
-        if num_checked == desc.num_drafts:
+        if desc.num_drafts == self.made(num_checked):
             return 0 if is_usual else 1 if num_checked == 0 else 2
         return 1 if {num_checked, desc.num_drafts} == {0, self._shortest} else 3
 
     @property
     def _shortest(self) -> int:
-        return min((k for k in self.lengths if k), default=0)
+        """What a step makes that begins with drafts."""
+        return self.made(min((k for k in self.lengths if k), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +229,16 @@ class StepGraphs:
 
     def _measure(self, desc: BatchExecutionDescriptor) -> None:
         """What a step in this graph costs, if steps of its kind follow each other."""
-        is_steady = desc.tier == "fast" and desc.query_len == 1 + desc.num_drafts
-        if self._on_cost is not None and is_steady and desc.mode is CUDAGraphMode.FULL:
-            self._time(desc.num_reqs, desc.num_drafts, lambda: self._manager.replay(desc))
+        if self._on_cost is None or desc.query_len is None or desc.tier != "fast":
+            return
+        num_checked = desc.query_len - 1
+        if desc.num_drafts == self._drafts.made(num_checked) and desc.mode is CUDAGraphMode.FULL:
+            self._time(desc.num_reqs, num_checked, lambda: self._manager.replay(desc))
 
     def _measure_launches(self, num_reqs: int, num_drafts: int) -> None:
-        program, query_len = self._program, 1 + num_drafts
+        program, query_len, num_made = self._program, 1 + num_drafts, self._drafts.made(num_drafts)
         desc = BatchExecutionDescriptor(
-            *(CUDAGraphMode.NONE, num_reqs * query_len, num_reqs, query_len, "fast", num_drafts)
+            *(CUDAGraphMode.NONE, num_reqs * query_len, num_reqs, query_len, "fast", num_made)
         )
         batch = program.buffers.static(desc)
         with self._device.use_stream(self._device.compute_stream):

@@ -21,15 +21,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.scheduler.acceptance import Acceptance, Rows
 from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import Composition
 
-_RATE = 1 / 32  # of forgetting
-_HOPE = 0.7  # of a draft of which nothing is known
-_PRIOR = 8.0  # steps of its own that outweigh what a request is expected to be like
-_STALE = 1.0  # the same for what is known of places that have not been drafted for
-_STREAK, _AFRESH = 10, 6.0  # after so many steps without a right draft the text is another; the same for what was known
 _MARGIN = 1.02  # a change has to promise more than this
 _MARGIN_REHEARSED = 1.1  # to begin with drafts that are rehearsed: any text repeats a few words by chance
 # Steps to the next trial: after one that was right, after a request has come, and where they are wrong again and again.
@@ -135,15 +131,8 @@ class AdaptiveLength:
         self._rehearsal = rehearsal
         self.length = initial  # of all steps but those of a trial
         self._costs = costs
-        most = max(lengths)
-        # Of every row and place: the probability that a draft stands, and of how many trials that is known.
-        self._right: npt.NDArray[np.float64] = np.full((num_rows, most), _HOPE)
-        self._num_seen: npt.NDArray[np.float64] = np.zeros((num_rows, most))
-        self._num_failed: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # steps since a draft was right
-        self._num_all_failed = 0
-        self._usual: npt.NDArray[np.float64] = np.full(most, _HOPE)  # of any request, for those that come
-        self._places = np.arange(most)
-        self._batch: tuple[Composition, npt.NDArray[np.int64]] | None = None
+        self.acceptance = Acceptance(num_rows, max(lengths))
+        self._batch: tuple[Composition, Rows] | None = None
         self._collected: list[_Outcome] = []  # not yet looked at
         self._num_launched, self._num_collected, self._num_looked_at = 0, 0, 0  # steps
         self._trial: _Trial | None = None
@@ -154,10 +143,13 @@ class AdaptiveLength:
     def wanted(self) -> Lengths:
         trial = self._trial
         if trial is None:
-            return Lengths(self.length, self.length)
+            return Lengths(self.length, self._made(self.length))
         if trial.drafted is None:
-            return Lengths(self.length, trial.length)
-        return Lengths(0 if self._goes_without else trial.length, self.length)
+            return Lengths(self.length, self._made(trial.length))
+        return Lengths(0 if self._goes_without else trial.length, self._made(self.length))
+
+    def _made(self, num_checked: int) -> int:
+        return num_checked if self._rehearsal is None else self._rehearsal.num_made(num_checked)
 
     @property
     def _goes_without(self) -> bool:
@@ -170,13 +162,9 @@ class AdaptiveLength:
 
     def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
         self.look()  # what is not yet learnt of the row is another's
-        self._right[row] = self._usual
-        self._num_seen[row] = _PRIOR
-        self._num_failed[row] = 0
+        self.acceptance.move_in(row, drafts=self._rehearsal is None or num_drafts > 0)
         if self._rehearsal is not None:
             self._rehearsal.move_in(row, token_ids, num_drafts)
-            if not num_drafts:
-                self._right[row] = 0.0
         # The more of a batch is new, the sooner a trial is worth it.
         others = 0 if self._batch is None else len(self._batch[1]) - 1
         self._interval = min(self._interval, max(_FIRST, self._interval * others // (others + 1)))
@@ -228,7 +216,7 @@ class AdaptiveLength:
             self._take(outcome)
         self._collected.clear()
         if self._rehearsal is not None and not self.length and self._batch is not None:
-            has_learnt |= self._rehearse(self._rehearsal)
+            has_learnt |= self._rehearse(self._rehearsal, self._batch[0])
         if has_learnt:
             self._decide()
 
@@ -260,15 +248,13 @@ class AdaptiveLength:
         else:
             rows = np.array([composition.rows[i] for i in said_of])
             right = np.array([num_right[i] for i in said_of])
-        self._learn(rows, right, num_drafts)
+        self.acceptance.learn(rows, right, num_drafts)
         if tried is not None:
             self._space_trials(rows, right, tried.usual, tried.longer)
 
-    def _space_trials(
-        self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], usual: int, longer: int
-    ) -> None:
+    def _space_trials(self, rows: Rows, accepted: npt.NDArray[np.int64], usual: int, longer: int) -> None:
         """Soon again where a trial was right and more drafts nearly pay, later otherwise."""
-        tokens = self._tokens(rows)
+        tokens = self.acceptance.tokens(rows)
         now, then = (self._rate(len(rows), length, tokens) for length in (usual, longer))
         is_right = 2 * np.count_nonzero(accepted > usual) >= len(rows)
         if is_right and now is not None and then is not None and then > _NEARLY * now:
@@ -276,46 +262,13 @@ class AdaptiveLength:
         else:
             self._interval = min(2 * self._interval, self._longest_interval)
 
-    def _rehearse(self, rehearsal: NgramRehearsal) -> bool:
+    def _rehearse(self, rehearsal: NgramRehearsal, batch: Composition) -> bool:
         """Whether a draft was right: without one, nothing that was not worth it before is worth it now."""
-        assert self._batch is not None
-        rows, before, right, judged = rehearsal.judge(self._batch[1])
-        places = self._places
-        is_tried = (places >= before[:, None]) & (places < judged[:, None])
-        if is_tried.any():
-            # Who has a turn in every fourth step forgets four times as much at a turn.
-            known = max(len(rows) / len(self._batch[1]) / _RATE, _STALE)
-            self._count(rows, places < right[:, None], is_tried, known, _RATE)
-        return bool((right > before).any())
+        said = rehearsal.judge(batch.rows)
+        self.acceptance.learn_rehearsed(said, batch.num_reqs)
+        return any(judged.num_right > judged.num_before for judged in said)
 
-    def _learn(self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64], num_drafts: int) -> None:
-        """A draft behind one that was wrong says nothing."""
-        places = self._places[:num_drafts]
-        failed = self._num_failed[rows] = np.where(accepted > 0, 0, self._num_failed[rows] + 1)
-        self._num_all_failed = 0 if accepted.any() else self._num_all_failed + 1
-        known = np.where(failed >= _STREAK, _AFRESH, 1.0 / _RATE)[:, None]
-        share = 1 / (1 + _AFRESH) if self._num_all_failed >= _STREAK else _RATE
-        self._count(rows, places < accepted[:, None], places <= accepted[:, None], known, share)
-
-    def _count(
-        self,
-        rows: npt.NDArray[np.int64],
-        stands: npt.NDArray[np.bool_],
-        is_tried: npt.NDArray[np.bool_],
-        known: npt.NDArray[np.float64] | float,  # trials that what was known before counts as at most
-        share: float,  # of these in what is usual
-    ) -> None:
-        num_places = is_tried.shape[1]
-        right = self._right[rows, :num_places]
-        num_seen = np.minimum(self._num_seen[rows, :num_places], known) + is_tried
-        rate = np.maximum(1.0 / np.maximum(num_seen, 1.0), _RATE)
-        self._right[rows, :num_places] = right + is_tried * rate * (stands - right)
-        self._num_seen[rows, :num_places] = np.minimum(num_seen, 1.0 / _RATE)
-        num_tried, num_stand = is_tried.sum(0), (stands & is_tried).sum(0)
-        usual = self._usual[:num_places]
-        usual += share * (num_tried > 0) * (num_stand / np.maximum(num_tried, 1) - usual)
-
-    def _rows_of(self, composition: Composition) -> npt.NDArray[np.int64]:
+    def _rows_of(self, composition: Composition) -> Rows:
         """Batches come again and again."""
         if self._batch is None or self._batch[0] is not composition:
             self._batch = (composition, np.array(composition.rows, dtype=np.int64))
@@ -328,7 +281,7 @@ class AdaptiveLength:
         assert self._batch is not None
         rows = self._batch[1]
         self._decided_at = (len(rows), self._costs.version)
-        tokens = self._tokens(rows)
+        tokens = self.acceptance.tokens(rows)
         now = self._rate(len(rows), self.length, tokens)
         margin = _MARGIN_REHEARSED if self._rehearses else _MARGIN
         best, best_rate = self.length, 0.0 if now is None else now * margin
@@ -345,14 +298,9 @@ class AdaptiveLength:
             self.length = best
             self._trial, self._num_since_trial = None, 0
 
-    def _tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Tokens that a step gives a request on average, by how many drafts it checks."""
-        stand = np.cumprod(self._right[rows], axis=1).mean(0)
-        return np.concatenate([[1.0], 1.0 + np.cumsum(stand)])
-
-    def _rate(self, num_reqs: int, length: int, tokens: npt.NDArray[np.float64]) -> float | None:
+    def _rate(self, num_reqs: int, length: int, tokens: Sequence[float]) -> float | None:
         seconds = self._costs.seconds(num_reqs, length)
-        return None if seconds is None else float(tokens[length]) / seconds
+        return None if seconds is None else tokens[length] / seconds
 
     def _begin_trial(self, num_reqs: int) -> None:
         """Try the next longer one, if it could pay at all and has not been tried just now."""
@@ -363,10 +311,12 @@ class AdaptiveLength:
             self._num_since_trial = 0
             return
         # Of what drafts cost, making them is about a half. One step makes more, the next one may check them, then all
-        # is as before: each is a change of the length.
+        # is as before: each is a change of the length, unless as many are made as ever.
         more, num_changes = longer_seconds - seconds, 3
         if self._goes_without:
             more, num_changes = more / 2, 2
+        elif self._made(longer) == self._made(self.length):
+            num_changes = 2
         extra = max(0.0, more + num_changes * _CHANGE_S) / seconds
         least = min(_TRIAL_EVERY + _MORE_FOR_EACH * (num_reqs - 1), _TRIAL_EVERY_OF_MANY)
         least = _TRIAL_BEYOND if self.length else least
@@ -374,14 +324,12 @@ class AdaptiveLength:
         self._num_since_trial = 0
         assert self._batch is not None
         rows = self._batch[1]
-        tokens = self._tokens(rows)
+        tokens = self.acceptance.tokens(rows)
         at_best = tokens[self.length] + (longer - self.length) * (tokens[self.length] - tokens[max(0, self.length - 1)])
         if self.length == 0:
             at_best = 1.0 + longer
         if at_best / longer_seconds > tokens[self.length] / seconds:
             self._trial = _Trial(longer)
-            # What is known of those places is old: what the trial says counts more. One request alone may be lucky, and
-            # where nothing is drafted a mistake costs more than another trial.
-            stale = _STALE + (1.0 / num_reqs if self._goes_without else 0.0)
-            places = np.s_[rows, self.length : longer]
-            self._num_seen[places] = np.minimum(self._num_seen[places], stale)
+            # One request alone may be lucky, and where nothing is drafted a mistake costs more than another trial.
+            more = 1.0 / num_reqs if self._goes_without else 0.0
+            self.acceptance.distrust(rows, slice(self.length, longer), more)

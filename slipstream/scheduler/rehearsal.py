@@ -7,11 +7,11 @@ be known for nothing: no step makes one, none checks one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.scheduler.acceptance import Judged
 from slipstream.speculate.ngram_match import copied, latest_longest_match
 from slipstream.speculative_config import SpeculativeConfig
 
@@ -20,20 +20,12 @@ _MANY_UNREAD = 4096  # tokens, about 0.1 ms: enough for one step
 _ROOM = 256  # tokens beyond a prompt's for which there is room at first
 
 
-class Judged(NamedTuple):
-    """By row: places of a draft that were judged before, that stand, and that are judged now."""
-
-    rows: npt.NDArray[np.int64]
-    num_before: npt.NDArray[np.int64]
-    num_right: npt.NDArray[np.int64]
-    num_judged: npt.NDArray[np.int64]
-
-
 class NgramRehearsal:
     def __init__(self, config: SpeculativeConfig, num_rows: int) -> None:
         self._config = config
+        self.num_made = config.num_made
         self._texts = [_Text((), 0)] * num_rows
-        self._read_at: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # when a row had its turn
+        self._read_at = [0] * num_rows  # when a row had its turn
         self._now = 0
 
     def move_in(self, row: int, token_ids: Sequence[int], num_drafts: int) -> None:
@@ -45,22 +37,21 @@ class NgramRehearsal:
         for text in self._texts:
             text.draft = None
 
-    def judge(self, rows: npt.NDArray[np.int64]) -> Judged:
+    def judge(self, rows: Sequence[int]) -> list[Judged]:
         """By the tokens that have come since it was last asked; of a large batch some at a time."""
         if len(rows) > 1:
-            rows = rows[np.argsort(self._read_at[rows], kind="stable")[:_AT_ONCE]]  # who has waited longest
-        said: list[tuple[int, int, int]] = []
+            rows = sorted(rows, key=self._read_at.__getitem__)[:_AT_ONCE]  # who has waited longest
+        said: list[Judged] = []
         num_unread = 0
-        for row in rows.tolist():
+        self._now += 1
+        for row in rows:
             text = self._texts[row]
             num_unread += text.num_unread
             if said and num_unread > _MANY_UNREAD:
                 break  # it is read first the next time
-            said.append(text.judge(self._config))
-        rows = rows[: len(said)]
-        self._now += 1
-        self._read_at[rows] = self._now
-        return Judged(rows, *np.array(said).T)
+            said.append(Judged(row, *text.judge(self._config)))
+            self._read_at[row] = self._now
+        return said
 
 
 class _Text:
@@ -102,7 +93,7 @@ class _Text:
         """What would be drafted behind the last token."""
         tokens = self._tokens[: self._num_tokens]
         end = latest_longest_match(tokens, config.min_match, config.max_match)
-        return [] if end is None else copied(tokens, end, self._num_drafts).tolist()
+        return [] if end is None else copied(tokens, end, self._num_drafts)
 
     def _read(self) -> None:
         new = self._source[self._num_tokens :]

@@ -154,7 +154,8 @@ class Scheduler:
         plan = opened.close(self._next_step_id, self._recent, num_made, num_behind, is_exact, self._count_common)
         decodes_only = len(opened.states) == len(decodes)
         # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
-        may_repeat = num_drafts == num_made and not is_exact and not (self.waiting and self._free_rows)
+        stays = num_drafts == min(lengths.check, num_made)  # what the next step checks
+        may_repeat = stays and not is_exact and not (self.waiting and self._free_rows)
         if decodes_only and not prefills and may_repeat:
             self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
         return self._launch(plan, opened.states, decodes_only)

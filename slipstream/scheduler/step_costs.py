@@ -23,6 +23,7 @@ class StepCosts:
         self._seconds: dict[tuple[int, int], float] = {}
         self._by_tokens: list[tuple[int, float]] = []  # of everything measured, ascending
         self._factors: dict[int, float] = {}  # by draft length: real seconds for a measured one
+        self._known: dict[tuple[int, int], float | None] = {}  # what was asked before
         self.version = 0  # moves on with every measurement
 
     def record(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
@@ -33,6 +34,7 @@ class StepCosts:
         for (size, drafts), cost in sorted(self._seconds.items()):
             by_tokens[size * (1 + drafts)] = max(cost, by_tokens.get(size * (1 + drafts), 0.0))
         self._by_tokens = sorted(by_tokens.items())
+        self._known.clear()
         self.version += 1
 
     def observe(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
@@ -41,6 +43,7 @@ class StepCosts:
         if measured is None or self._in_graphs:
             return
         before = self._factor(num_drafts)
+        self._known.clear()
         # A step that was held up says little.
         factor = min(seconds / measured, _HELD_UP * before)
         now = self._factors[num_drafts] = before + _RATE * (factor - before)
@@ -54,8 +57,11 @@ class StepCosts:
 
     def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
         """None where nothing is known, or no graph would take the batch."""
-        measured = self._measured(num_reqs, num_drafts)
-        return None if measured is None else measured * self._factor(num_drafts)
+        asked = (num_reqs, num_drafts)
+        if asked not in self._known:
+            measured = self._measured(num_reqs, num_drafts)
+            self._known[asked] = None if measured is None else measured * self._factor(num_drafts)
+        return self._known[asked]
 
     def _measured(self, num_reqs: int, num_drafts: int) -> float | None:
         sizes = self._sizes.get(num_drafts, [])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
+
+_FEW = 16  # places that are looked at one by one, which is faster where one of them is as good as can be
 
 
 def latest_longest_match(tokens: NDArray[np.int32], min_match: int, max_match: int) -> int | None:
@@ -11,18 +15,32 @@ def latest_longest_match(tokens: NDArray[np.int32], min_match: int, max_match: i
     last = len(tokens) - 1
     if last < min_match:
         return None
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
-    # One token more at a time: few positions are left after the first.
+    ends = (tokens[:last] == tokens[last]).nonzero()[0]
+    found, longest = None, min_match - 1
+    for end in reversed(ends[-_FEW:].tolist()):
+        length = 1
+        while length < max_match and end >= length and tokens[end - length] == tokens[last - length]:
+            length += 1
+        if length > longest:
+            found, longest = end, length
+            if length == max_match:
+                return found
+    return found if len(ends) <= _FEW else _of_many(tokens, ends, min_match, max_match)
+
+
+def _of_many(tokens: NDArray[np.int32], ends: NDArray[np.int64], min_match: int, max_match: int) -> int | None:
+    """One token more at a time: few positions are left after the first."""
+    last = len(tokens) - 1
     for matched in range(1, max_match):
         longer = ends[ends >= matched]
         longer = longer[tokens[longer - matched] == tokens[last - matched]]
         if longer.size == 0:
-            return int(ends[-1]) if ends.size and matched >= min_match else None
+            return int(ends[-1]) if matched >= min_match else None
         ends = longer
-    return int(ends[-1]) if ends.size else None
+    return int(ends[-1])
 
 
-def copied(tokens: NDArray[np.int32], end: int, count: int) -> NDArray[np.int32]:
+def copied(tokens: NDArray[np.int32], end: int, count: int) -> list[int]:
     """What stands behind a match. A copy that reaches the text's end goes on with what it has copied."""
-    behind: NDArray[np.int32] = tokens[end + 1 + np.arange(count) % (len(tokens) - 1 - end)]
-    return behind
+    behind: list[int] = tokens[end + 1 : end + 1 + count].tolist()
+    return behind if len(behind) == count else list(itertools.islice(itertools.cycle(behind), count))

@@ -57,7 +57,7 @@ def find_continuation(
         tokens = token_ids[row, :length].numpy()
         end = latest_longest_match(tokens, min_match, max_match)
         if end is not None:
-            drafts[i, :count] = torch.from_numpy(copied(tokens, end, count))
+            drafts[i, :count] = torch.tensor(copied(tokens, end, count), dtype=torch.int32)
     return drafts
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -112,36 +113,47 @@ def test_a_step_behind_a_trial_has_a_graph_where_it_checks_the_draft(foresees: b
     assert ((2, 0) in kinds) is not foresees
 
 
-def test_who_begins_with_drafts_without_a_trial_has_graphs_for_that() -> None:
-    rehearsed, tried = (
-        {(kind.query_len, kind.num_drafts) for kind in DraftSizes((0, 1, 2, 5), 2, True, rehearses).kinds()}
-        for rehearses in (True, False)
-    )
-    assert rehearsed - tried == {(1, 2), (1, 5)}
-    assert {(1, 0), (1, 1)} <= tried < rehearsed
+def test_where_as_many_drafts_are_made_as_there_may_be_every_change_has_a_graph() -> None:
+    """No draft is checked that was not made, and whoever goes from one number to another runs whole steps."""
+    lengths = (0, 1, 2, 5)
+    sizes = DraftSizes(lengths, 2, True, makes_most=True)
+    kinds = {(kind.query_len, kind.num_drafts) for kind in sizes.kinds() if kind.tier == "fast"}
+    assert kinds == {(1, 0), (1, 5), (2, 5), (3, 5), (6, 5), (None, 0), (None, 5)}
+    for before, after in itertools.permutations(lengths, 2):
+        steps = [(before, sizes.made(before)), (before, sizes.made(after)), (after, sizes.made(after))]
+        if not after:
+            steps.pop(1)  # what is made is left unchecked
+        assert {(1 + checked, made) for checked, made in steps} <= kinds
 
 
-def test_every_graph_that_is_recorded_has_the_steps_before_and_behind_it() -> None:
+def orders_of(sizes: DraftSizes, size: int) -> dict[tuple[int, int], int | None]:
+    found = {}
+    for query_len, tier, made in sizes.kinds():
+        if query_len is not None and tier == "fast":
+            shape = (size * query_len, size, query_len, tier, made)
+            found[query_len - 1, made] = sizes.order(BatchExecutionDescriptor(CUDAGraphMode.FULL, *shape), 256)
+    return found
+
+
+@pytest.mark.parametrize("makes_most", [False, True])
+def test_every_graph_that_is_recorded_has_the_steps_before_and_behind_it(makes_most: bool) -> None:
     """A length without a graph for its steps has no price and is never chosen."""
-    sizes = DraftSizes((0, 1, 2, 3, 5, 7), 5, True, True)
-
-    def orders(size: int) -> dict[tuple[int, int], int | None]:
-        found = {}
-        for query_len, tier, made in sizes.kinds():
-            if query_len is not None and tier == "fast":
-                shape = (size * query_len, size, query_len, tier, made)
-                found[query_len - 1, made] = sizes.order(BatchExecutionDescriptor(CUDAGraphMode.FULL, *shape), 256)
-        return found
-
-    recorded = {
-        (size, *key) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) for key, o in orders(size).items() if o is not None
-    }
+    sizes = DraftSizes((0, 1, 2, 3, 5, 7), 5, True, makes_most)
+    powers = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    recorded = {(size, *key) for size in powers for key, o in orders_of(sizes, size).items() if o is not None}
     for size, checked, made in recorded:
-        assert {(size, checked, checked), (size, made, made)} <= recorded
-    assert {(64, 0, 7), (64, 5, 7), (256, 0, 5), (256, 0, 1)} <= recorded
-    assert not {(128, 0, 7), (256, 0, 2), (256, 3, 5)} & recorded
+        assert (size, checked, sizes.made(checked)) in recorded
+        assert makes_most or (size, made, made) in recorded
+    if makes_most:
+        assert {(64, 7, 7), (64, 5, 7), (128, 3, 7), (256, 0, 7), (256, 5, 7), (256, 1, 7)} <= recorded
+        assert not {(128, 7, 7), (256, 2, 7), (256, 3, 7)} & recorded
+        assert orders_of(sizes, 8) == {(5, 7): 0, (0, 0): 1, (0, 7): 1, (1, 7): 2, (2, 7): 2, (3, 7): 2, (7, 7): 2}
+        assert orders_of(sizes, 24)[0, 7] == 4 and orders_of(sizes, 24)[7, 7] is None
+        return
+    assert {(64, 0, 1), (64, 5, 7), (256, 0, 1)} <= recorded
+    assert not {(128, 5, 7), (256, 1, 2), (256, 3, 5)} & recorded
     # The lengths themselves come before the steps between them, but for the shortest, which trials want.
-    of_eight = orders(8)
+    of_eight = orders_of(sizes, 8)
     assert of_eight[5, 5] == 0 and of_eight[0, 0] == of_eight[0, 1] == 1 and of_eight[7, 7] == 2
-    assert of_eight[0, 2] == of_eight[0, 7] == of_eight[5, 7] == 3
-    assert orders(24)[0, 1] == 4 and orders(24)[0, 2] is None
+    assert of_eight[1, 2] == of_eight[5, 7] == of_eight[7, 5] == 3
+    assert orders_of(sizes, 24)[0, 1] == 4 and orders_of(sizes, 24)[1, 2] is None

@@ -156,15 +156,15 @@ def test_trials_count_beside_prompts() -> None:
     engine.run(ZERO, 300)
     assert engine.policy.length == 0
     engine._n, engine.num_prompts = 6, 1  # the last one is a prompt from now on
-    before = engine.policy._right[6].copy()
+    before = engine.policy.acceptance.right[6].copy()
     engine.run(HIGH, 60)
     assert engine.policy.length > 0
-    assert np.array_equal(engine.policy._right[6], before)
+    assert np.array_equal(engine.policy.acceptance.right[6], before)
 
 
 def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
     policy = AdaptiveLength((0, 1), 0, 4, costs_of(in_graphs=True))
-    policy._usual[:] = 0.0
+    policy.acceptance.usual[:] = 0.0
     policy.move_in(0)
     usual = Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 0)
     while policy.wanted().make == 0:
@@ -176,12 +176,12 @@ def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
     policy.launched(drafting)
     policy.collected(drafting, [0], [0])
     policy.move_in(0)  # another, with one token left to compute
-    before = policy._num_failed[0]
+    before = policy.acceptance.num_failed[0]
     other = Composition(("b",), (2,), (0,), (1,), (True,), (0,), 1, 0)
     policy.launched(other)
     policy.collected(other, [0], [0])
     policy.look()
-    assert policy._num_failed[0] == before
+    assert policy.acceptance.num_failed[0] == before
 
 
 def test_elsewhere_it_makes_further_drafts_in_one_step_and_checks_them_in_the_next() -> None:
@@ -291,33 +291,33 @@ def test_requests_are_learnt_of_one_by_one() -> None:
     assert policy.length == 0
     # Who moves in is taken for the usual one.
     policy.move_in(5)
-    assert 0.3 < policy._right[5, 0] < 0.7
+    assert 0.3 < policy.acceptance.right[5, 0] < 0.7
 
 
 def test_prompts_beside_decodes_are_not_counted() -> None:
     costs = StepCosts(in_graphs=False)
     policy = AdaptiveLength(CHOICES, 3, 4, costs)
     mixed = Composition(("a", "b"), (1, 1), (0, 1), (4, 30), (True, False), (3, 0), 34, 3)
-    before = policy._right[1].copy()
+    before = policy.acceptance.right[1].copy()
     policy.launched(mixed)
     policy.collected(mixed, [0, 0], [0, 0])
     policy.look()
-    assert np.array_equal(policy._right[1], before)
-    assert policy._right[0, 0] < before[0]
+    assert np.array_equal(policy.acceptance.right[1], before)
+    assert policy.acceptance.right[0, 0] < before[0]
 
 
 def test_what_is_not_yet_learnt_of_a_row_is_not_its_next_requests() -> None:
     policy = AdaptiveLength(CHOICES, 3, 2, StepCosts(in_graphs=False))
     step = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     policy.launched(step)
-    before = policy._right[0].copy()
+    before = policy.acceptance.right[0].copy()
     policy.collected(step, [0], [0])
-    assert np.array_equal(policy._right[0], before), "the device is waiting"
+    assert np.array_equal(policy.acceptance.right[0], before), "the device is waiting"
     policy.move_in(0)
-    usual = policy._right[0].copy()
+    usual = policy.acceptance.right[0].copy()
     policy.look()
-    assert np.array_equal(policy._right[0], usual)
-    assert policy._usual[0] < before[0], "but it counts for everybody"
+    assert np.array_equal(policy.acceptance.right[0], usual)
+    assert policy.acceptance.usual[0] < before[0], "but it counts for everybody"
 
 
 # --- what real steps say ----------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels import triton_jit
+from slipstream.speculate.ngram_match import copied, latest_longest_match
 from slipstream.speculate.ngram_search import find_continuation
 from tests.kernels.triton_check import Case, check_kernel, poisoned_allocations, quietly_interpreted
 from tests.operation_checks import checked_operations
@@ -97,6 +99,17 @@ def test_a_longer_match_counts_before_a_later_one() -> None:
     tokens = [3, 1, 2, 5, 8, 1, 2, 6, 3, 1, 2]
     assert found(tokens, 1, 3, 2) == [5, 8]
     assert found(tokens, 1, 2, 2) == [6, 3]  # both count as two
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 1), min_size=40, max_size=160), min_match=st.integers(1, 4), more=st.integers(0, 12)
+)
+def test_of_many_matches_the_longest_counts(text: list[int], min_match: int, more: int) -> None:
+    """More than are looked at one by one."""
+    end = latest_longest_match(np.array(text, dtype=np.int32), min_match, min_match + more)
+    expected = oracle(text, 4, min_match, min_match + more, 4)
+    assert expected == ([-1] * 4 if end is None else copied(np.array(text, dtype=np.int32), end, 4))
 
 
 def test_a_match_may_begin_with_the_row_but_not_before_it() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.build import Engine, decide_draft_length
+from slipstream.scheduler.acceptance import Judged
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.step_costs import StepCosts
@@ -21,12 +22,11 @@ from tests.engine.drive import make_request
 from tests.speculate.test_ngram_search import oracle
 
 CHOICES = (0, 1, 2, 3, 5, 7)
-ONE = np.array([0])
 
 
 def judge_one(rehearsal: NgramRehearsal) -> tuple[int, int, int]:
-    _, before, right, judged = rehearsal.judge(ONE)
-    return int(before[0]), int(right[0]), int(judged[0])
+    ((_, before, right, judged),) = rehearsal.judge([0])
+    return before, right, judged
 
 
 @settings(max_examples=200, deadline=None)
@@ -82,12 +82,14 @@ def test_who_has_no_drafts_gains_nothing_by_them_and_says_nothing_of_others() ->
     writer.write(fresh(100))
     assert writer.policy.length == 0
     writer.policy.move_in(1, writer.known, 0)
-    usual = writer.policy._usual.copy()
-    assert not writer.policy._right[1].any()
-    writer.policy._rehearsal.judge(np.array([1]))
+    usual = writer.policy.acceptance.usual.copy()
+    assert not writer.policy.acceptance.right[1].any()
+    rehearsal = writer.policy._rehearsal
+    assert rehearsal is not None
+    rehearsal.judge([1])
     writer.known += [5, 6] * 5
-    assert writer.policy._rehearsal.judge(np.array([1])).num_judged.tolist() == [0]
-    assert (writer.policy._usual == usual).all()
+    assert rehearsal.judge([1]) == [Judged(1, 0, 0, 0)]
+    assert (writer.policy.acceptance.usual == usual).all()
 
 
 def test_what_has_not_come_true_yet_is_forgotten_when_drafts_are_checked() -> None:
@@ -115,13 +117,14 @@ def test_of_a_large_batch_everybody_has_a_turn(nums_reqs: tuple[int, ...]) -> No
         rehearsal.move_in(row, text, 3)
     num_right, num_wrong = np.zeros(most), np.zeros(most)
     for step in range(200):
-        rows = np.random.default_rng(step).permutation(nums_reqs[step % len(nums_reqs)])
+        rows = np.random.default_rng(step).permutation(nums_reqs[step % len(nums_reqs)]).tolist()
         for row, text in enumerate(texts):
             text.append(100 * row + step % 2 if row % 3 else 10_000 + 100 * step + row)
-        judged = rehearsal.judge(rows)
-        assert len(judged.rows) == min(len(rows), 4)
-        num_right[judged.rows] += judged.num_right - judged.num_before
-        num_wrong[judged.rows] += judged.num_judged - judged.num_right
+        said = rehearsal.judge(rows)
+        assert len(said) == min(len(rows), 4)
+        for judged in said:
+            num_right[judged.row] += judged.num_right - judged.num_before
+            num_wrong[judged.row] += judged.num_judged - judged.num_right
     repeats = np.arange(most) % 3 > 0
     assert (num_right[repeats] >= 9).all() and not num_wrong[repeats].any()
     assert (num_wrong[~repeats] >= 5).all() and not num_right[~repeats].any()
@@ -134,7 +137,7 @@ def test_a_step_reads_one_long_text_and_not_four() -> None:
         rehearsal.move_in(row, text, 3)
     turns = []
     for _ in range(6):
-        turns.append(sorted(rehearsal.judge(np.arange(4)).rows.tolist()))
+        turns.append(sorted(judged.row for judged in rehearsal.judge(range(4))))
         for row, text in enumerate(texts):
             text.append(row)
     assert turns == [[0], [1], [2], [3], [0, 1, 2, 3], [0, 1, 2, 3]]
@@ -240,12 +243,12 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
     adaptive = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config=adaptive, steps_in_flight=2)
     core, policy = engine.core, engine.core.scheduler._draft_length
-    assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.rehearses
+    assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.makes_most
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
             policy._costs.record(num_reqs, k, 1.0 + 0.06 * k)
     policy._costs.observe = lambda *_: None  # type: ignore[method-assign]
-    policy.length, policy._usual[:] = 0, 0.0
+    policy.length, policy.acceptance.usual[:] = 0, 0.0
     again = {"temperature": 1.0, "logit_bias": {7: 100.0}, "ignore_eos": True}
     core.add(make_request("none", [7, 8, 9, 7, 8] * 4, max_tokens=150, speculate=False, **again))
     for _ in range(60):
@@ -277,9 +280,9 @@ def test_while_drafts_are_checked_nothing_is_rehearsed() -> None:
 def test_what_is_usual_is_learnt_from_rehearsals() -> None:
     writer = Writer()
     writer.write(fresh(400))
-    assert writer.policy.length == 0 and writer.policy._usual[0] < 0.05
+    assert writer.policy.length == 0 and writer.policy.acceptance.usual[0] < 0.05
     writer.write(fresh(40))
-    assert writer.policy._usual[0] > 0.05
+    assert writer.policy.acceptance.usual[0] > 0.05
 
 
 def test_a_beginning_says_nothing_of_what_its_drafts_will_cost() -> None:
