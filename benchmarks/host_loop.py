@@ -1,4 +1,4 @@
-"""What a decode step costs the host, part by part: microseconds a step, plain, with n-gram drafts, and without any made.
+"""What a decode step costs the host, part by part: microseconds a step, plain and with n-gram drafts.
 
 Drafts are four in every step, or their number adapts and none would pay, so that they are tried out on the host.
 
