@@ -16,8 +16,9 @@ def latest_longest_match(tokens: NDArray[np.int32], min_match: int, max_match: i
     if last < min_match:
         return None
     ends = (tokens[:last] == tokens[last]).nonzero()[0]
+    latest: list[int] = ends[-_FEW:].tolist()
     found, longest = None, min_match - 1
-    for end in reversed(ends[-_FEW:].tolist()):
+    for end in reversed(latest):
         length = 1
         while length < max_match and end >= length and tokens[end - length] == tokens[last - length]:
             length += 1
