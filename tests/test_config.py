@@ -157,3 +157,10 @@ def test_prefix_caching_of_states_is_refused() -> None:
     assert (silent.prefix_caching, silent.prefix_caching_refused) == (False, "")
     usual = resolve(EngineOptions(), GPU, MODEL).scheduler
     assert (usual.prefix_caching, usual.prefix_caching_refused) == (True, "")
+
+
+@pytest.mark.parametrize(("adaptive", "beside"), [(True, 7), (False, None)])
+def test_beside_prompts_as_many_drafts_are_made_as_a_graph_has(adaptive: bool, beside: int | None) -> None:
+    """N-gram drafts that adapt are always made as far as they go."""
+    options = EngineOptions(speculative_config={"method": "ngram", "adaptive": adaptive})
+    assert resolve(options, GPU, MODEL).scheduler.drafts_beside_prompts == beside

@@ -213,6 +213,12 @@ def test_what_a_length_is_chosen_from(config: SpeculativeConfig, lengths: tuple[
     assert (config.lengths, config.initial_length) == (lengths, initial)
 
 
+def test_only_drafts_from_the_text_alone_are_always_as_many() -> None:
+    assert [replace(NGRAM, num_drafts=7).num_made(k) for k in (0, 1, 5, 7)] == [0, 7, 7, 7]
+    for other in (replace(NGRAM, adaptive=False), replace(NGRAM, verify="synthetic"), replace(NGRAM, method="eagle3")):
+        assert [other.num_made(k) for k in (0, 1, 5)] == [0, 1, 5]
+
+
 def test_a_length_that_adapts_stays_within_the_tokens_of_a_step() -> None:
     few = resolve(EngineOptions(speculate="ngram", max_num_seqs=8, max_num_batched_tokens=32), CPU, MODEL)
     assert few.speculative is not None

@@ -126,6 +126,23 @@ def test_where_as_many_drafts_are_made_as_there_may_be_every_change_has_a_graph(
         assert {(1 + checked, made) for checked, made in steps} <= kinds
 
 
+def test_a_step_is_priced_by_the_drafts_it_checks() -> None:
+    """N-gram drafts are always made as far as they go: every length has a graph, a price, and it is its own."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64, "num_gpu_blocks_override": 64}
+    world = World(4, {"cudagraph_mode": "full", "speculative_config": drafts, **sizes})
+    world.device = SimDevice(1)
+    core = world._build(world.resolve())
+    while core.use_idle_time():
+        pass
+    seen: set[tuple[int, int]] = set()
+    graphs = core.runner.graphs
+    graphs._on_cost = lambda num_reqs, num_drafts, seconds: seen.add((num_reqs, num_drafts))
+    for desc in graphs._hidden:
+        graphs._measure(desc)
+    assert seen == {(4, k) for k in (0, 1, 2, 3)}
+
+
 def orders_of(sizes: DraftSizes, size: int) -> dict[tuple[int, int], int | None]:
     found = {}
     for query_len, tier, made in sizes.kinds():

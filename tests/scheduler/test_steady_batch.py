@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.scheduler.draft_length import DraftLength, FixedLength, Lengths
 from slipstream.scheduler.request_state import RequestState
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import RowStatus, StepPlan, StepResult, TokenUpdates
+from slipstream.types import Composition, RowStatus, StepPlan, StepResult, TokenUpdates
 from tests.scheduler.test_scheduler import Device, make, request
 
 
@@ -34,9 +36,24 @@ class Counting(Scheduler):
         return super()._decide()
 
 
-def pair(**sizes: int | bool) -> tuple[Counting, Undecided]:
+class Varying(FixedLength):
+    """Another number to check every few steps; as many are made as there may be, or none."""
+
+    def __init__(self, num_drafts: int, seed: int) -> None:
+        super().__init__(num_drafts)
+        self._most, self._rng, self._left = num_drafts, random.Random(seed), 6
+
+    def launched(self, composition: Composition) -> None:
+        self._left -= 1
+        if not self._left:
+            self._left = self._rng.randint(1, 12)
+            check = self._rng.randint(0, self._most)
+            self._lengths = Lengths(check, self._most if check else 0)
+
+
+def pair(lengths: Callable[[], DraftLength | None], **sizes: int | bool) -> tuple[Counting, Undecided]:
     like = make(**sizes)  # type: ignore[arg-type]
-    return Counting(like._config, like._cache), Undecided(like._config, like._cache)
+    return Counting(like._config, like._cache, lengths()), Undecided(like._config, like._cache, lengths())
 
 
 def assert_same_plan(one: StepPlan | None, other: StepPlan | None) -> None:
@@ -59,11 +76,21 @@ def assert_same_state(one: Scheduler, other: Scheduler) -> None:
     assert one.stats == other.stats
 
 
-def drive(seed: int, in_flight: int, pages: int, caching: bool, num_drafts: int, own_keys: bool, busy: float) -> float:
+def drive(
+    seed: int,
+    in_flight: int,
+    pages: int,
+    caching: bool,
+    num_drafts: int,
+    own_keys: bool,
+    busy: float,
+    varies: bool = False,
+) -> float:
     """Both through the same events; gives the share of steps that were repeated."""
     rng = random.Random(seed)
     sizes = {"budget": rng.choice([7, 64]), "chunk": rng.choice([1, 5, 64]), "pages": pages, "max_len": 120}
-    steady, undecided = pair(**sizes, caching=caching, num_drafts=num_drafts, own_keys=own_keys)
+    lengths = partial(Varying, num_drafts, seed) if varies else lambda: None
+    steady, undecided = pair(lengths, **sizes, caching=caching, num_drafts=num_drafts, own_keys=own_keys)
     device = Device(steady, seed)
     # Fewer stop tokens than usual, for batches that last.
     chance = device.rng.random
@@ -113,17 +140,18 @@ def drive(seed: int, in_flight: int, pages: int, caching: bool, num_drafts: int,
     num_drafts=st.sampled_from([0, 0, 1, 3]),
     own_keys=st.booleans(),
     busy=st.sampled_from([0.02, 0.1, 0.4]),
+    varies=st.booleans(),
 )
 def test_repeating_decides_nothing_else(
-    seed: int, in_flight: int, pages: int, caching: bool, num_drafts: int, own_keys: bool, busy: float
+    seed: int, in_flight: int, pages: int, caching: bool, num_drafts: int, own_keys: bool, busy: float, varies: bool
 ) -> None:
-    drive(seed, in_flight, pages, caching, num_drafts, own_keys and num_drafts > 0, busy)
+    drive(seed, in_flight, pages, caching, num_drafts, own_keys and num_drafts > 0, busy, varies)
 
 
 def test_most_steps_are_repeated_where_little_happens() -> None:
-    for num_drafts in (0, 3):
-        shares = [drive(seed, 2, 200, True, num_drafts, False, 0.02) for seed in range(40)]
-        assert sum(shares) / len(shares) > 0.4, "else the test above proves little"
+    for num_drafts, varies, least in ((0, False, 0.4), (3, False, 0.4), (3, True, 0.25)):
+        shares = [drive(seed, 2, 200, True, num_drafts, False, 0.02, varies) for seed in range(40)]
+        assert sum(shares) / len(shares) > least, "else the test above proves little"
 
 
 def test_a_composition_that_stays_is_one_object() -> None:
