@@ -9,6 +9,7 @@ import torch
 from slipstream.attention.backend import Caps
 from slipstream.device.operation import Operation
 from slipstream.device.sim import SimDevice
+from slipstream.engine.core import EngineCore
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.runner.step_graphs import DraftSizes
@@ -84,6 +85,18 @@ def test_mixed_batches_have_graphs_for_the_drafts_that_are_made_behind_them(
     assert [k for k, place in urgent.items() if place == 0] == [initial]
 
 
+def core_with_all_graphs() -> EngineCore:
+    """Whose n-gram drafts adapt."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64, "num_gpu_blocks_override": 64}
+    world = World(4, {"cudagraph_mode": "full", "speculative_config": drafts, **sizes})
+    world.device = SimDevice(1)
+    core = world._build(world.resolve())
+    while core.use_idle_time():
+        pass
+    return core
+
+
 def test_what_follows_a_targets_own_graph_has_run_when_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled when they first run: a change of the draft length must not wait for that."""
     drawn: set[bool] = set()
@@ -95,13 +108,7 @@ def test_what_follows_a_targets_own_graph_has_run_when_that_is_recorded(monkeypa
         return call(self, *args, **kwargs)
 
     monkeypatch.setattr(Operation, "__call__", watched)
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64, "num_gpu_blocks_override": 64}
-    world = World(4, {"cudagraph_mode": "full", "speculative_config": drafts, **sizes})
-    world.device = SimDevice(1)
-    core = world._build(world.resolve())
-    while core.use_idle_time():
-        pass
+    core_with_all_graphs()
     assert False in drawn, "greedy: whole steps draw with noise"
 
 
@@ -128,13 +135,7 @@ def test_where_as_many_drafts_are_made_as_there_may_be_every_change_has_a_graph(
 
 def test_a_step_is_priced_by_the_drafts_it_checks() -> None:
     """N-gram drafts are always made as far as they go: every length has a graph, a price, and it is its own."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64, "num_gpu_blocks_override": 64}
-    world = World(4, {"cudagraph_mode": "full", "speculative_config": drafts, **sizes})
-    world.device = SimDevice(1)
-    core = world._build(world.resolve())
-    while core.use_idle_time():
-        pass
+    core = core_with_all_graphs()
     seen: set[tuple[int, int]] = set()
     graphs = core.runner.graphs
     graphs._on_cost = lambda num_reqs, num_drafts, seconds: seen.add((num_reqs, num_drafts))
