@@ -107,7 +107,8 @@ def make_drafts_dear(core: EngineCore, max_batch: int) -> None:
     """No number of them pays. Steps of prompts may have made some before."""
     policy = core.scheduler._draft_length
     assert isinstance(policy, AdaptiveLength)
-    for batch in {max_batch, *(1 << i for i in range(max_batch.bit_length()))}:
+    measured = (size for sizes in policy._costs._sizes.values() for size in sizes)
+    for batch in {max_batch, *(1 << i for i in range(max_batch.bit_length())), *measured}:
         for k in policy._choices:
             policy._costs.record(batch, k, 1.0 + 100.0 * k)
 

@@ -87,7 +87,7 @@ class DraftSizes(NamedTuple):
             return 0 if is_first and size >= _SMALLEST_MIXED else 1 if is_fast else 2
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
-        # Of no use without the steps before and behind it, which check and make as many.
+        # Of no use without the steps before and behind it, which check as many as it makes, if they need not be fewer.
         others = {num_checked, *(() if self.makes_most else (desc.num_drafts,))} - {0, self.initial}
         if any(size * (1 + k) > _MAX_DECODE_TOKENS for k in others):
             return None

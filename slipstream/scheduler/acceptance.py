@@ -76,6 +76,8 @@ class Acceptance:
 
     def learn_rehearsed(self, said: Sequence[Judged], num_reqs: int) -> None:
         """From drafts of some requests of a batch that were only tried out."""
+        if not any(judged.num_judged > judged.num_before for judged in said):
+            return
         # Who has a turn in every fourth step forgets four times as much at a turn.
         known = max(len(said) / num_reqs * _MOST_SEEN, _STALE)
         for judged in said:

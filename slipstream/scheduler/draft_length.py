@@ -4,12 +4,12 @@ A draft length that adapts weighs two tables. What a step costs is measured (``s
 is learnt from every step: for each request and place the probability that the draft there stands if those before it do.
 Where a draft that was hoped for is not there, it counts as wrong. One length serves the batch, for one graph does.
 
-Nothing is learnt of places that nobody drafts for. So every now and then one step drafts further than the others, and
-the next step checks that. Where nothing is drafted, one step makes a draft, and the next one does not check it: the
-device says whether it was the token that came. The first trial of a request comes soon, the next one soon after a trial
-that was right and later after one that was wrong: after 10 to 20 steps, or as many more as it takes that trials cost a
-hundredth of the time. Drafts that depend on the text alone need no trials there: they are rehearsed on the host, which
-loses nothing by waiting until it is sure.
+Nothing is learnt of places that nobody checks. So every now and then one step drafts further than the others, where
+drafts are not made as far as they go anyway, and the next step checks that. Where nothing is drafted, one step makes a
+draft, and the next one does not check it: the device says whether it was the token that came. The first trial of a
+request comes soon, the next one soon after a trial that was right and later after one that was wrong: after 10 to 20
+steps, or as many more as it takes that trials cost a hundredth of the time. Drafts that depend on the text alone need
+no trials there: they are rehearsed on the host, which loses nothing by waiting until it is sure.
 """
 
 from __future__ import annotations

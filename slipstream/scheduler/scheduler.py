@@ -45,7 +45,7 @@ class SchedulerStats:
     num_drains: int = 0
     num_prompt_tokens: int = 0  # of all requests admitted so far, each counted once
     num_cached_tokens: int = 0  # of those, found in the prefix cache
-    draft_length: int = 0  # of the newest step
+    draft_length: int = 0  # that the next step may check
 
 
 class _Launched(NamedTuple):
@@ -111,7 +111,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         totals = self._totals
         totals.num_waiting, totals.num_running = len(self.waiting), len(self.running)
-        totals.num_free_pages, totals.draft_length = self.pool.num_free, self._num_made
+        totals.num_free_pages = self.pool.num_free
+        totals.draft_length = min(self._draft_length.wanted().check, self._num_made)
         return totals
 
     # --- a step -----------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class Scheduler:
         decodes_only = len(opened.states) == len(decodes)
         # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
         stays = num_drafts == min(lengths.check, num_made)  # what the next step checks
-        may_repeat = stays and not is_exact and not (self.waiting and self._free_rows)
+        may_repeat = stays and not (num_behind or is_exact or (self.waiting and self._free_rows))
         if decodes_only and not prefills and may_repeat:
             self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
         return self._launch(plan, opened.states, decodes_only)

@@ -9,7 +9,7 @@ _RATE, _DRIFT, _HELD_UP = 1 / 8, 1 / 64, 1.5  # of what real steps say; of what 
 
 
 class StepCosts:
-    """Seconds of steps that check and make equally many drafts. Sparse: a few sizes of each draft length.
+    """Seconds of steps by the drafts they check, and make as usual behind that. Sparse: a few sizes of each number.
 
     Where steps run in graphs, a batch costs what the graph costs that it is padded to, and a length without a graph for
     it is not on offer. Elsewhere a batch between the measured ones costs what its number of tokens says, and real steps

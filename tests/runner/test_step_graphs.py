@@ -72,17 +72,24 @@ def test_recording_when_idle_does_not_run_the_last_step_again(aborted: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("lengths", "initial", "mixed"), [((0,), 0, [0]), ((3,), 3, [3]), ((0, 1, 2, 3, 5), 3, [0, 3]), ((0, 1), 1, [0, 1])]
+    ("lengths", "initial", "makes_most", "mixed"),
+    [
+        ((0,), 0, False, [0]),
+        ((3,), 3, False, [3]),
+        ((0, 1, 2, 3, 5), 3, False, [0, 3]),
+        ((0, 1), 1, False, [0, 1]),
+        ((0, 1, 2, 3, 5), 3, True, [0, 5]),
+    ],
 )
 def test_mixed_batches_have_graphs_for_the_drafts_that_are_made_behind_them(
-    lengths: tuple[int, ...], initial: int, mixed: list[int]
+    lengths: tuple[int, ...], initial: int, makes_most: bool, mixed: list[int]
 ) -> None:
-    sizes = DraftSizes(lengths, initial)
+    sizes = DraftSizes(lengths, initial, makes_most=makes_most)
     found = [kind for kind in sizes.kinds() if kind.query_len is None and kind.tier == "fast"]
     assert [kind.num_drafts for kind in found] == mixed
     # Only those with as many as the first steps make are there before the first step.
     urgent = {k: sizes.order(BatchExecutionDescriptor(M.FULL, 64, 8, None, "fast", k), 8) for k in mixed}
-    assert [k for k, place in urgent.items() if place == 0] == [initial]
+    assert [k for k, place in urgent.items() if place == 0] == mixed[-1:]
 
 
 def core_with_all_graphs() -> EngineCore:

@@ -37,7 +37,7 @@ class Counting(Scheduler):
 
 
 class Varying(FixedLength):
-    """Another number to check every few steps; as many are made as there may be, or none."""
+    """Another number to check every few steps; as many are made as there may be, or none where none are checked."""
 
     def __init__(self, num_drafts: int, seed: int) -> None:
         super().__init__(num_drafts)
@@ -48,7 +48,7 @@ class Varying(FixedLength):
         if not self._left:
             self._left = self._rng.randint(1, 12)
             check = self._rng.randint(0, self._most)
-            self._lengths = Lengths(check, self._most if check else 0)
+            self._lengths = Lengths(check, self._most if check else self._rng.choice([0, self._most]))
 
 
 def pair(lengths: Callable[[], DraftLength | None], **sizes: int | bool) -> tuple[Counting, Undecided]:
@@ -61,7 +61,7 @@ def assert_same_plan(one: StepPlan | None, other: StepPlan | None) -> None:
     if one is not None and other is not None:
         assert one.step_id == other.step_id and one.num_tokens == other.num_tokens
         assert one.requests == other.requests
-        assert one.composition.num_common_pages == other.composition.num_common_pages
+        assert one.composition == other.composition
         assert one.row_inits == other.row_inits
         assert one.page_diffs == other.page_diffs
 
@@ -149,7 +149,7 @@ def test_repeating_decides_nothing_else(
 
 
 def test_most_steps_are_repeated_where_little_happens() -> None:
-    for num_drafts, varies, least in ((0, False, 0.4), (3, False, 0.4), (3, True, 0.25)):
+    for num_drafts, varies, least in ((0, False, 0.4), (3, False, 0.4), (3, True, 0.5)):
         shares = [drive(seed, 2, 200, True, num_drafts, False, 0.02, varies) for seed in range(40)]
         assert sum(shares) / len(shares) > least, "else the test above proves little"
 

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.build import Engine, decide_draft_length
+from slipstream.runner.program import StepProgram
 from slipstream.scheduler.acceptance import Judged
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.step_costs import StepCosts
+from slipstream.speculate.speculator import DraftBatch
 from slipstream.speculative_config import SpeculativeConfig
 from slipstream.types import Composition
 from tests.engine.drive import make_request
@@ -296,3 +298,43 @@ def test_a_beginning_says_nothing_of_what_its_drafts_will_cost() -> None:
         policy.took(Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 7), 1.0)
     assert costs.seconds(1, 7) == pytest.approx(1.7, rel=0.02)
     assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize(("rehearses", "interval"), [(True, 24), (False, 30)])
+def test_a_trial_that_makes_no_more_than_others_is_two_changes_and_not_three(rehearses: bool, interval: int) -> None:
+    """Of 0.1 ms each, in steps of a millisecond; a hundredth of the time is for trials."""
+    costs = StepCosts(in_graphs=True)
+    for k in CHOICES:
+        costs.record(1, k, 1e-3)
+    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 7, adaptive=True), 1) if rehearses else None
+    policy = AdaptiveLength(CHOICES, 3, 1, costs, True, rehearsal)
+    policy.move_in(0, [1], 7)
+    policy._rows_of(Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3))
+    policy._begin_trial(1)
+    assert policy._trial is not None and policy._longest_interval == pytest.approx(interval, abs=1)
+
+
+def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": True})
+    core, made = engine.core, []
+    policy, draft = core.scheduler._draft_length, StepProgram.draft
+    assert isinstance(policy, AdaptiveLength)
+
+    def watched(self: StepProgram, batch: DraftBatch, *args: Any, **kwargs: Any) -> None:
+        made.append(batch.num_drafts)
+        draft(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(StepProgram, "draft", watched)
+    core.runner.graphs._measure_launches(1, 2)
+    assert set(made) == {3}
+    monkeypatch.setattr(policy, "_decide", lambda: None)
+    policy.length, policy._interval = 2, 1000
+    core.add(make_request("r", [7, 8, 9, 7, 8] * 4, max_tokens=20, ignore_eos=True))
+    assert core.stats.draft_length == 0
+    seen = set()
+    for _ in range(6):
+        core.step()
+        seen.add((core.stats.draft_length, core.scheduler._num_made))
+    assert seen == {(2, 3)}
