@@ -78,17 +78,14 @@ class SpeculativeConfig:
         """Whether the host can tell from the tokens that came which drafts would have stood."""
         return self.method == "ngram" and not self.is_synthetic
 
-    @property
-    def makes_most(self) -> bool:
-        """Whether a step that makes drafts makes as many as there may be, however many the next one checks.
-
-        From the text alone they cost next to nothing to make, and a change of their number is no other kind of step.
-        """
-        return self.adaptive and self.depends_on_text_alone
-
     def num_made(self, num_checked: int) -> int:
-        """By a step, where the next one checks so many."""
-        return self.num_drafts if num_checked and self.makes_most else num_checked
+        """By a step, where the next one checks so many.
+
+        From the text alone they cost next to nothing to make: a step makes as many as there may be, or none. So a
+        change of the number that is checked is no other kind of step.
+        """
+        makes_most = self.adaptive and self.depends_on_text_alone and num_checked > 0
+        return self.num_drafts if makes_most else num_checked
 
     @property
     def is_synthetic(self) -> bool:

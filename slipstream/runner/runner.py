@@ -88,7 +88,7 @@ class Runner:
                 speculative.lengths,
                 speculative.initial_length,
                 foresees=speculative.foresees,
-                makes_most=speculative.makes_most,
+                num_made=speculative.num_made,
             )
         )
         sizes = (config.cudagraph_sizes, max_reqs)

@@ -37,37 +37,34 @@ _MAX_MEASURED = 16  # requests, where steps are launched one operation at a time
 OnCost = Callable[[int, int, float], None]  # requests, drafts of each, seconds
 
 
+def _as_many(num_checked: int) -> int:
+    return num_checked
+
+
 class DraftSizes(NamedTuple):
     """How many drafts a step may have, fewest first, and how many the first steps have."""
 
     lengths: Sequence[int]
     initial: int
     foresees: bool = False  # who makes a draft to see what it is worth does not check it
-    makes_most: bool = False  # who makes drafts makes as many as there may be, however many are checked
-
-    def made(self, num_checked: int) -> int:
-        """By a step, where the next one checks so many."""
-        return max(self.lengths) if num_checked and self.makes_most else num_checked
+    num_made: Callable[[int], int] = _as_many  # by a step, where the next one checks so many
 
     def kinds(self) -> list[GraphKind]:
         """Every graph that a step could use.
 
-        A step whose number of drafts stays runs whole, and so does one that begins with drafts that are always as many.
-        Where their number differs, one runs whole that tries the next longer length, or comes back from that. Any other
-        has a graph for the target, and one for what the drafter does.
+        A step whose number of drafts stays runs whole, and so does one that tries the next longer length, or comes back
+        from that. Any other has a graph for the target, and one for what the drafter does.
         """
-        lengths = sorted({0, *self.lengths})
-        kinds = [GraphKind(1 + k, "fast", self.made(k)) for k in lengths]
-        if self.makes_most:
-            kinds += [GraphKind(1, "fast", lengths[-1])]
-        elif len(self.lengths) > 1:
-            for a, b in itertools.pairwise(lengths):
-                kinds += [GraphKind(1 + a, "fast", b)]
-                if a or not self.foresees:
-                    kinds += [GraphKind(1 + b, "fast", a)]
-        beside = {self.made(k) for k in {0, self.initial} & {self.initial, *self.lengths}}
+        lengths, made = sorted({0, *self.lengths}), self.num_made
+        kinds = [GraphKind(1 + k, "fast", made(k)) for k in lengths]
+        for a, b in itertools.pairwise(lengths) if len(self.lengths) > 1 else ():
+            kinds += [GraphKind(1 + a, "fast", made(b))]
+            if a or not self.foresees:
+                kinds += [GraphKind(1 + b, "fast", made(a))]
+        beside = {made(k) for k in {0, self.initial} & {self.initial, *self.lengths}}
         kinds += [GraphKind(None, "fast", k) for k in sorted(beside)]
-        return [*kinds, *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
+        # Where as many are made whatever is checked, several of these are one.
+        return [*dict.fromkeys(kinds), *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
 
     def order(self, desc: BatchExecutionDescriptor, largest_decode: int) -> int | None:
         """0 for what most first requests need: sampling inside, and sizes of which any batch fits one at twice its own.
@@ -83,24 +80,27 @@ class DraftSizes(NamedTuple):
         if is_mixed:
             if size > max(_LARGEST_MIXED, 2 * largest_decode):
                 return 4  # they take much memory
-            is_first = is_fast and desc.num_drafts == self.made(self.initial)
+            is_first = is_fast and desc.num_drafts == self.num_made(self.initial)
             return 0 if is_first and size >= _SMALLEST_MIXED else 1 if is_fast else 2
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
-        # Of no use without the steps before and behind it, which check as many as it makes, if they need not be fewer.
-        others = {num_checked, *(() if self.makes_most else (desc.num_drafts,))} - {0, self.initial}
-        if any(size * (1 + k) > _MAX_DECODE_TOKENS for k in others):
+        # Of no use without the steps before and behind it.
+        behind = [k for k in {0, *self.lengths} if self.num_made(k) == desc.num_drafts]
+        if not self._is_worth_it(size, num_checked) or not any(self._is_worth_it(size, k) for k in behind):
             return None
         if not is_fast:
             return 1 if is_usual else 3
-        if desc.num_drafts == self.made(num_checked):
+        if desc.num_drafts == self.num_made(num_checked):
             return 0 if is_usual else 1 if num_checked == 0 else 2
         return 1 if {num_checked, desc.num_drafts} == {0, self._shortest} else 3
 
     @property
     def _shortest(self) -> int:
         """What a step makes that begins with drafts."""
-        return self.made(min((k for k in self.lengths if k), default=0))
+        return self.num_made(min((k for k in self.lengths if k), default=0))
+
+    def _is_worth_it(self, num_reqs: int, num_checked: int) -> bool:
+        return num_checked in (0, self.initial) or num_reqs * (1 + num_checked) <= _MAX_DECODE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +232,11 @@ class StepGraphs:
         if self._on_cost is None or desc.query_len is None or desc.tier != "fast":
             return
         num_checked = desc.query_len - 1
-        if desc.num_drafts == self._drafts.made(num_checked) and desc.mode is CUDAGraphMode.FULL:
+        if desc.num_drafts == self._drafts.num_made(num_checked) and desc.mode is CUDAGraphMode.FULL:
             self._time(desc.num_reqs, num_checked, lambda: self._manager.replay(desc))
 
     def _measure_launches(self, num_reqs: int, num_drafts: int) -> None:
-        program, query_len, num_made = self._program, 1 + num_drafts, self._drafts.made(num_drafts)
+        program, query_len, num_made = self._program, 1 + num_drafts, self._drafts.num_made(num_drafts)
         desc = BatchExecutionDescriptor(
             *(CUDAGraphMode.NONE, num_reqs * query_len, num_reqs, query_len, "fast", num_made)
         )

@@ -1,7 +1,7 @@
 """N-gram drafts that nobody makes, tried out on the host against the tokens that came.
 
 An n-gram drafter knows tokens only, and the host has them. So while nothing is drafted, what drafts would be worth can
-be known for nothing: no step makes one, none checks one.
+be known while the device is busy: no step makes one, none checks one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.scheduler.acceptance import Judged
 from slipstream.speculate.ngram_match import copied, latest_longest_match
 from slipstream.speculative_config import SpeculativeConfig
 
-_AT_ONCE = 4  # texts that are read after a step, about 15 us each while the device is busy
+_AT_ONCE = 4  # texts that are read after a step, about 10 us each while the device is busy
 _MANY_UNREAD = 4096  # tokens, about 0.1 ms: enough for one step
 _ROOM = 256  # tokens beyond a prompt's for which there is room at first
 

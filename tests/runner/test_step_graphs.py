@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,15 @@ from tests.engine.drive import make_request
 from tests.sim.world import World
 
 M = CUDAGraphMode
+
+
+def as_many(num_checked: int) -> int:
+    return num_checked
+
+
+def all_of(most: int) -> Callable[[int], int]:
+    """Who makes drafts makes all, however many are checked."""
+    return lambda num_checked: most if num_checked else 0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ def test_recording_when_idle_does_not_run_the_last_step_again(aborted: bool) -> 
 def test_mixed_batches_have_graphs_for_the_drafts_that_are_made_behind_them(
     lengths: tuple[int, ...], initial: int, makes_most: bool, mixed: list[int]
 ) -> None:
-    sizes = DraftSizes(lengths, initial, makes_most=makes_most)
+    sizes = DraftSizes(lengths, initial, num_made=all_of(max(lengths)) if makes_most else as_many)
     found = [kind for kind in sizes.kinds() if kind.query_len is None and kind.tier == "fast"]
     assert [kind.num_drafts for kind in found] == mixed
     # Only those with as many as the first steps make are there before the first step.
@@ -130,11 +140,11 @@ def test_a_step_behind_a_trial_has_a_graph_where_it_checks_the_draft(foresees: b
 def test_where_as_many_drafts_are_made_as_there_may_be_every_change_has_a_graph() -> None:
     """No draft is checked that was not made, and whoever goes from one number to another runs whole steps."""
     lengths = (0, 1, 2, 5)
-    sizes = DraftSizes(lengths, 2, True, makes_most=True)
+    sizes = DraftSizes(lengths, 2, True, all_of(5))
     kinds = {(kind.query_len, kind.num_drafts) for kind in sizes.kinds() if kind.tier == "fast"}
     assert kinds == {(1, 0), (1, 5), (2, 5), (3, 5), (6, 5), (None, 0), (None, 5)}
     for before, after in itertools.permutations(lengths, 2):
-        steps = [(before, sizes.made(before)), (before, sizes.made(after)), (after, sizes.made(after))]
+        steps = [(before, sizes.num_made(before)), (before, sizes.num_made(after)), (after, sizes.num_made(after))]
         if not after:
             steps.pop(1)  # what is made is left unchecked
         assert {(1 + checked, made) for checked, made in steps} <= kinds
@@ -163,11 +173,11 @@ def orders_of(sizes: DraftSizes, size: int) -> dict[tuple[int, int], int | None]
 @pytest.mark.parametrize("makes_most", [False, True])
 def test_every_graph_that_is_recorded_has_the_steps_before_and_behind_it(makes_most: bool) -> None:
     """A length without a graph for its steps has no price and is never chosen."""
-    sizes = DraftSizes((0, 1, 2, 3, 5, 7), 5, True, makes_most)
+    sizes = DraftSizes((0, 1, 2, 3, 5, 7), 5, True, all_of(7) if makes_most else as_many)
     powers = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     recorded = {(size, *key) for size in powers for key, o in orders_of(sizes, size).items() if o is not None}
     for size, checked, made in recorded:
-        assert (size, checked, sizes.made(checked)) in recorded
+        assert (size, checked, sizes.num_made(checked)) in recorded
         assert makes_most or (size, made, made) in recorded
     if makes_most:
         assert {(64, 7, 7), (64, 5, 7), (128, 3, 7), (256, 0, 7), (256, 5, 7), (256, 1, 7)} <= recorded

@@ -246,7 +246,7 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
     adaptive = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config=adaptive, steps_in_flight=2)
     core, policy = engine.core, engine.core.scheduler._draft_length
-    assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.makes_most
+    assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.num_made(1) == 3
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
             policy._costs.record(num_reqs, k, 1.0 + 0.06 * k)
