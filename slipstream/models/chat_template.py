@@ -32,6 +32,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._compiled: jinja2.Template | None = None
+        self._tests_for_none = False  # whether it asks if a message has no content
         self._lock = threading.Lock()
 
     def render(
@@ -43,13 +44,16 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as one text. ``variables`` are extra names for the template, such as ``enable_thinking``."""
+        template = self._template()
         conversation = check_messages(messages)
+        if not self._tests_for_none:
+            # Most templates join texts, and would fail at None or write it out.
+            conversation = [{**message, "content": message["content"] or ""} for message in conversation]
         names: dict[str, Any] = {**self._special_tokens, **_plain("chat template variables", dict(variables or {}))}
         names["messages"] = conversation
         names["tools"] = None if tools is None else _plain("tools", list(tools))
         names["documents"] = None
         names["add_generation_prompt"] = add_generation_prompt
-        template = self._template()
         try:
             return template.render(names)
         except RecursionError:
@@ -61,8 +65,10 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         with self._lock:
             if self._compiled is None:
+                environment = _environment()
                 try:
-                    self._compiled = _environment().from_string(self.source)
+                    self._tests_for_none = _tests_for_none(environment.parse(self.source))
+                    self._compiled = environment.from_string(self.source)
                 except jinja2.TemplateError as error:
                     reason = one_line(error)
                     raise RequestError(
@@ -71,8 +77,24 @@ class ChatTemplate:
             return self._compiled
 
 
+def _tests_for_none(source: nodes.Template) -> bool:
+    """Whether a template asks somewhere if ``content`` is none: then that is how it knows a message of tool calls."""
+    return any(_named(test.node) == "content" for test in source.find_all(nodes.Test) if test.name == "none")
+
+
+def _named(node: nodes.Node) -> Any:
+    """What an expression looks up: ``x`` of ``x``, ``message.x`` and ``message['x']``."""
+    if isinstance(node, nodes.Getitem):
+        return node.arg.value if isinstance(node.arg, nodes.Const) else None
+    return getattr(node, "attr", getattr(node, "name", None))
+
+
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The conversation as plain JSON data, each message with a role and a text; anything else is a RequestError."""
+    """The conversation as plain JSON data, each message with a role and a content; anything else is a RequestError.
+
+    The content is a text, or None beside tool calls. The arguments of those are objects, as templates expect them;
+    OpenAI's API has them as JSON in a text.
+    """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of objects with 'role' and 'content'")
     if not messages:
@@ -93,9 +115,26 @@ def _check_message(idx: int, message: Message) -> dict[str, Any]:
     elif content is None:
         if not checked.get("tool_calls"):
             raise RequestError(f"messages[{idx}] needs a 'content' text")
+        checked["content"] = None
     elif not isinstance(content, str):
         raise RequestError(f"messages[{idx}]: 'content' must be a text, not {type(content).__name__}")
+    calls = checked.get("tool_calls")
+    for call_idx, call in enumerate(calls if isinstance(calls, list) else []):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
+            function["arguments"] = _parse_arguments(f"messages[{idx}].tool_calls[{call_idx}]", given)
     return checked
+
+
+def _parse_arguments(where: str, given: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(given or "{}")
+    except (ValueError, RecursionError) as error:
+        reason = one_line(error)
+        raise RequestError(f"{where}: 'arguments' must be an object or its JSON as a text ({reason})") from error
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}: 'arguments' must be a JSON object, not {type(arguments).__name__}")
+    return arguments
 
 
 def _join_parts(idx: int, parts: list[Any]) -> str:
@@ -111,6 +150,8 @@ def _join_parts(idx: int, parts: list[Any]) -> str:
 
 def _plain(what: str, value: Any) -> Any:
     """A copy made of JSON types only: a template gets nothing with methods of its own and cannot change our data."""
+    if type(value) is dict and all(type(part) is str for item in value.items() for part in item):
+        return value.copy()  # a message of text, as most are
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

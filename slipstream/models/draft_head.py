@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib
 import math
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,14 +23,15 @@ from slipstream.kernels.draft_states import join_states
 from slipstream.kernels.linear import PackedWeight, head_logits, project
 from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.models.decoder import Decoder, checkpoint_slots, pack_layers
+from slipstream.models.fields import Fields
 from slipstream.models.fused_layer import FusedLayers, prepare_attention
-from slipstream.models.hf_config import layer_windows
-from slipstream.models.json_file import read_json
+from slipstream.models.hf_config import layer_windows, read_architecture_name
 from slipstream.models.layers import Attention, Embedding, Linear, RMSNorm
 from slipstream.models.registry import architecture_of
 from slipstream.models.rope import cos_sin_table
 from slipstream.models.speculators_format import is_speculators, plain_config
-from slipstream.models.weights import SafetensorsCheckpoint
+from slipstream.models.tensor_header import TensorHeader
+from slipstream.values import describe_value
 
 Kind = Literal["eagle", "eagle3", "mtp"]
 
@@ -55,6 +54,7 @@ _BODIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Q
 # How many MTP layers a target carries: as DeepSeek says it, and as Qwen does.
 DEEPSEEK_COUNT, QWEN_COUNT = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 
+_SHOWN = 60  # characters of a value in a message
 # Keys with these words in them describe variants of the network. One that is not known must not be passed over.
 _VARIANT_WORDS = ("norm", "eagle", "draft", "fusion", "aux_hidden", "fc_")
 # Checkpoints may carry these; they are computed here, or only served training.
@@ -293,16 +293,15 @@ def read_head(hf_config: dict[str, Any], target: ModelConfig, kind: Kind | None 
     ``kind`` is the method the user named. It decides where the config does not: the first EAGLE heads bear the name of
     their decoder layer, and MTP layers are described by the config of the target that carries them.
     """
-    hf = hf_config
+    hf = Fields.of(hf_config, "the head's config.json")
     if is_speculators(hf):
         hf = plain_config(hf)
     elif hf.get("model_type") == "eagle" and isinstance(hf.get("model"), dict):
         # So vLLM's first converter wrote it: the head's config inside another.
-        inner = {key: value for key, value in hf.items() if key != "model"} | hf["model"]
-        hf = {**inner, "architectures": ["EagleLlamaForCausalLM"]}
+        hf = hf.changed(**{"model": None, **hf["model"], "architectures": ["EagleLlamaForCausalLM"]})
     for key, kind_of_value, words in (("architectures", list, "a list of names"), ("eagle_config", dict, "an object")):
         if hf.get(key) is not None and not isinstance(hf[key], kind_of_value):
-            raise ModelError(f"'{key}' in the head's config.json must be {words}, not {hf[key]!r}")
+            raise ModelError(f"'{key}' in the head's config.json must be {words}, not {describe_value(hf[key])}")
     plan: HeadPlan = importlib.import_module(_MODULES[_kind_of(hf, kind)]).read(hf, target)
     return plan
 
@@ -313,8 +312,8 @@ def build_head(plan: HeadPlan, target_model: Decoder, max_position: int) -> Draf
     return head
 
 
-def _kind_of(hf: dict[str, Any], wanted: Kind | None) -> Kind:
-    name = str((hf.get("architectures") or ["none named"])[0])
+def _kind_of(hf: Fields, wanted: Kind | None) -> Kind:
+    name = read_architecture_name(hf)
     found = _ARCHITECTURES.get(name)
     if found is None and wanted is None and (hf.get(DEEPSEEK_COUNT) or hf.get(QWEN_COUNT)):
         return "mtp"
@@ -322,7 +321,7 @@ def _kind_of(hf: dict[str, Any], wanted: Kind | None) -> Kind:
         found = wanted
     if found is None:
         raise ModelError(
-            f"architecture '{name}' is not that of a draft head{nearest(name, _ARCHITECTURES)} "
+            f"architecture {describe_value(name)} is not that of a draft head{nearest(name, _ARCHITECTURES)} "
             f"(supported: {', '.join(_ARCHITECTURES)})"
         )
     if wanted not in (None, found):
@@ -330,31 +329,33 @@ def _kind_of(hf: dict[str, Any], wanted: Kind | None) -> Kind:
     return found
 
 
-def read_body(hf: dict[str, Any]) -> ModelConfig:
+def read_body(hf: Fields) -> ModelConfig:
     """The shape of the head's decoder layers."""
-    model_type = str(hf.get("model_type") or "llama")
+    model_type = str(hf.get("model_type") or "llama")[:_SHOWN]
     if model_type not in _BODIES:
         raise ModelError(
             f"'model_type' of the head is '{model_type}', which is not supported; supported: {', '.join(_BODIES)}"
         )
     config = architecture_of({"architectures": [_BODIES[model_type]]}).read_config(hf)
-    if hf.get("layer_types"):
+    if hf.texts("layer_types"):
         # Trained heads may have a window where the architecture itself knows none.
         config = replace(config, windows=layer_windows(hf, lambda _: False))
     return config
 
 
-def read_flag(hf: dict[str, Any], key: str, default: bool = False) -> bool:
+def read_flag(hf: Fields, key: str, default: bool = False) -> bool:
     """A flag of the head's network, at top level or in ``eagle_config``."""
     for place in (hf, hf.get("eagle_config") or {}):
         if (value := place.get(key)) is not None:
             if not isinstance(value, bool):
-                raise ModelError(f"'{key}' in the head's config.json must be true or false, not {value!r}")
+                raise ModelError(
+                    f"'{key}' in the head's config.json must be true or false, not {describe_value(value)}"
+                )
             return value
     return default
 
 
-def check_variant(hf: dict[str, Any], known: Collection[str], fixed: dict[str, Any]) -> None:
+def check_variant(hf: Fields, known: Collection[str], fixed: dict[str, Any]) -> None:
     """Refuse what would be another network: silently ignored, a flag only lowers acceptance.
 
     ``known`` keys are read; those in ``fixed`` have one value that is what this network does.
@@ -363,16 +364,53 @@ def check_variant(hf: dict[str, Any], known: Collection[str], fixed: dict[str, A
         for key, value in inner.items():
             if key in fixed and value is not None and value != fixed[key]:
                 raise ModelError(
-                    f"'{place}{key}' in the head's config.json is {value!r}; only {fixed[key]!r} is supported"
+                    f"'{place}{key}' in the head's config.json is {describe_value(value)}; "
+                    f"only {fixed[key]!r} is supported"
                 )
             suspicious = bool(place) or any(word in key for word in _VARIANT_WORDS)
             if value and suspicious and key not in (*known, *fixed, "rms_norm_eps", "eagle_config"):
                 raise ModelError(
-                    f"'{place}{key}' in the head's config.json is a variant that is not known{nearest(key, known)}"
+                    f"{describe_value(place + key)} in the head's config.json is a variant that is not known"
+                    f"{nearest(key, known)}"
                 )
 
 
 # --- loading weights ------------------------------------------------------------------------------
+
+
+def check_num_layers(plan: HeadPlan, names: Collection[str]) -> None:
+    """Before any layer is built: each has more than one tensor."""
+    if plan.config.num_layers > max(1, len(names)):
+        raise ModelError(
+            f"the draft head has {len(names)} tensors, too few for the {plan.config.num_layers} layers of its config"
+        )
+
+
+def check_head(head: DraftHead, headers: Iterable[TensorHeader]) -> None:
+    """Compare a head without memory with the headers of its checkpoint: one error for what ``load_head`` would find."""
+    slots, optional = dict(head.slots()), head.optional()
+    for header in headers:
+        for name, part in head.translate(header.name, header.make_meta_tensor()):
+            if name in ("d2t", "t2d") or name.endswith(_IGNORED):
+                continue
+            if (slot := slots.pop(name, None)) is not None:
+                check_shape(header.name, part, tuple(slot.shape), head.hints.get(name, ""))
+            elif name in optional:
+                check_shape(header.name, part, optional[name])
+            else:
+                raise _unknown_tensor(head, header.name)
+            if not part.is_floating_point():
+                raise ModelError(f"tensor '{header.name}' holds {part.dtype}, which are no weights")
+    _check_complete(slots)
+
+
+def _unknown_tensor(head: DraftHead, name: str) -> ModelError:
+    return ModelError(f"tensor {describe_value(name)} does not belong to {head.config.architecture}, or occurs twice")
+
+
+def _check_complete(slots: Collection[str]) -> None:
+    if slots:
+        raise ModelError(f"the draft head lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
 
 
 @torch.inference_mode()
@@ -391,9 +429,8 @@ def load_head(head: DraftHead, tensors: Iterable[tuple[str, Tensor]]) -> None:
                 check_shape(file_name, part, tuple(slot.shape), head.hints.get(name, ""))
                 slot.copy_(part)
             elif not head.adopt(name, file_name, part) and not name.endswith(_IGNORED):
-                raise ModelError(f"tensor '{file_name}' does not belong to {head.config.architecture}, or occurs twice")
-    if slots:
-        raise ModelError(f"the draft head lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
+                raise _unknown_tensor(head, file_name)
+    _check_complete(slots)
     head.tie()
     _set_vocabulary(head, maps.get("d2t"), maps.get("t2d"))
 
@@ -427,35 +464,3 @@ def _set_vocabulary(head: DraftHead, d2t: Tensor | None, t2d: Tensor | None) -> 
     if head.target_ids is None:
         head.target_ids = head.borrowed.embedding.new_empty(size, dtype=torch.int32)
     head.target_ids.copy_(target_ids)
-
-
-class HeadCheckpoint(NamedTuple):
-    config: dict[str, Any]
-    tensor_names: list[str]
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
-
-
-def open_head_checkpoint(folder: Path) -> HeadCheckpoint:
-    """A folder with safetensors, or with the ``.bin`` files of older heads."""
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not the folder of a draft head; check the path")
-    files = sorted(folder.glob("pytorch_model*.bin"))
-    if files and not any(folder.glob("*.safetensors")):
-        names = [name for file in files for name, _ in load_bin(file, device="meta")]  # shapes without memory
-        return HeadCheckpoint(
-            read_json(folder / "config.json"), names, lambda: (pair for file in files for pair in load_bin(file))
-        )
-    checkpoint = SafetensorsCheckpoint(folder)
-    return HeadCheckpoint(checkpoint.config, checkpoint.tensor_names(), checkpoint.tensors)
-
-
-def load_bin(path: Path, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file that ``torch.save`` wrote. Nothing in it is run."""
-    try:
-        content = torch.load(path, map_location=device, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ModelError(f"{path} cannot be read ({reason}); download it again") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ModelError(f"{path} must hold tensors by name; download it again")
-    yield from content.items()

@@ -7,7 +7,6 @@ embedding and state each by its own norm and attends from both side by side.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,12 @@ from slipstream.errors import ModelError
 from slipstream.kernels.fused_linear import linear_few
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
+from slipstream.models.fields import Fields
 from slipstream.models.fused_head import head_weights
 from slipstream.models.fused_layer import fuse_parts, layer_parts, prepare_attention, stored
 from slipstream.models.hf_config import require
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
+from slipstream.values import describe_value
 
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _KNOWN = (
@@ -44,7 +45,7 @@ _FIXED = {
 }
 
 
-def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
+def read(hf: Fields, target: ModelConfig) -> HeadPlan:
     check_variant(hf, _KNOWN, _FIXED)
     config = read_body(hf)
     _check_hidden_size(hf, config, target)
@@ -58,7 +59,8 @@ def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
     count = hf.get("num_aux_hidden_states")
     if count is not None and count != len(taps):
         raise ModelError(
-            f"the head's config.json says 'num_aux_hidden_states' {count}, but '{_TAPS}' means {len(taps)} layers"
+            f"the head's config.json says 'num_aux_hidden_states' {describe_value(count)}, but '{_TAPS}' means "
+            f"{len(taps)} layers"
         )
     return HeadPlan(
         kind="eagle3",
@@ -74,7 +76,7 @@ def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
     )
 
 
-def _check_hidden_size(hf: dict[str, Any], config: ModelConfig, target: ModelConfig) -> None:
+def _check_hidden_size(hf: Fields, config: ModelConfig, target: ModelConfig) -> None:
     if hf.get("target_hidden_size") is None:
         key, size = "hidden_size", config.hidden_size
     else:
@@ -85,15 +87,17 @@ def _check_hidden_size(hf: dict[str, Any], config: ModelConfig, target: ModelCon
         )
 
 
-def _read_taps(hf: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _read_taps(hf: Fields, num_layers: int) -> tuple[int, ...]:
     """After how many of its layers the target is tapped. Every engine taps in the order of layers."""
     ids = hf.get(_TAPS) or (hf.get("eagle_config") or {}).get(_TAPS)
     if not ids:
         ids = [2, num_layers // 2, num_layers - 3]
         if len({*ids}) != 3 or min(ids) < 0:
             raise ModelError(f"the head's config.json needs '{_TAPS}' for a target of only {num_layers} layers")
-    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids) or len({*ids}) != len(ids):
-        raise ModelError(f"'{_TAPS}' in the head's config.json must be different numbers of layers, not {ids!r}")
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids) or len({*ids}) != len(ids):
+        raise ModelError(
+            f"'{_TAPS}' in the head's config.json must be different numbers of layers, not {describe_value(ids)}"
+        )
     # SpecForge and SGLang count the layer whose output is tapped. Their first is 1, which nobody means otherwise.
     shift = 1 if ids[0] == 1 else 0
     taps = tuple(sorted(i + shift for i in ids))

@@ -17,6 +17,7 @@ from slipstream.errors import ModelError
 from slipstream.kernels.fused_linear import linear_few
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
+from slipstream.models.fields import Fields
 from slipstream.models.fused_head import head_weights
 from slipstream.models.fused_layer import fuse_parts, layer_parts, prepare_attention, stored
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
@@ -33,7 +34,7 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
+def read(hf: Fields, target: ModelConfig) -> HeadPlan:
     check_variant(hf, _KNOWN, _FIXED)
     config = read_body(hf)
     for key, value in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):

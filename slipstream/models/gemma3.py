@@ -12,7 +12,14 @@ from slipstream.attention.backend import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder, DecoderLayer
-from slipstream.models.hf_config import layer_windows, read_decoder_config, read_rope, require
+from slipstream.models.fields import Fields
+from slipstream.models.hf_config import (
+    MAX_LAYERS,
+    layer_windows,
+    read_decoder_config,
+    read_rope,
+    require,
+)
 from slipstream.models.layers import RMSNorm
 
 # What Gemma's configs leave out, for it never differs.
@@ -53,23 +60,21 @@ class Gemma3(Decoder):
 
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        hf = {**_DEFAULTS, **hf}
+        fields = Fields.of(hf).with_defaults(_DEFAULTS)
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-            if hf.get(key):
-                raise ModelError(f"config.json turns on {key}, which is not supported")
-        full, local = _ropes(hf)
-        bias = bool(hf.get("attention_bias", False))
-        hf = {**hf, **full, "hidden_act": hf["hidden_activation"]}
-        pattern = hf["sliding_window_pattern"]
+            if fields.get(key):
+                raise ModelError(f"{fields.source} turns on {key}, which is not supported")
+        full, local = _ropes(fields)
+        bias, pattern = fields.flag("attention_bias"), fields.integer("sliding_window_pattern", high=MAX_LAYERS)
         return read_decoder_config(
-            hf,
+            full.changed(hidden_act=fields.text("hidden_activation")),
             qk_norm=True,
             qkv_bias=bias,
             output_bias=bias,
-            embedding_scale=float(require(hf, "hidden_size")) ** 0.5,
-            attention_scale=float(hf["query_pre_attn_scalar"]) ** -0.5,
-            windows=layer_windows(hf, lambda idx: (idx + 1) % pattern != 0),
-            window_rope=read_rope({**hf, **local}, hf["head_dim"], require(hf, "max_position_embeddings")),
+            embedding_scale=float(require(fields, "hidden_size")) ** 0.5,
+            attention_scale=fields.number("query_pre_attn_scalar", above=0.0) ** -0.5,
+            windows=layer_windows(fields, lambda idx: (idx + 1) % pattern != 0),
+            window_rope=read_rope(local, require(fields, "head_dim"), require(fields, "max_position_embeddings")),
         )
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -79,13 +84,13 @@ class Gemma3(Decoder):
         return [(name, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + 1)]
 
 
-def _ropes(hf: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What to change in the config for layers that see everything, and for those with a window."""
-    nested = hf.get("rope_parameters") or {}
+def _ropes(fields: Fields) -> tuple[Fields, Fields]:
+    """The config for layers that see everything, and for those with a window."""
+    nested = fields.section("rope_parameters")
+    full, local = nested, None
     if "full_attention" in nested:
-        full, local = nested["full_attention"], nested.get("sliding_attention")
-    else:
-        full, local = nested, None
+        full, local = nested.section("full_attention"), nested.section("sliding_attention")
     # The scaling of older configs is meant for layers that see everything.
-    windowed = {"rope_parameters": local, "rope_scaling": None, "rope_theta": hf["rope_local_base_freq"]}
-    return {"rope_parameters": full}, windowed
+    theta = fields.number("rope_local_base_freq", above=1.0)
+    windowed = fields.changed(rope_parameters=local, rope_scaling=None, rope_theta=theta)
+    return fields.changed(rope_parameters=full), windowed

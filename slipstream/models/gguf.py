@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ import numpy.typing as npt
 import torch
 
 from slipstream.errors import ModelError
+from slipstream.models.fields import Fields
 from slipstream.models.gguf_config import Metadata, gemma3_settings, generation_config, model_config
 from slipstream.models.gguf_file import GGUFFile, TensorEntry
+from slipstream.models.hf_config import MAX_EXPERTS, MAX_HEADS
+from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.values import describe_value
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,10 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _EXPERT_NAMES = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NUMBER = "(0|[1-9][0-9]{0,4})"
+_LAYER_TENSOR = re.compile(rf"blk\.{_NUMBER}\.(\w+)\.(weight|bias)")
 # All experts of a layer in one tensor; in files of 2023 one by one.
-_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|ffn_down)(?:_exps|\.(\d+))\.weight")
+_EXPERT_TENSOR = re.compile(rf"blk\.{_NUMBER}\.(ffn_gate|ffn_up|ffn_down)(?:_exps|\.{_NUMBER})\.weight")
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _PIECE_ELEMENTS = 1 << 20
@@ -121,26 +126,29 @@ class GGUFCheckpoint:
         self._file = GGUFFile(path, self._codec.block_sizes)
         metadata = Metadata(self._file.metadata, path)
         self._architecture = self._find_architecture(metadata)
+        self._num_experts = metadata.integer("expert_count", 0, low=0, high=MAX_EXPERTS)
         entries = {entry.name: entry for entry in self._file.tensors}
-        factors = entries.pop(_ROPE_FACTORS, None)
-        longrope = {
-            key: self._decode(entry).flatten().tolist()
-            for key, name in _LONGROPE_FACTORS.items()
-            if (entry := entries.pop(name, None)) is not None
-        }
-        self._entries = dict(pair for entry in entries.values() for pair in self._translate(entry))
-        self.config: dict[str, Any] = {
+        factors = self._read_factors(entries.pop(_ROPE_FACTORS, None))
+        named = {key: self._read_factors(entries.pop(name, None)) for key, name in _LONGROPE_FACTORS.items()}
+        longrope = {key: values for key, values in named.items() if values is not None}
+        self._entries = self._translate_all(entries.values())
+        values: dict[str, Any] = {
             "architectures": [self._architecture.model_class],
             "model_type": self._architecture.model_type,
             "torch_dtype": self._codec.dtype_name(self._file.tensors),
             **model_config(metadata, {name: entry.shape for name, entry in self._entries.items()}, longrope),
             **(self._architecture.settings(metadata) if self._architecture.settings else {}),
         }
-        self._check_rotation()
         if factors is not None:
             # Divisors of the inverse frequencies: the form in which GGUF keeps Llama 3's rope scaling.
-            self.config["rope_freq_factors"] = self._decode(factors).flatten().tolist()
-        self.generation_config = generation_config(metadata, self._architecture.end_tokens)
+            values["rope_freq_factors"] = factors
+        self.config = Fields(values, str(path))
+        self._check_rotation()
+        self.generation_config = Fields(generation_config(metadata, self._architecture.end_tokens), str(path))
+
+    def tensor_headers(self) -> list[TensorHeader]:
+        dtype_of = self._codec.dtype_of
+        return [TensorHeader(name, entry.shape, dtype_of(entry)) for name, entry in self._entries.items()]
 
     def tensor_names(self) -> list[str]:
         return list(self._entries)
@@ -149,9 +157,9 @@ class GGUFCheckpoint:
         for name, entry in self._entries.items():
             tensor = self._decode(entry)
             if self._architecture.rotary_rows_permuted and ".self_attn.q_proj." in name:
-                tensor = unpermute_rotary_rows(tensor, self.config["num_attention_heads"])
+                tensor = self._unpermute(name, tensor, self.config["num_attention_heads"])
             elif self._architecture.rotary_rows_permuted and ".self_attn.k_proj." in name:
-                tensor = unpermute_rotary_rows(tensor, self.config["num_key_value_heads"])
+                tensor = self._unpermute(name, tensor, self.config["num_key_value_heads"])
             elif self._architecture.norms_hold_one and "norm" in name:
                 tensor = tensor - 1
             yield name, tensor
@@ -159,22 +167,47 @@ class GGUFCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self._file.metadata, self.path)
 
+    def _unpermute(self, name: str, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+        head_dim = self.config["head_dim"]
+        if tensor.shape[0] != num_heads * head_dim:
+            raise ModelError(
+                f"{self.path}: {name} has {tensor.shape[0]} rows, the metadata says {num_heads} heads of {head_dim}"
+            )
+        return unpermute_rotary_rows(tensor, num_heads)
+
     def _decode(self, entry: TensorEntry) -> torch.Tensor:
         try:
             return self._codec.decode(self._file.raw(entry), entry)
         except UnreadableBlocks as error:
             raise ModelError(f"{self.path}: {error}; use another quantisation of this model") from error
 
+    def _read_factors(self, entry: TensorEntry | None) -> list[float] | None:
+        """Of rotary frequencies: one for each pair of a head's dimensions."""
+        if entry is None:
+            return None
+        if math.prod(entry.shape) > MAX_HEADS:
+            raise ModelError(f"{self.path}: {entry.name} has shape {list(entry.shape)}, which are no rotary factors")
+        return self._decode(entry).flatten().tolist()
+
+    def _translate_all(self, entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
+        found: dict[str, TensorEntry] = {}
+        for entry in entries:
+            for name, part in self._translate(entry):
+                if name in found:
+                    raise ModelError(f"{self.path} holds {describe_value(name)} twice; download it again")
+                found[name] = part
+        return found
+
     def _find_architecture(self, metadata: Metadata) -> Architecture:
-        if metadata.values.get("split.count", 1) > 1:
+        if metadata.fields.integer("split.count", 1, low=0) > 1:
             raise ModelError(f"{self.path} is one of several parts; merge them first with llama-gguf-split --merge")
         if metadata.architecture not in ARCHITECTURES:
             raise ModelError(
-                f"{self.path} is of architecture '{metadata.architecture}'; "
+                f"{self.path} is of architecture {describe_value(metadata.architecture)}; "
                 f"supported in GGUF files: {', '.join(ARCHITECTURES)}"
             )
         architecture = ARCHITECTURES[metadata.architecture]
-        relatives = (relative for key, relative in architecture.relatives.items() if metadata.get(key, 0))
+        relatives = (relative for key, relative in architecture.relatives.items() if metadata.integer(key, 0, low=0))
         return next(relatives, architecture)
 
     def _check_rotation(self) -> None:
@@ -187,8 +220,11 @@ class GGUFCheckpoint:
         """Hugging Face's name of a tensor, or its names where one tensor holds what are many there."""
         if self._architecture.has_experts and (match := _EXPERT_TENSOR.fullmatch(entry.name)):
             layer, kind, expert = match.groups()
-            if expert is None and (len(entry.shape) != 3 or not entry.shape[0]):
-                raise ModelError(f"{self.path}: {entry.name} has shape {list(entry.shape)}, which holds no experts")
+            if expert is None and (len(entry.shape) != 3 or entry.shape[0] != self._num_experts):
+                raise ModelError(
+                    f"{self.path}: {entry.name} has shape {list(entry.shape)}, which holds no experts, or not the "
+                    f"{self._num_experts} of the metadata"
+                )
             prefix, name = f"model.layers.{layer}.mlp.experts.", f"{_EXPERT_NAMES[kind]}.weight"
             experts = _slices(entry) if expert is None else [(int(expert), entry)]
             yield from ((f"{prefix}{idx}.{name}", part) for idx, part in experts)
@@ -204,7 +240,8 @@ class GGUFCheckpoint:
                 yield f"model.layers.{match[1]}.{names[match[2]]}.{suffix}", entry
                 return
         raise ModelError(
-            f"{self.path} holds {entry.name}, which {self._architecture.model_class} does not have; not supported"
+            f"{self.path} holds {describe_value(entry.name)}, which {self._architecture.model_class} does not have; "
+            "not supported"
         )
 
 
@@ -259,16 +296,22 @@ class BlockCodec:
         # In pieces, because the package holds everything twice while it works.
         step = max(1, _PIECE_ELEMENTS // row_len)
         try:
-            for start in range(0, num_rows, step):
-                values[start : start + step] = self._dequantize(packed[start : start + step], kind)
+            # Scales of a damaged file may be no numbers; the logits tell, and numpy need not.
+            with np.errstate(all="ignore"):
+                for start in range(0, num_rows, step):
+                    values[start : start + step] = self._dequantize(packed[start : start + step], kind)
         except NotImplementedError:
             raise UnreadableBlocks(f"{entry.name} is stored as {kind.name}, which cannot be read") from None
         return torch.from_numpy(values).reshape(entry.shape)
+
+    def dtype_of(self, entry: TensorEntry) -> torch.dtype:
+        """As ``decode`` gives it."""
+        return self._plain.get(entry.type_id, torch.float32)
 
     def dtype_name(self, entries: list[TensorEntry]) -> str:
         """The type of most weights as ``decode`` gives them."""
         counts = {"float32": 0}
         for entry in entries:
-            name = str(self._plain.get(entry.type_id, torch.float32)).removeprefix("torch.")
+            name = str(self.dtype_of(entry)).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + math.prod(entry.shape)
         return max(counts, key=lambda name: counts[name])

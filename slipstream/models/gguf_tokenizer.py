@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.errors import ModelError
+from slipstream.models.fields import Fields
+from slipstream.models.tokenizer_file import find_bad_merge, reraise_foreign
+from slipstream.values import describe_value
 
 _PREFIX = "tokenizer.ggml."
 _SPACE = "▁"
+_MAX_TOKEN_LENGTH = 1 << 14  # every way to cut a token in two is tried where merges follow from scores
 
 
 class TokenType(IntEnum):
@@ -80,44 +83,49 @@ SPLIT_RULES: dict[str, SplitRule] = {
 }
 
 
-def build_backend(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+def build_backend(metadata: Fields) -> Tokenizer:
     """The tokenizer itself; what goes around a text is the caller's business."""
-    tokens = metadata.get(_PREFIX + "tokens")
+    tokens = metadata.texts(_PREFIX + "tokens")
     if not tokens:
-        raise ModelError(f"{path} holds no vocabulary; use a GGUF file that includes its tokenizer")
-    kind = metadata.get(_PREFIX + "model")
+        raise ModelError(f"{metadata.source} holds no vocabulary; use a GGUF file that includes its tokenizer")
+    if (longest := max(map(len, tokens))) > _MAX_TOKEN_LENGTH:
+        raise ModelError(f"{metadata.source} has a token of {longest} characters; download it again")
+    kind = metadata.text(_PREFIX + "model", "none named")
     if kind == "gpt2":
-        backend = _byte_level(metadata, tokens, path)
+        backend = _byte_level(metadata, tokens)
     elif kind == "llama":
-        backend = _sentencepiece(metadata, tokens, path)
+        backend = _sentencepiece(metadata, tokens)
     else:
-        raise ModelError(f"{path} has a tokenizer of kind '{kind}'; supported in GGUF files: gpt2, llama")
-    _mark_added_tokens(backend, tokens, metadata.get(_PREFIX + "token_type") or [])
+        raise ModelError(
+            f"{metadata.source} has a tokenizer of kind {describe_value(kind)}; supported in GGUF files: gpt2, llama"
+        )
+    _mark_added_tokens(backend, tokens, metadata.integers(_PREFIX + "token_type"))
     return backend
 
 
-def adds_bos(metadata: Mapping[str, Any]) -> bool:
+def adds_bos(metadata: Fields) -> bool:
     """Whether a text starts with the beginning-of-sequence token, as llama.cpp decides it."""
-    stated = metadata.get(_PREFIX + "add_bos_token")
-    if stated is not None:
-        return bool(stated)
+    if metadata.has(key := _PREFIX + "add_bos_token"):
+        return metadata.flag(key)
     if metadata.get(_PREFIX + "model") == "llama":
         return True
-    rule = SPLIT_RULES.get(metadata.get(_PREFIX + "pre", "default"))
+    rule = SPLIT_RULES.get(metadata.text(_PREFIX + "pre", "default"))
     return rule is not None and rule.adds_bos
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str], path: Path) -> Tokenizer:
-    name = metadata.get(_PREFIX + "pre", "default")
+def _byte_level(metadata: Fields, tokens: list[str]) -> Tokenizer:
+    name = metadata.text(_PREFIX + "pre", "default")
     rule = SPLIT_RULES.get(name)
     if rule is None:
         known = ", ".join(SPLIT_RULES)
-        raise ModelError(f"{path} splits words by the rule '{name}'; supported in GGUF files: {known}")
-    merges = metadata.get(_PREFIX + "merges")
-    if merges is None:
-        raise ModelError(f"{path} holds no merges for its tokenizer; convert the model again")
+        raise ModelError(
+            f"{metadata.source} splits words by the rule {describe_value(name)}; supported in GGUF files: {known}"
+        )
+    if not metadata.has(_PREFIX + "merges"):
+        raise ModelError(f"{metadata.source} holds no merges for its tokenizer; convert the model again")
     vocabulary = {token: idx for idx, token in enumerate(tokens)}
-    backend = _assemble(models.BPE, path, vocabulary, _parse_merges(merges), ignore_merges=rule.ignore_merges)
+    merges = _parse_merges(metadata.texts(_PREFIX + "merges"))
+    backend = _assemble(models.BPE, metadata.source, vocabulary, merges, ignore_merges=rule.ignore_merges)
     if rule.normalizer is not None:
         backend.normalizer = rule.normalizer()
     backend.pre_tokenizer = rule.pre_tokenizer()
@@ -125,19 +133,23 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], path: Path) -> T
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], path: Path) -> Tokenizer:
+def _sentencepiece(metadata: Fields, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: idx for idx, token in enumerate(tokens)}
-    if (given := metadata.get(_PREFIX + "merges")) is not None:
-        merges = _parse_merges(given)
+    if metadata.has(_PREFIX + "merges"):
+        merges = _parse_merges(metadata.texts(_PREFIX + "merges"))
     else:
-        scores = metadata.get(_PREFIX + "scores") or []
+        scores = metadata.numbers(_PREFIX + "scores")
         if len(scores) != len(tokens):
-            raise ModelError(f"{path} holds no scores for its tokenizer; convert the model again")
+            raise ModelError(f"{metadata.source} holds no scores for its tokenizer; convert the model again")
         merges = _merges_from_scores(vocabulary, scores)
-    unknown_id = metadata.get(_PREFIX + "unknown_token_id", 0)
-    unknown = tokens[unknown_id] if unknown_id < len(tokens) else None
-    backend = _assemble(models.BPE, path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    leading_space = metadata.get(_PREFIX + "add_space_prefix", True)
+    unknown_id = metadata.integer(_PREFIX + "unknown_token_id", 0, low=0)
+    options = {
+        "unk_token": tokens[unknown_id] if unknown_id < len(tokens) else None,
+        "fuse_unk": True,
+        "byte_fallback": True,
+    }
+    backend = _assemble(models.BPE, metadata.source, vocabulary, merges, **options)
+    leading_space = metadata.flag(_PREFIX + "add_space_prefix", True)
     # Only the text's own start gets a space, not each stretch after a special token: nothing in a file tells which of
     # the two a model was trained with, and this is what current chat models use.
     scheme = "first" if leading_space else "never"
@@ -150,12 +162,15 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], path: Path) -
 
 
 def _assemble(
-    model: Any, path: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
+    model: Any, source: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
 ) -> Tokenizer:
+    if (bad := find_bad_merge(merges, vocabulary)) is not None:
+        raise ModelError(f"{source} merges {describe_value(bad)} to what is no token; download it again")
     try:
         return Tokenizer(model(vocab=vocabulary, merges=merges, **options))
-    except Exception as error:  # the package raises bare Exceptions
-        raise ModelError(f"{path} has an inconsistent tokenizer ({error}); download it again") from error
+    except BaseException as error:  # the package raises bare Exceptions
+        reraise_foreign(error)
+        raise ModelError(f"{source} has an inconsistent tokenizer ({error}); download it again") from error
 
 
 def _parse_merges(lines: list[str]) -> list[tuple[str, str]]:

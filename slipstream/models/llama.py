@@ -6,11 +6,13 @@ from typing import Any
 
 from slipstream.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.fields import Fields
 from slipstream.models.hf_config import read_decoder_config
 
 
 class Llama(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        bias = bool(hf.get("attention_bias", False))
-        return read_decoder_config(hf, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+        fields = Fields.of(hf)
+        bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
+        return read_decoder_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)

@@ -6,6 +6,7 @@ from typing import Any
 
 from slipstream.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.fields import Fields
 from slipstream.models.hf_config import read_decoder_config, same_window
 
 
@@ -13,4 +14,5 @@ class Mistral(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
         # A config that is silent about the window means the first version's; later ones say null.
-        return read_decoder_config(hf, windows=same_window({"sliding_window": 4096, **hf}))
+        fields = Fields.of(hf)
+        return read_decoder_config(fields, windows=same_window(fields.with_defaults({"sliding_window": 4096})))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.fields import Fields
 from slipstream.models.hf_config import read_decoder_config, read_experts, require, same_window
 
 _NAMES = {
@@ -22,11 +23,11 @@ _NAMES = {
 class Mixtral(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        hf = {"rope_theta": 1e6, **hf}
-        size, num_layers = require(hf, "intermediate_size"), require(hf, "num_hidden_layers")
+        fields = Fields.of(hf).with_defaults({"rope_theta": 1e6})
+        size, num_layers = require(fields, "intermediate_size"), require(fields, "num_hidden_layers")
         # The weights of the chosen experts always sum to one here: published as a softmax over the chosen ones.
-        experts = read_experts(hf, size, renormalise=True, layer_ids=range(num_layers))
-        return read_decoder_config(hf, windows=same_window(hf), experts=experts)
+        experts = read_experts(fields, size, renormalise=True, layer_ids=range(num_layers))
+        return read_decoder_config(fields, windows=same_window(fields), experts=experts)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         for theirs, ours in _NAMES.items():

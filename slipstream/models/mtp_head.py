@@ -11,7 +11,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,14 @@ from slipstream.errors import ModelError
 from slipstream.kernels.fused_linear import linear_few, linear_scaled
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DEEPSEEK_COUNT, QWEN_COUNT, DraftHead, HeadPlan
+from slipstream.models.fields import Fields
 from slipstream.models.fused_head import head_weights
 from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, prepare_attention, stored
+from slipstream.models.hf_config import MAX_LAYERS, read_architecture_name
 from slipstream.models.layers import Attention, Layer, Linear, RMSNorm
+from slipstream.values import describe_value
 
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
 # Every layer of a checkpoint may repeat these; they are one matrix, shared with the target.
 _SHARED = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 
@@ -41,7 +44,7 @@ def mtp_tensors(tensors: Iterable[tuple[str, Tensor]], num_layers: int) -> Itera
     return ((name, tensor) for name, tensor in tensors if is_mtp_tensor(name, num_layers))
 
 
-def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
+def read(hf: Fields, target: ModelConfig) -> HeadPlan:
     style, count = _style_and_count(hf)
     last = target.num_layers - 1  # an MTP layer is built like the target's last
     experts = target.experts
@@ -62,13 +65,13 @@ def read(hf: dict[str, Any], target: ModelConfig) -> HeadPlan:
     )
 
 
-def _style_and_count(hf: dict[str, Any]) -> tuple[Literal["deepseek", "qwen3_next"], int]:
-    names_qwen = str((hf.get("architectures") or [""])[0]).startswith("Qwen3Next")
+def _style_and_count(hf: Fields) -> tuple[Literal["deepseek", "qwen3_next"], int]:
+    names_qwen = read_architecture_name(hf).startswith("Qwen3Next")
     keys = (QWEN_COUNT, DEEPSEEK_COUNT) if names_qwen else (DEEPSEEK_COUNT, QWEN_COUNT)
     for key in keys:
         if (count := hf.get(key)) is not None:
-            if not isinstance(count, int) or count < 1:
-                raise ModelError(f"config.json says '{key}' {count!r}: this model brings no MTP layers")
+            if type(count) is not int or not 1 <= count <= MAX_LAYERS:
+                raise ModelError(f"config.json says '{key}' {describe_value(count)}: this model brings no MTP layers")
             return ("qwen3_next" if names_qwen or key == QWEN_COUNT else "deepseek"), count
     if names_qwen:
         return "qwen3_next", 1  # its configs do not mention the layer

@@ -11,13 +11,15 @@ from torch import Tensor
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
+from slipstream.models.fields import Fields
 from slipstream.models.hf_config import read_decoder_config, same_window
 
 
 class Phi3(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        return read_decoder_config(_with_longrope(hf), windows=same_window(hf))
+        fields = Fields.of(hf)
+        return read_decoder_config(_with_longrope(fields), windows=same_window(fields))
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         c = self.config
@@ -33,15 +35,16 @@ class Phi3(Decoder):
         stem, _, kind = prefix.rpartition(".")
         if (parts := joined.get(kind)) is None:
             return super().translate(name, tensor)
-        if tensor.shape[0] != sum(parts.values()):
-            raise ModelError(f"tensor '{name}' has {tensor.shape[0]} rows, the config says {sum(parts.values())}")
+        num_rows = tensor.shape[0] if tensor.ndim else 0
+        if num_rows != sum(parts.values()):
+            raise ModelError(f"tensor '{name}' has {num_rows} rows, the config says {sum(parts.values())}")
         pieces = torch.split(tensor, list(parts.values()))
         return [(f"{stem}.{part}.{suffix}", piece) for part, piece in zip(parts, pieces, strict=True)]
 
 
-def _with_longrope(hf: dict[str, Any]) -> dict[str, Any]:
+def _with_longrope(fields: Fields) -> Fields:
     """Early configs call this scaling ``su`` or ``yarn``; what they mean is longrope."""
-    scaling = hf.get("rope_scaling") or {}
+    scaling = fields.section("rope_scaling")
     if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
-        return {**hf, "rope_scaling": {**scaling, "rope_type": "longrope"}}
-    return hf
+        return fields.changed(rope_scaling={**scaling, "rope_type": "longrope"})
+    return fields

@@ -6,18 +6,20 @@ from typing import Any
 
 from slipstream.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.fields import Fields
 from slipstream.models.hf_config import layer_windows, read_decoder_config
 
 
 class Qwen2(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        return read_decoder_config(hf, qkv_bias=True, windows=upper_layer_windows(hf))
+        fields = Fields.of(hf)
+        return read_decoder_config(fields, qkv_bias=True, windows=upper_layer_windows(fields))
 
 
-def upper_layer_windows(hf: dict[str, Any]) -> tuple[int, ...]:
+def upper_layer_windows(fields: Fields) -> tuple[int, ...]:
     """Windows in the layers from ``max_window_layers`` up, where the config turns them on at all."""
-    if not hf.get("use_sliding_window"):
+    if not fields.flag("use_sliding_window"):
         return ()
-    first = hf.get("max_window_layers", 28)
-    return layer_windows({"sliding_window": 4096, **hf}, lambda idx: idx >= first)
+    first = fields.integer("max_window_layers", 28, low=0)
+    return layer_windows(fields.with_defaults({"sliding_window": 4096}), lambda idx: idx >= first)

@@ -6,6 +6,7 @@ from typing import Any
 
 from slipstream.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.fields import Fields
 from slipstream.models.hf_config import read_decoder_config
 from slipstream.models.qwen2 import upper_layer_windows
 
@@ -13,8 +14,7 @@ from slipstream.models.qwen2 import upper_layer_windows
 class Qwen3(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        bias = bool(hf.get("attention_bias", False))
         # Heads are wider than hidden_size / num_heads in this family; the published default is 128.
-        hf = {"head_dim": 128, **hf}
-        windows = upper_layer_windows(hf)
-        return read_decoder_config(hf, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows)
+        fields = Fields.of(hf).with_defaults({"head_dim": 128})
+        bias, windows = fields.flag("attention_bias"), upper_layer_windows(fields)
+        return read_decoder_config(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows)

@@ -15,7 +15,15 @@ from slipstream.config import DeltaNetConfig, ExpertsConfig, ModelConfig
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
 from slipstream.models.delta_net import split_projection
-from slipstream.models.hf_config import read_decoder_config, read_experts, require
+from slipstream.models.fields import Fields
+from slipstream.models.hf_config import (
+    MAX_LAYERS,
+    read_decoder_config,
+    read_expert_layers,
+    read_experts,
+    read_layer_types,
+    require,
+)
 
 _KINDS = ("linear_attention", "full_attention")
 # What configs may leave out, as published.
@@ -33,17 +41,17 @@ _DEFAULTS: dict[str, Any] = {
 class Qwen3Next(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        hf = {**_DEFAULTS, **hf}
-        bias, experts = bool(hf.get("attention_bias", False)), _experts(hf)
-        if experts is not None:
-            hf.setdefault("intermediate_size", experts.intermediate_size)  # no layer may be dense
+        fields = Fields.of(hf).with_defaults(_DEFAULTS)
+        bias, experts = fields.flag("attention_bias"), _experts(fields)
+        if experts is not None:  # no layer may be dense
+            fields = fields.with_defaults({"intermediate_size": experts.intermediate_size})
         return read_decoder_config(
-            hf,
+            fields,
             qk_norm=True,
             qkv_bias=bias,
             output_bias=bias,
             attention_gate=True,
-            delta_net=_delta_net(hf),
+            delta_net=_delta_net(fields),
             experts=experts,
         )
 
@@ -69,9 +77,10 @@ class Qwen3Next(Decoder):
     def _split_gate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """A head's queries and its gate stand one behind the other."""
         heads, head_dim = self.config.num_heads, self.config.head_dim
-        if tensor.shape[0] != 2 * heads * head_dim:
+        num_rows = tensor.shape[0] if tensor.ndim else 0
+        if num_rows != 2 * heads * head_dim:
             raise ModelError(
-                f"tensor '{name}' has {tensor.shape[0]} rows, the config says {2 * heads * head_dim}: "
+                f"tensor '{name}' has {num_rows} rows, the config says {2 * heads * head_dim}: "
                 f"{heads} heads of {head_dim}, each with a gate"
             )
         by_head = tensor.view(heads, 2, head_dim, *tensor.shape[1:])
@@ -79,30 +88,30 @@ class Qwen3Next(Decoder):
         return [(name, q), (name.replace(".q_proj.", ".q_proj_gate."), gate)]
 
 
-def _delta_net(hf: dict[str, Any]) -> DeltaNetConfig | None:
-    num_layers, every = require(hf, "num_hidden_layers"), hf.get("full_attention_interval") or 4
-    kinds = hf.get("layer_types") or [_KINDS[(idx + 1) % every == 0] for idx in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
-        raise ModelError(f"config.json's layer_types must name {' or '.join(_KINDS)} for each of {num_layers} layers")
+def _delta_net(fields: Fields) -> DeltaNetConfig | None:
+    if fields.has("layer_types"):
+        kinds = read_layer_types(fields, _KINDS)
+    else:
+        every = fields.integer("full_attention_interval", 4, high=MAX_LAYERS)
+        kinds = [_KINDS[(idx + 1) % every == 0] for idx in range(require(fields, "num_hidden_layers"))]
     if _KINDS[1] not in kinds:
-        raise ModelError("config.json's layer_types name no layer with full_attention, which is not supported")
-    num_k_heads, num_v_heads = require(hf, "linear_num_key_heads"), require(hf, "linear_num_value_heads")
+        raise ModelError(f"{fields.source}'s layer_types name no layer with full_attention, which is not supported")
+    num_k_heads, num_v_heads = require(fields, "linear_num_key_heads"), require(fields, "linear_num_value_heads")
     if num_v_heads % num_k_heads:
-        raise ModelError(f"config.json has {num_v_heads} value heads for {num_k_heads} key heads of a delta net")
+        raise ModelError(f"{fields.source} has {num_v_heads} value heads for {num_k_heads} key heads of a delta net")
     layer_ids = tuple(idx for idx, kind in enumerate(kinds) if kind == _KINDS[0])
     if not layer_ids:
         return None
-    dims = (require(hf, "linear_key_head_dim"), require(hf, "linear_value_head_dim"))
-    return DeltaNetConfig(num_k_heads, num_v_heads, *dims, require(hf, "linear_conv_kernel_dim"), layer_ids)
+    dims = (require(fields, "linear_key_head_dim"), require(fields, "linear_value_head_dim"))
+    return DeltaNetConfig(num_k_heads, num_v_heads, *dims, require(fields, "linear_conv_kernel_dim"), layer_ids)
 
 
-def _experts(hf: dict[str, Any]) -> ExpertsConfig | None:
-    if not hf.get("num_experts"):
+def _experts(fields: Fields) -> ExpertsConfig | None:
+    if not fields.integer("num_experts", 0, low=0):
         return None
-    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or ()
-    layer_ids = [i for i in range(require(hf, "num_hidden_layers")) if i not in dense and (i + 1) % step == 0]
+    layer_ids = read_expert_layers(fields)
     if not layer_ids:
         return None
-    renormalise = bool(hf.get("norm_topk_prob", True))
-    shared = require(hf, "shared_expert_intermediate_size")
-    return read_experts(hf, require(hf, "moe_intermediate_size"), renormalise, layer_ids, shared)
+    renormalise = fields.flag("norm_topk_prob", True)
+    shared = require(fields, "shared_expert_intermediate_size")
+    return read_experts(fields, require(fields, "moe_intermediate_size"), renormalise, layer_ids, shared)

@@ -8,6 +8,9 @@ from typing import Any, Protocol, cast
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
 from slipstream.models.decoder import Decoder
+from slipstream.models.fields import Fields
+from slipstream.models.hf_config import read_architecture_name
+from slipstream.values import describe_value
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": ("slipstream.models.llama", "Llama"),
@@ -32,11 +35,11 @@ class Architecture(Protocol):
 
 
 def architecture_of(hf: dict[str, Any]) -> Architecture:
-    names = hf.get("architectures") or ["none named"]
-    if names[0] not in _ARCHITECTURES:
+    name = read_architecture_name(Fields.of(hf))
+    if name not in _ARCHITECTURES:
         raise ModelError(
-            f"architecture '{names[0]}' is not supported{nearest(names[0], _ARCHITECTURES)} "
+            f"architecture {describe_value(name)} is not supported{nearest(name, _ARCHITECTURES)} "
             f"(supported: {', '.join(_ARCHITECTURES)})"
         )
-    module, name = _ARCHITECTURES[names[0]]
-    return cast(Architecture, getattr(importlib.import_module(module), name))
+    module, class_name = _ARCHITECTURES[name]
+    return cast(Architecture, getattr(importlib.import_module(module), class_name))

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.config import RopeConfig
+from slipstream.errors import ModelError
+
+_PIECE = 1 << 18  # positions
 
 
 def inverse_frequencies(rope: RopeConfig, max_position: int) -> Tensor:
@@ -16,6 +19,12 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> Tensor:
     longrope: the long factors where the engine admits requests beyond the original context, else the short ones. The
     choice holds for every request, because a cache cannot be rotated again when one of them grows past that point.
     """
+    least = 4 if rope.kind == "dynamic" else 2
+    if rope.rotary_dim < least or rope.rotary_dim % 2:
+        raise ModelError(
+            f"the config rotates {rope.rotary_dim} dimensions of a head ('{rope.kind}'); an even number of at least "
+            f"{least} is needed"
+        )
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.freq_factors:
@@ -85,6 +94,13 @@ def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> 
     """[max_position, 2, rotary_dim / 2] float32, the attention factor included."""
     # On the CPU, whatever is being built: the same numbers everywhere, and no arithmetic where there is no memory.
     with torch.device("cpu"):
-        angles = torch.arange(max_position).float().unsqueeze(1) * inverse_frequencies(rope, max_position)
-        table = torch.stack([angles.cos(), angles.sin()], dim=1)
-    return (table if rope.attention_factor == 1.0 else table * rope.attention_factor).to(device)
+        inv_freq = inverse_frequencies(rope, max_position)
+        table = torch.empty(max_position, 2, inv_freq.shape[-1], dtype=torch.float32)
+        for start in range(0, max_position, _PIECE):  # in pieces, for the angles of long contexts take memory too
+            positions = torch.arange(start, min(start + _PIECE, max_position))
+            own = inv_freq if inv_freq.ndim == 1 else inv_freq[start : start + _PIECE]
+            angles = positions.float().unsqueeze(1) * own
+            table[start : start + _PIECE, 0], table[start : start + _PIECE, 1] = angles.cos(), angles.sin()
+        if rope.attention_factor != 1.0:
+            table *= rope.attention_factor
+    return table.to(device)

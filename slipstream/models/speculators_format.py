@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.errors import ModelError, nearest
+from slipstream.models.fields import Fields
 
 # The method's name there, and the architecture that stands for it here.
 _ARCHITECTURES = {"eagle3": "Eagle3Speculator", "eagle": "EagleSpeculator"}
+_SHOWN = 60  # characters of a value in a message
 # What says nothing about the network, or what the decoder layer's own config says better.
 _NOT_COPIED = (
     "architectures",
@@ -29,9 +31,9 @@ def is_speculators(hf: dict[str, Any]) -> bool:
     return "speculators_model_type" in hf
 
 
-def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
+def plain_config(hf: Fields) -> Fields:
     """The same head as a plain config would describe it; what the two leave out differently is written down."""
-    method = str(hf["speculators_model_type"])
+    method = str(hf["speculators_model_type"])[:_SHOWN]
     if method not in _ARCHITECTURES:
         raise ModelError(
             f"'speculators_model_type' is '{method}', which is not supported{nearest(method, _ARCHITECTURES)} "
@@ -47,11 +49,14 @@ def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
         plain.setdefault("norm_before_residual", True)  # a plain head that leaves it out means the opposite
     else:
         plain["eagle_fc_bias"] = plain.pop("fusion_bias", False)
-    return plain
+    return Fields(plain, hf.source)
 
 
 def proposed_tokens(hf: dict[str, Any]) -> int | None:
     """How many tokens the head was trained to draft, where its config says so."""
-    methods = (hf.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    config = Fields.of(hf).section("speculators_config")
+    methods = config.get("proposal_methods") or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], dict):
+        raise config.refuse("proposal_methods", "a list of objects")
     value = methods[0].get("speculative_tokens")
     return value if isinstance(value, int) and value > 0 else None

@@ -16,10 +16,15 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from slipstream.errors import ModelError, RequestError
-from slipstream.models.chat_template import ChatTemplate, Message
+from slipstream.models.chat_template import ChatTemplate, Message, one_line
+from slipstream.models.fields import Fields
 from slipstream.models.json_file import read_json_if_present
+from slipstream.models.token_bytes import TokenTable, build_speller, is_byte_level
+from slipstream.models.tokenizer_file import read_tokenizer_file, reraise_foreign
+from slipstream.values import is_valid_text
 
 _LONG_TEXT = 2000  # characters
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 # What converters write into a vocabulary that is smaller than the embedding.
 _FILLER = re.compile(r"\[PAD\d+\]")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -44,6 +49,10 @@ class Tokenizer:
         added: dict[int, Any] = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._template = ChatTemplate(chat_template, named_tokens) if chat_template else None
+        self._spell = build_speller(backend.decoder)
+        self._tables: dict[bool, TokenTable] = {}
+        if is_byte_level(backend.decoder):
+            self._tables = {False: TokenTable(self.token_bytes), True: TokenTable(self._shown_bytes)}
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
@@ -58,32 +67,31 @@ class Tokenizer:
                 f"{path} holds no tokenizer.json; save the model's fast tokenizer there with "
                 "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the package raises bare Exceptions
-            raise ModelError(
-                f"{file} is not a valid tokenizer ({' '.join(str(error).split())}); get it again"
-            ) from error
+        backend = read_tokenizer_file(file)
         config = read_json_if_present(path / "tokenizer_config.json")
-        named = _named_tokens({**read_json_if_present(path / "special_tokens_map.json"), **config})
+        others = _named_tokens(read_json_if_present(path / "special_tokens_map.json"))
+        named = {role: text for role, text in others.items() if role not in config} | _named_tokens(config)
         _add_missing_tokens(backend, config, named)
         return cls(backend, named_tokens=named, chat_template=_find_template(path, config))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         """Rebuild the tokenizer that a GGUF file describes; ``path`` is for messages."""
+        from slipstream.models.gguf_config import read_token_id
         from slipstream.models.gguf_tokenizer import adds_bos, build_backend
 
-        backend = build_backend(metadata, path)
+        fields = Fields.of(metadata, str(path))
+        backend = build_backend(fields)
         named = {}
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+            token_id = read_token_id(fields, key)
             if token_id is not None and (token := backend.id_to_token(token_id)) is not None:
                 named[f"{role}_token"] = token
-        bos = named.get("bos_token") if adds_bos(metadata) else None
-        eos = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token") else None
+        bos = named.get("bos_token") if adds_bos(fields) else None
+        eos = named.get("eos_token") if fields.flag("tokenizer.ggml.add_eos_token") else None
         _surround(backend, bos, eos)
-        return cls(backend, named_tokens=named, chat_template=metadata.get("tokenizer.chat_template"))
+        template = fields.text("tokenizer.chat_template", "")
+        return cls(backend, named_tokens=named, chat_template=template or None)
 
     @property
     def vocab_size(self) -> int:
@@ -112,6 +120,9 @@ class Tokenizer:
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("the prompt must be a text of valid Unicode characters") from error
+        except BaseException as error:  # such as a character that the vocabulary has no token for
+            reraise_foreign(error)
+            raise RequestError(f"the model's tokenizer cannot encode this text ({one_line(error)})") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -123,6 +134,23 @@ class Tokenizer:
         """The vocabulary's own spelling of a token, empty for an id that has none."""
         token: str | None = self._backend.id_to_token(token_id)
         return token or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text, which may be part of a character; none for an id that has no token.
+
+        Those of all tokens of a text are the text in UTF-8, and a space before it where the tokenizer adds one.
+        """
+        token = self.token(token_id)
+        if self._spell is None:
+            return self.decode([token_id], skip_special_tokens=False).encode() if token else b""
+        return self._spell(token)
+
+    def _shown_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self.special_token_ids else self.token_bytes(token_id)
+
+    def token_table(self, skip_special_tokens: bool = True) -> TokenTable | None:
+        """Bytes and texts of single tokens; None where a token's text depends on those around it."""
+        return self._tables.get(skip_special_tokens)
 
     def render_chat(
         self,
@@ -156,26 +184,34 @@ class Tokenizer:
         return token_id
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _named_tokens(config: Fields) -> dict[str, str]:
     """The special tokens by role; a token is written as its text or as an object with ``content``."""
     named = {}
     for role in _NAMED_TOKENS:
-        token = config.get(role)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text:
+        place = (config, role) if isinstance(config.get(role), str) else (config.section(role), "content")
+        if text := _token_text(*place):
             named[role] = text
     return named
 
 
-def _add_missing_tokens(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _token_text(fields: Fields, key: str) -> str:
+    """Empty where there is none."""
+    text = fields.text(key, "")
+    if not is_valid_text(text):
+        raise fields.refuse(key, "a text of valid Unicode characters")
+    return text
+
+
+def _add_missing_tokens(backend: Backend, config: Fields, named: Mapping[str, str]) -> None:
     """Tokens that only ``tokenizer_config.json`` lists, and the special flag of those with a role."""
-    listed = config.get("added_tokens_decoder")
-    by_id = {int(key): entry for key, entry in listed.items() if key.isdigit()} if isinstance(listed, dict) else {}
-    for _, entry in sorted(by_id.items()):
-        if isinstance(entry, dict) and entry.get("content") and backend.token_to_id(entry["content"]) is None:
-            flags = {key: bool(entry[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
-            token = AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
-            backend.add_special_tokens([token]) if entry.get("special") else backend.add_tokens([token])
+    listed = config.section("added_tokens_decoder")
+    for key in sorted(filter(_TOKEN_ID.fullmatch, listed), key=int):
+        entry = listed.section(key)
+        text, is_special = _token_text(entry, "content"), entry.flag("special")
+        if text and backend.token_to_id(text) is None:
+            flags = {key: entry.flag(key) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
+            token = AddedToken(text, special=is_special, **flags)
+            backend.add_special_tokens([token]) if is_special else backend.add_tokens([token])
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     in_vocabulary = [text for text in named.values() if backend.token_to_id(text) is not None]
     if plain := [AddedToken(text, normalized=False) for text in in_vocabulary if text not in special]:
@@ -189,15 +225,17 @@ def _surround(backend: Backend, bos: str | None, eos: str | None) -> None:
     backend.post_processor = TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(around)))
 
 
-def _find_template(path: Path, config: Mapping[str, Any]) -> str | None:
+def _find_template(path: Path, config: Fields) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"{file} cannot be read as text; get it again") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
+    several = config.get("chat_template")
+    if not isinstance(several, list):
+        return config.text("chat_template", "") or None
+    if not all(isinstance(entry, dict) for entry in several):
+        raise config.refuse("chat_template", "a text or a list of objects with 'name' and 'template'")
+    entries = [Fields(entry, config.source, "chat_template.") for entry in several]
+    return next((entry.text("template") for entry in entries if entry.get("name") == "default"), None)

@@ -6,16 +6,18 @@ from the headers alone, so that a half-downloaded model fails at once and not af
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from slipstream.errors import ModelError
+from slipstream.models.fields import Fields
 from slipstream.models.json_file import read_json, read_json_if_present
+from slipstream.models.safetensors_header import read_header
+from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.tokenizer import Tokenizer
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,11 +30,15 @@ class Checkpoint(Protocol):
     """What a loader needs. Names of tensors and config keys are Hugging Face's, whatever the file calls them."""
 
     path: Path
-    config: dict[str, Any]
-    generation_config: dict[str, Any]  # empty when the model brings none
+    config: Fields
+    generation_config: Fields  # empty when the model brings none
+
+    def tensor_headers(self) -> list[TensorHeader]:
+        """Of those that ``tensors`` will give, in the same order."""
+        ...
 
     def tensor_names(self) -> list[str]:
-        """The names that ``tensors`` will give, in the same order."""
+        """The same, their names alone."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,19 +66,22 @@ class SafetensorsCheckpoint:
         self.path = path
         self.config = read_json(path / "config.json")
         self.generation_config = read_json_if_present(path / "generation_config.json")
-        self._names = _tensors_by_file(path)  # file -> its tensors, in file order
+        self._headers = _tensors_by_file(path)  # file -> its tensors, in file order
+
+    def tensor_headers(self) -> list[TensorHeader]:
+        return [header for headers in self._headers.values() for header in headers]
 
     def tensor_names(self) -> list[str]:
-        return [name for names in self._names.values() for name in names]
+        return [header.name for header in self.tensor_headers()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from safetensors import SafetensorError, safe_open
 
-        for file, names in self._names.items():
+        for file, headers in self._headers.items():
             try:
                 with safe_open(file, framework="pt", device="cpu") as tensors:
-                    for name in names:
-                        yield name, tensors.get_tensor(name)
+                    for header in headers:
+                        yield header.name, tensors.get_tensor(header.name)
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} cannot be read ({error}); download it again") from error
 
@@ -80,10 +89,10 @@ class SafetensorsCheckpoint:
         return Tokenizer.from_folder(self.path)
 
 
-def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:
+def _tensors_by_file(folder: Path) -> dict[Path, list[TensorHeader]]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
-        return {single: _read_header(single)}
+        return {single: read_header(single)}
     if index.is_file():
         return _read_indexed(folder, index)
     files = sorted(folder.glob("*.safetensors"))
@@ -95,10 +104,10 @@ def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:
             )
         raise ModelError(f"{folder} holds no *.safetensors file; download the model again")
     _check_all_shards(folder, files)
-    return _without_repeats({file: _read_header(file) for file in files})
+    return _without_repeats({file: read_header(file) for file in files})
 
 
-def _read_indexed(folder: Path, index: Path) -> dict[Path, list[str]]:
+def _read_indexed(folder: Path, index: Path) -> dict[Path, list[TensorHeader]]:
     """The tensors the index promises, each in the shard it names."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -110,10 +119,10 @@ def _read_indexed(folder: Path, index: Path) -> dict[Path, list[str]]:
     for shard in shards:
         file = folder / shard
         promised = {name for name, home in weight_map.items() if home == shard}
-        present = _read_header(file)
-        if lacking := promised.difference(present):
+        present = read_header(file)
+        if lacking := promised.difference(header.name for header in present):
             raise ModelError(f"{file} lacks {min(lacking)}, which {index.name} promises; download both again")
-        tensors[file] = [name for name in present if name in promised]
+        tensors[file] = [header for header in present if header.name in promised]
     return tensors
 
 
@@ -132,33 +141,11 @@ def _half_downloaded(folder: Path, missing: list[str]) -> ModelError:
     return ModelError(f"{folder} is half-downloaded: {missing[0]}{more} is missing; download the model again")
 
 
-def _without_repeats(tensors: dict[Path, list[str]]) -> dict[Path, list[str]]:
+def _without_repeats(tensors: dict[Path, list[TensorHeader]]) -> dict[Path, list[TensorHeader]]:
     home: dict[str, Path] = {}
-    for file, names in tensors.items():
-        for name in names:
+    for file, headers in tensors.items():
+        for name, *_ in headers:
             if name in home:
                 raise ModelError(f"{name} is in both {home[name]} and {file}; remove the file that does not belong")
             home[name] = file
     return tensors
-
-
-def _read_header(file: Path) -> list[str]:
-    """The tensors of one file in the order of their data, after a check that the file is as long as it says."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_len = int.from_bytes(stream.read(8), "little")
-            if size < 8 or header_len > size - 8:
-                raise ModelError(f"{file} is half-downloaded or not a safetensors file; download it again")
-            header = json.loads(stream.read(header_len))
-        header.pop("__metadata__", None)
-        spans = {name: entry["data_offsets"] for name, entry in header.items()}
-        names = sorted(spans, key=lambda name: (spans[name][0], spans[name][1]))
-        data_len = max((int(span[1]) for span in spans.values()), default=0)
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read ({error.strerror or error})") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ModelError(f"{file} has a corrupt header; download it again") from error
-    if 8 + header_len + data_len > size:
-        raise ModelError(f"{file} is half-downloaded ({size} of {8 + header_len + data_len} bytes); download it again")
-    return names

@@ -104,6 +104,72 @@ def test_text_parts_are_joined() -> None:
     assert rendered == "one\ntwo"
 
 
+# In the manner of Qwen2.5: calls as JSON in tags, and answers of tools as the user's words.
+TOOL_TEMPLATE = """
+{%- for message in messages %}
+    {%- if message.role == "tool" %}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+    {%- elif message.tool_calls %}
+<|im_start|>assistant
+        {%- if message.content %}
+{{ message.content }}
+        {%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- set call = call.function if call.function is defined else call %}
+<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
+</tool_call>
+        {%- endfor %}<|im_end|>
+    {%- else %}
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+def tool_conversation(content: Any, arguments: Any) -> list[dict[str, Any]]:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    return [
+        {"role": "user", "content": "Rain in Köln?"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "yes"},
+    ]
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, CHATML], ids=["of tools", "of texts alone"])
+def test_a_tool_conversation_of_openais_api_equals_transformers(template: str) -> None:
+    """OpenAI's messages have null and JSON in a text where those that transformers documents have '' and an object."""
+    as_documented = tool_conversation("", {"city": "Köln", "days": [1, 2]})
+    expected, _ = render_jinja_template([as_documented], chat_template=template, add_generation_prompt=True)
+    of_openai = tool_conversation(None, '{"city": "Köln", "days": [1, 2]}')
+    assert ChatTemplate(template, {}).render(of_openai) == expected[0]
+    del of_openai[1]["content"]
+    assert ChatTemplate(template, {}).render(of_openai) == expected[0]
+    assert of_openai[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Köln", "days": [1, 2]}'
+
+
+@pytest.mark.parametrize("test", ["m['content'] is none", "m.content is not none", "'x' if m.content is none"])
+def test_a_template_that_asks_for_none_gets_it(test: str) -> None:
+    source = "{% for m in messages %}{{ " + test + " }},{% endfor %}"
+    messages = tool_conversation(None, "{}")
+    expected, _ = render_jinja_template([messages], chat_template=source)
+    assert ChatTemplate(source, {}).render(messages) == expected[0]
+
+
+def test_arguments_left_empty_are_an_empty_object() -> None:
+    rendered = ChatTemplate("{{ messages[1].tool_calls[0].function.arguments | tojson }}", {})
+    assert rendered.render(tool_conversation(None, "")) == "{}"
+
+
+@pytest.mark.parametrize("arguments", ["{half", "[1]", '"text"', "[" * 100_000])
+def test_arguments_that_are_no_object_are_named(arguments: str) -> None:
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[0\]: 'arguments' must be") as caught:
+        ChatTemplate(TOOL_TEMPLATE, {}).render(tool_conversation(None, arguments))
+    assert "\n" not in str(caught.value)
+
+
 def test_tool_calls_need_no_content() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     rendered = ChatTemplate("{{ messages[0].tool_calls[0].function.name }}", {}).render([message])

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.models.draft_head import open_head_checkpoint, read_head
+from slipstream.models.draft_head import read_head
+from slipstream.models.head_checkpoint import open_head_checkpoint
 
 from .tiny_heads import BODY, CASES, TAPS, eagle_of_speculators, load, tiny_target
 

@@ -267,6 +267,14 @@ def test_gemma3_27b_scales_its_scores_by_narrower_heads(tmp_path: Path) -> None:
         ("phi3", "phi3", {"rope.scaling.type": "longrope"}, {}, "longrope"),
         ("llama", "llama", {}, {"blk.0.ffn_gate_inp.weight": np.zeros((2, 48), np.float32)}, "ffn_gate_inp"),
         ("llama", "mixtral", {"expert_count": 5}, {}, "expert_used_count"),
+        ("llama", "mixtral", {**MIXTRAL, "expert_count": 4}, {}, "or not the 4 of the metadata"),
+        (
+            "llama",
+            "mixtral",
+            MIXTRAL,
+            {"blk.0.ffn_up.2.weight": np.zeros((40, 48), np.float32)},
+            r"layers.0.mlp.experts.2.up_proj.weight' twice",
+        ),
         (
             "llama",
             "llama",

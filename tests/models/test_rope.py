@@ -119,6 +119,25 @@ def test_dynamic_frequencies_of_a_position_are_those_of_the_sequence_it_ends(len
     torch.testing.assert_close(inv_freq[-1], theirs(scaling, length)[0], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", ["linear", "yarn", "dynamic"])
+def test_pieces_of_a_table_have_no_seams(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    rope = read({"rope_type": "dynamic", "factor": 4.0} if name == "dynamic" else SCALINGS[name])
+    inv_freq = inverse_frequencies(rope, 6000).double()
+    angles = torch.arange(6000, dtype=torch.float64).unsqueeze(1) * inv_freq
+    expected = torch.stack([angles.cos(), angles.sin()], dim=1) * rope.attention_factor
+    monkeypatch.setattr("slipstream.models.rope._PIECE", 1700)  # the last piece is short
+    table = cos_sin_table(rope, 6000, torch.device("cpu"))
+    # The angle itself is rounded to float32: half a unit in the last place of numbers up to 6000.
+    torch.testing.assert_close(table.double(), expected, rtol=0, atol=6000 * 2**-24 * rope.attention_factor + 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "rotary_dim", "least"), [("linear", 0, 2), ("linear", 7, 2), ("dynamic", 2, 4)])
+def test_dimensions_that_cannot_be_rotated(kind: Any, rotary_dim: int, least: int) -> None:
+    rope = RopeConfig(kind=kind, rotary_dim=rotary_dim, original_max_position=16)
+    with pytest.raises(ModelError, match=rf"rotates {rotary_dim} dimensions of a head.*at least {least} is needed"):
+        cos_sin_table(rope, 10, torch.device("cpu"))
+
+
 def test_the_attention_factor_is_in_the_table() -> None:
     table = cos_sin_table(read(SCALINGS["yarn"]), 10, torch.device("cpu"))
     lengths = (table**2).sum(1).sqrt()
@@ -164,6 +183,13 @@ def test_phi3_spells_longrope_in_three_ways(name: str) -> None:
         ({"rope_type": "spiral"}, "rope scaling 'spiral'.*yarn, dynamic, longrope"),
         ({**LONGROPE, "long_factor": [1.0]}, "1 values of 'long_factor'.*32"),
         ({"rope_type": "longrope"}, "0 values of 'short_factor'"),
+        ({"rope_type": ["yarn"]}, r"'rope_parameters.rope_type': \['yarn'\] is not a text"),
+        ({"rope_type": "yarn", "factor": 0}, "'rope_parameters.factor': 0 is not a number above 0"),
+        ({"rope_type": "yarn", "factor": math.nan}, "'rope_parameters.factor': nan is not a number"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "low_freq_factor of 4, which is not below"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 1}, "over 1 position; at least two"),
+        ({**LONGROPE, "long_factor": [1.0] * 31 + [0.0]}, "'rope_parameters.long_factor': .* numbers above 0"),
+        ({"partial_rotary_factor": 1.5}, "'rope_parameters.partial_rotary_factor': 1.5 is not a number"),
     ],
 )
 def test_what_cannot_be_read_is_named(scaling: dict[str, Any], message: str) -> None:

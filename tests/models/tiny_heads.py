@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead, build_head, load_head, open_head_checkpoint, read_head
+from slipstream.models.draft_head import DraftHead, build_head, load_head, read_head
+from slipstream.models.head_checkpoint import open_head_checkpoint
 from slipstream.models.load import load_weights
 from slipstream.models.registry import architecture_of
 from tests import tiny_models

@@ -1,0 +1,125 @@
+"""Fields of a model's configuration, read by type and range: a damaged file is one line that names file and key.
+
+Nothing here knows what a field means. The reader of a field says which values it may have; null is the same as nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.errors import ModelError
+from slipstream.values import MAX_INT32, describe_value
+
+_MAX_NUMBER = 1e30  # far beyond every setting, and its square is still a float
+
+
+class Fields(dict[str, Any]):
+    """What a file says, as JSON or GGUF gave it, and how to read it."""
+
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json", prefix: str = "") -> None:
+        """``source`` is the file in messages; ``prefix`` is where in it the fields are, such as ``rope_scaling.``."""
+        super().__init__(values)
+        self.source, self.prefix = source, prefix
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], source: str = "config.json") -> Fields:
+        """The fields themselves if they know their file, else those of ``source``."""
+        return values if isinstance(values, Fields) else cls(values, source)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same with values for keys that are not there at all; null stays null."""
+        return Fields({**defaults, **self}, self.source, self.prefix)
+
+    def changed(self, /, **values: Any) -> Fields:
+        return Fields({**self, **values}, self.source, self.prefix)
+
+    def has(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT32) -> int:
+        """Without a default it must be there, as everywhere below."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.refuse(key, f"an integer from {low} to {high}")
+        return value
+
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        above: float = -math.inf,
+        low: float = -_MAX_NUMBER,
+        high: float = _MAX_NUMBER,
+    ) -> float:
+        value = self._value(key, default)
+        if not _is_number(value) or not (above < value and low <= value <= high):
+            limit = f"above {above:g}" if above > -math.inf else f"from {low:g}"
+            raise self.refuse(key, f"a number {limit} to {high:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.refuse(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.refuse(key, "a text")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """Empty where there are none."""
+        return self._list(key, "texts", {str})
+
+    def integers(self, key: str, *, low: int = 0, high: int = MAX_INT32) -> list[int]:
+        """Empty where there are none."""
+        words = f"integers from {low} to {high}"
+        found: list[int] = self._list(key, words, {int})
+        if found and not (low <= min(found) and max(found) <= high):
+            raise self.refuse(key, f"a list of {words}")
+        return found
+
+    def numbers(self, key: str, *, above: float = -math.inf) -> list[float]:
+        """Empty where there are none."""
+        words = f"numbers above {above:g}" if above > -math.inf else "numbers"
+        found: list[float] = self._list(key, words, {int, float})
+        if not all(above < value <= _MAX_NUMBER for value in found):
+            raise self.refuse(key, f"a list of {words}")
+        return [float(value) for value in found]
+
+    def section(self, key: str) -> Fields:
+        """The fields of an object inside; empty where there is none."""
+        value = self._value(key, {})
+        if not isinstance(value, dict):
+            raise self.refuse(key, "an object")
+        return Fields(value, self.source, f"{self.prefix}{key}.")
+
+    def refuse(self, key: str, needed: str) -> ModelError:
+        """The error for a value that is not what is needed."""
+        return ModelError(
+            f"{self.source} has no valid '{self.prefix}{key}': {describe_value(self.get(key))} is not {needed}; "
+            "is the file damaged?"
+        )
+
+    def _value(self, key: str, default: Any) -> Any:
+        if (value := self.get(key)) is not None:
+            return value
+        if default is None:
+            raise ModelError(f"{self.source} has no valid '{self.prefix}{key}'; is the model folder complete?")
+        return default
+
+    def _list(self, key: str, words: str, types: set[type]) -> list[Any]:
+        value = self._value(key, [])
+        if not isinstance(value, list | tuple) or not types.issuperset(map(type, value)):
+            raise self.refuse(key, f"a list of {words}")
+        return list(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Integers of any size are compared with a bound before they become a float, which the largest cannot."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
