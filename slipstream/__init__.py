@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, EngineError, ModelError, RequestError, SlipstreamError
-from slipstream.types import Completion, RequestOutput, SamplingParams
+from slipstream.output import Completion, RequestOutput
+from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM, AsyncLLM

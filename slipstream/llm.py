@@ -18,7 +18,8 @@ from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.hub import with_shipped_head
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.types import SYNTHETIC_WARNING, RequestOutput, SamplingParams
+from slipstream.output import SYNTHETIC_WARNING, RequestOutput
+from slipstream.types import SamplingParams
 
 logger = logging.getLogger("slipstream")
 
@@ -99,20 +100,21 @@ class LLM(_FrontDoor):
             except RequestError as error:
                 raise RequestError(str(error) if len(many) == 1 else f"prompt {i}: {error}") from error
         done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        for i, submission in enumerate(submissions):
-            try:
-                self._client.submit(submission, done.put, every_token=False)
-            except EngineError:
-                for started in submissions[:i]:
-                    self._client.abort(started.request_id)
-                raise
         outputs: dict[str, RequestOutput] = {}
-        with _progress_bar(progress) as bar:
-            task = bar.add_task("generating", total=len(submissions))
-            while len(outputs) < len(submissions):
-                output = done.get()
-                outputs[output.request_id] = output
-                bar.update(task, advance=1)
+        try:
+            for submission in submissions:
+                self._client.submit(submission, done.put, every_token=False)
+            with _progress_bar(progress) as bar:
+                task = bar.add_task("generating", total=len(submissions))
+                while len(outputs) < len(submissions):
+                    output = done.get()
+                    outputs[output.request_id] = output
+                    bar.update(task, advance=1)
+        finally:
+            # After Ctrl-C, or where the engine refused one: those under way would go on for no reader.
+            for submission in submissions:
+                if submission.request_id not in outputs:
+                    self._client.abort(submission.request_id)
         return [outputs[submission.request_id] for submission in submissions]
 
     def chat(
@@ -203,7 +205,8 @@ class AsyncLLM(_FrontDoor):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # Waits for the engine's threads, which must not hold up the loop.
+        await asyncio.to_thread(self.close)
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream yields a last output with finish reason ``abort``."""
@@ -211,11 +214,12 @@ class AsyncLLM(_FrontDoor):
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
+        return [prompts]  # type: ignore[list-item]  # what is no prompt at all is refused as one
+    many = list(prompts)
+    # A list whose first entry is a text or a list itself is one of prompts; anything else is meant as token ids.
+    is_many = not many or isinstance(many[0], str) or hasattr(many[0], "__len__")
+    return many if is_many else [prompts]  # type: ignore[return-value, list-item]
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import RequestError, nearest
+from slipstream.values import MAX_INT32, Bounds, describe_value, is_valid_text, read_number, read_sequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -36,6 +37,10 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
+# Texts and ids that are compared with every token of a request.
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,47 +70,34 @@ class SamplingParams:
     speculate: bool = True  # whether tokens may be drafted ahead for this request, where the engine drafts at all
     max_k: int | None = None  # most tokens drafted ahead for it; default: as many as the engine drafts
 
-    def __post_init__(self) -> None:
-        # Users pass lists and single strings; frozen data wants tuples.
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        self._check()
+    def __new__(cls, *_given: object, **values: object) -> SamplingParams:
+        """A name that does not exist is refused with the nearest one that does."""
+        for name in values:
+            if name not in _PARAM_NAMES:
+                raise RequestError(f"unknown sampling parameter '{name}'{nearest(name, _PARAM_NAMES)}")
+        return object.__new__(cls)
 
-    def _check(self) -> None:
-        _check_number("temperature", self.temperature, low=0.0, high=100.0)
-        _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
-        _check_integer("top_k", self.top_k, low=-1)
-        _check_integer("min_tokens", self.min_tokens, low=0)
-        _check_integer("max_tokens", self.max_tokens, low=1)
-        _check_integer("n", self.n, low=1, high=128)
-        _check_integer("seed", self.seed, low=0, high=MAX_SEED)
-        _check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
-        _check_integer("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS)
-        _check_integer("max_k", self.max_k, low=0)
-        if not isinstance(self.speculate, bool):
-            raise RequestError(f"speculate must be true or false, not {self.speculate!r}")
-        for name in ("stop", "bad_words"):
-            if any(not isinstance(text, str) or not text for text in getattr(self, name)):
-                raise RequestError(f"{name} must be non-empty strings")
-        for token_id in self.stop_token_ids:
-            _check_integer("stop_token_ids", token_id, low=0)
+    def __post_init__(self) -> None:
+        """Check every field, and keep plain values only: what is accepted here can travel to another process."""
+
+        def keep(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        for name, bounds in _NUMBERS.items():
+            keep(name, read_number(name, getattr(self, name), bounds))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {describe_value(getattr(self, name))}")
+        keep("stop", _read_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
+        keep("bad_words", _read_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH))
+        keep("stop_token_ids", _read_stop_ids(self.stop_token_ids))
+        if self.logit_bias is not None:
+            keep("logit_bias", _read_bias(self.logit_bias))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise RequestError(f"unknown sampling parameter '{name}'{nearest(name, known)}")
         return cls(**values)
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
@@ -117,8 +109,7 @@ class SamplingParams:
                     return value
             return fallback
 
-        return replace(
-            self,
+        return self._copy(
             temperature=float(pick("temperature", 1.0)),
             top_k=max(0, int(pick("top_k", 0))),
             top_p=float(pick("top_p", 1.0)),
@@ -126,8 +117,60 @@ class SamplingParams:
             repetition_penalty=float(pick("repetition_penalty", 1.0)),
         )
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        return self._copy(seed=seed)
 
-def _as_bias(given: Mapping[Any, Any]) -> dict[int, float]:
+    def _copy(self, **changes: Any) -> SamplingParams:
+        """Another one with some values that are known to be good: nothing is checked again."""
+        copy = object.__new__(SamplingParams)
+        for name in _PARAM_NAMES:
+            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
+        return copy
+
+
+_PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
+
+
+_NUMBERS = {
+    "temperature": Bounds(0.0, 100.0),
+    "top_p": Bounds(0.0, 1.0, is_low_open=True),
+    "min_p": Bounds(0.0, 1.0),
+    "presence_penalty": Bounds(-2.0, 2.0, may_be_none=False),
+    "frequency_penalty": Bounds(-2.0, 2.0, may_be_none=False),
+    "repetition_penalty": Bounds(0.0, 100.0, is_low_open=True),
+    "top_k": Bounds(-1, math.inf, is_integer=True),
+    "min_tokens": Bounds(0, math.inf, is_integer=True, may_be_none=False),
+    "max_tokens": Bounds(1, math.inf, is_integer=True),
+    "n": Bounds(1, 128, is_integer=True, may_be_none=False),
+    "seed": Bounds(0, MAX_SEED, is_integer=True),
+    "logprobs": Bounds(0, MAX_LOGPROBS, is_integer=True),
+    "prompt_logprobs": Bounds(0, MAX_LOGPROBS, is_integer=True),
+    "max_k": Bounds(0, math.inf, is_integer=True),
+}
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate")
+_TOKEN_ID = Bounds(0, MAX_INT32, is_integer=True, may_be_none=False)
+_BIAS = Bounds(-100.0, 100.0, may_be_none=False)
+
+
+def _read_texts(name: str, value: Any, limit: int, max_length: int) -> tuple[str, ...]:
+    """One text or several."""
+    texts = (value,) if isinstance(value, str) else read_sequence(name, value or (), "texts", limit)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name} must be non-empty strings")
+        if len(text) > max_length:
+            raise RequestError(f"{name} holds a text of {len(text)} characters; at most {max_length} are supported")
+        if not is_valid_text(text):
+            raise RequestError(f"{name} must be texts of valid Unicode characters")
+    return tuple(map(str, texts))
+
+
+def _read_stop_ids(value: Any) -> tuple[int, ...]:
+    given = () if value is None else read_sequence("stop_token_ids", value, "token ids", MAX_STOP_TOKEN_IDS)
+    return tuple(read_number("stop_token_ids", token_id, _TOKEN_ID) for token_id in given)
+
+
+def _read_bias(given: Any) -> dict[int, float]:
     """Token ids as JSON has them, in strings, become numbers; everything is checked."""
     if not isinstance(given, Mapping):
         raise RequestError("logit_bias must map token ids to numbers")
@@ -135,36 +178,16 @@ def _as_bias(given: Mapping[Any, Any]) -> dict[int, float]:
         raise RequestError(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS} are supported")
     bias = {}
     for token_id, value in given.items():
-        try:
-            number = int(token_id)
-        except (TypeError, ValueError):
-            raise RequestError(f"logit_bias holds {token_id!r}, which is not a token id") from None
-        _check_integer("token ids in logit_bias", number, low=0)
-        _check_number("values in logit_bias", value, low=-100.0, high=100.0)
-        bias[number] = float(value)
+        number: Any = token_id
+        if isinstance(token_id, str):
+            # Longer ones are no id, and Python refuses to read the longest.
+            number = int(token_id) if token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 else None
+            if number is None:
+                raise RequestError(f"logit_bias holds {describe_value(token_id)}, which is not a token id")
+        bias[read_number("token ids in logit_bias", number, _TOKEN_ID)] = read_number(
+            "values in logit_bias", value, _BIAS
+        )
     return bias
-
-
-def _check_number(
-    name: str, value: Any, *, low: float, high: float = math.inf, low_open: bool = False, integer: bool = False
-) -> None:
-    if value is None:
-        return
-    right_kind = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
-    # Written so that NaN, which compares false with everything, is refused.
-    if not (right_kind and (value > low if low_open else value >= low) and value <= high):
-        kind = "an integer" if integer else "a number"
-        bound = f"{'above' if low_open else 'of at least'} {_plain(low)}"
-        bound += f" and at most {_plain(high)}" if high < math.inf else ""
-        raise RequestError(f"{name} must be {kind} {bound}, not {value!r}")
-
-
-def _plain(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _check_integer(name: str, value: Any, *, low: int, high: float = math.inf) -> None:
-    _check_number(name, value, low=low, high=high, integer=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,135 +389,3 @@ class TokenUpdates:
     def ended(self) -> list[str]:
         """Requests that got their last tokens."""
         return [update.request_id for update in self.others.values() if update.finish_reason is not None]
-
-
-@dataclass(slots=True)
-class RequestTimings:
-    """Seconds, measured from the request's arrival."""
-
-    first_token_s: float | None = None
-    total_s: float = 0.0
-
-    def tokens_per_s(self, num_tokens: int) -> float:
-        """Output rate of the decode part: the first token belongs to prefill."""
-        first = self.first_token_s
-        return 0.0 if first is None or num_tokens < 2 else (num_tokens - 1) / max(self.total_s - first, 1e-9)
-
-
-@dataclass(slots=True)
-class DraftStats:
-    """How drafts fared: counted by their place behind a known token."""
-
-    num_steps: int = 0  # steps that checked drafts
-    num_drafts_at: list[int] = field(default_factory=list)
-    num_accepted_at: list[int] = field(default_factory=list)
-    # Acceptance was forced at given rates, for a benchmark: the text means nothing.
-    is_synthetic: bool = False
-
-    def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
-        self.num_steps += times
-        missing = num_drafts - len(self.num_drafts_at)  # below 0 none
-        self.num_drafts_at += [0] * missing
-        self.num_accepted_at += [0] * missing
-        for i in range(num_drafts):
-            self.num_drafts_at[i] += times
-        for i in range(num_accepted):
-            self.num_accepted_at[i] += times
-
-    @property
-    def num_drafts(self) -> int:
-        return sum(self.num_drafts_at)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.num_accepted_at)
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens a checking step gives on average: the accepted drafts and the target's own."""
-        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
-
-    @property
-    def acceptance_at(self) -> list[float]:
-        """Of the drafts at each place, the share that was accepted."""
-        return [taken / made for taken, made in zip(self.num_accepted_at, self.num_drafts_at, strict=True)]
-
-    def copy(self) -> DraftStats:
-        return replace(self, num_drafts_at=self.num_drafts_at[:], num_accepted_at=self.num_accepted_at[:])
-
-    def as_dict(self) -> dict[str, Any]:
-        """For people and programs that look at a result."""
-        found: dict[str, Any] = {
-            "drafts": self.num_drafts,
-            "accepted": self.num_accepted,
-            "mean_length": round(self.mean_length, 4),
-            "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_at],
-        }
-        return found | ({"synthetic": SYNTHETIC_NOTICE} if self.is_synthetic else {})
-
-
-SYNTHETIC_NOTICE = "acceptance is forced at given rates for a benchmark; the text means nothing"
-# For headers, logs and metrics, where nothing beside it says what it is about.
-SYNTHETIC_WARNING = f"synthetic acceptance: {SYNTHETIC_NOTICE}"
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """The log probability of one token at one position, before any sampling parameter acted."""
-
-    logprob: float
-    rank: int
-    text: str
-
-
-Logprobs = dict[int, Logprob]  # by token id
-
-
-@dataclass(slots=True)
-class Completion:
-    """One generated continuation of a prompt."""
-
-    index: int = 0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[Logprobs] | None = None  # one for each token, if asked for
-    speculation: DraftStats | None = None  # where the engine drafts
-    delta_text: str = ""  # what the latest update added
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A request's state as the caller sees it: all text and tokens so far, and what the latest update added."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-    seed: int
-    timings: RequestTimings
-    finished: bool = False
-    error: str | None = None
-    num_cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix cache
-    prompt_logprobs: list[Logprobs | None] | None = None  # one for each prompt token; the first has none
-
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def delta_text(self) -> str:
-        return self.outputs[0].delta_text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.outputs[0].finish_reason
-
-    @property
-    def speculation(self) -> DraftStats | None:
-        return self.outputs[0].speculation

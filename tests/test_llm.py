@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import random
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream import LLM, AsyncLLM, ConfigError, EngineError, RequestError, SamplingParams
+from slipstream.output import RequestOutput
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -203,6 +207,14 @@ def test_limits_are_said(llm: LLM, params: dict[str, Any], message: str) -> None
         llm.generate("x", SamplingParams.from_dict(params))
 
 
+def test_fewer_tokens_than_asked_for_are_a_warning(llm: LLM) -> None:
+    (output,) = llm.generate([[1] * 507], SamplingParams(max_tokens=99, temperature=0, ignore_eos=True))
+    assert output.warning == "max_tokens was lowered from 99 to 5: the context holds 512 tokens, 507 are the prompt"
+    assert len(output.token_ids) == 5
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, temperature=0))
+    assert output.warning is None
+
+
 def test_cached_tokens_are_reported(folder: Path) -> None:
     with LLM(str(folder)) as llm:
         prompt = list(range(50))
@@ -368,3 +380,59 @@ def test_a_broken_engine_fails_its_requests_and_refuses_new_ones(
     assert output.finish_reason == "error" and "ZeroDivisionError" in (output.error or "")
     with pytest.raises(EngineError, match="the engine stopped"):
         llm.generate("x", GREEDY)
+
+
+def test_ids_of_one_caller_do_not_meet_those_of_another(folder: Path) -> None:
+    """Neither continuations, whatever a caller names its request, nor a request that was closed a moment ago."""
+    twice = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=20, ignore_eos=True)
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+
+    async def last(engine: AsyncLLM, request_id: str | None, params: SamplingParams) -> int:
+        outputs = [output async for output in engine.generate("a", params, request_id=request_id)]
+        return sum(len(choice.token_ids) for choice in outputs[-1].outputs)
+
+    async def scenario() -> None:
+        async with AsyncLLM(str(folder), max_num_seqs=8) as engine:
+            names = ["a", "a#1", "a.1", "a-1", "0", "0.1", "1", "request-0", None]
+            asked = (last(engine, name, twice) for name in names)
+            assert await asyncio.wait_for(asyncio.gather(*asked), 60) == [60] * len(names)
+            for _ in range(5):
+                stream = engine.generate("a", endless, request_id="same")
+                await anext(stream)
+                await stream.aclose()
+            assert await asyncio.wait_for(last(engine, "same", GREEDY), 60) == 12
+
+    asyncio.run(scenario())
+
+
+def test_closing_an_async_engine_does_not_hold_up_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        closed_in: list[threading.Thread] = []
+        async with AsyncLLM(str(folder)) as engine:
+            close = engine.close
+            monkeypatch.setattr(engine, "close", lambda: (closed_in.append(threading.current_thread()), close()))
+        assert closed_in and closed_in[0] is not threading.current_thread()
+
+    asyncio.run(scenario())
+
+
+def test_an_interrupted_generate_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while answers are waited for: the requests are aborted, and the engine is free for the next."""
+
+    class Interrupted(queue.SimpleQueue[RequestOutput]):
+        def get(self, *_: Any, **__: Any) -> RequestOutput:
+            raise KeyboardInterrupt
+
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream.llm.queue.SimpleQueue", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[i, 2, 3] for i in range(20)], endless)
+    assert not llm._client._output._submissions
+    core = llm._client.running._core
+    for _ in range(400):
+        if not core.has_work:
+            break
+        time.sleep(0.05)
+    assert not core.has_work, "requests go on for no reader"
+    assert llm.generate("abc", GREEDY)[0].finished

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, AsyncLLM, ConfigError, SamplingParams
-from slipstream.types import SYNTHETIC_NOTICE, DraftStats, RequestOutput
+from slipstream.output import SYNTHETIC_NOTICE, DraftStats, RequestOutput
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -60,3 +60,10 @@ def test_defaults_come_from_the_model_then_from_the_engine() -> None:
 
 def test_logit_bias_takes_ids_as_json_spells_them() -> None:
     assert SamplingParams(logit_bias={"12": 3, 4: -1.5}).logit_bias == {12: 3.0, 4: -1.5}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("name", "hint"), [("temprature", "temperature"), ("topk", "top_k"), ("stops", "stop")])
+def test_a_misspelt_parameter_has_a_hint(name: str, hint: str) -> None:
+    values: dict[str, Any] = {name: 1}
+    with pytest.raises(RequestError, match=f"unknown sampling parameter '{name}'; did you mean '{hint}'"):
+        SamplingParams(**values)

@@ -1,0 +1,141 @@
+"""What callers get: a request's continuations with their text, figures and ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slipstream.types import FinishReason
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """Seconds, measured from the request's arrival."""
+
+    first_token_s: float | None = None
+    total_s: float = 0.0
+
+    def tokens_per_s(self, num_tokens: int) -> float:
+        """Output rate of the decode part: the first token belongs to prefill."""
+        first = self.first_token_s
+        return 0.0 if first is None or num_tokens < 2 else (num_tokens - 1) / max(self.total_s - first, 1e-9)
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """How drafts fared: counted by their place after a known token."""
+
+    num_steps: int = 0  # steps that checked drafts
+    num_drafts_at: list[int] = field(default_factory=list)
+    num_accepted_at: list[int] = field(default_factory=list)
+    # Acceptance was forced at given rates, for a benchmark: the text means nothing.
+    is_synthetic: bool = False
+
+    def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
+        self.num_steps += times
+        missing = num_drafts - len(self.num_drafts_at)  # below 0 none
+        self.num_drafts_at += [0] * missing
+        self.num_accepted_at += [0] * missing
+        for i in range(num_drafts):
+            self.num_drafts_at[i] += times
+        for i in range(num_accepted):
+            self.num_accepted_at[i] += times
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.num_drafts_at)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.num_accepted_at)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens a checking step gives on average: the accepted drafts and the target's own."""
+        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """Of the drafts at each place, the share that was accepted."""
+        return [taken / made for taken, made in zip(self.num_accepted_at, self.num_drafts_at, strict=True)]
+
+    def copy(self) -> DraftStats:
+        return replace(self, num_drafts_at=self.num_drafts_at[:], num_accepted_at=self.num_accepted_at[:])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For people and programs that look at a result."""
+        found: dict[str, Any] = {
+            "drafts": self.num_drafts,
+            "accepted": self.num_accepted,
+            "mean_length": round(self.mean_length, 4),
+            "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_at],
+        }
+        return found | ({"synthetic": SYNTHETIC_NOTICE} if self.is_synthetic else {})
+
+
+SYNTHETIC_NOTICE = "acceptance is forced at given rates for a benchmark; the text means nothing"
+# For headers, logs and metrics, where nothing beside it says what it is about.
+SYNTHETIC_WARNING = f"synthetic acceptance: {SYNTHETIC_NOTICE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of one token at one position, before any sampling parameter acted."""
+
+    logprob: float
+    rank: int
+    text: str
+
+
+Logprobs = dict[int, Logprob]  # by token id
+
+
+@dataclass(slots=True)
+class Completion:
+    """One generated continuation of a prompt."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None  # one for each token, if asked for
+    speculation: DraftStats | None = None  # where the engine drafts
+    delta_text: str = ""  # what the latest update added
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's state as the caller sees it: all text and tokens so far, and what the latest update added."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    seed: int
+    timings: RequestTimings
+    finished: bool = False
+    error: str | None = None
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix cache
+    prompt_logprobs: list[Logprobs | None] | None = None  # one for each prompt token; the first has none
+    warning: str | None = None  # where it was served otherwise than asked, such as with fewer tokens
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def delta_text(self) -> str:
+        return self.outputs[0].delta_text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def speculation(self) -> DraftStats | None:
+        return self.outputs[0].speculation
