@@ -236,8 +236,8 @@ class FlashInferBackend:
         num_pages = (common.seq_lens[:, None] + (size - 1)) // size
         idx = torch.arange(width, dtype=torch.int32, device=table.device)
         at = common.seq_lens[:, None] + idx
-        # A request that has stopped has a length of 0, and may share its pages with others.
-        is_dead = (idx < planned - alive) & (alive > 0) & (planned <= width) & (at < num_pages * size)
+        # A request that has stopped has a length of 0, hence no last page: it may share all of its pages with others.
+        is_dead = (idx < planned - alive) & (planned <= width) & (at < num_pages * size)
         page_ids = table.gather(1, (at // size).clamp(max=table.shape[1] - 1).long())
         slots = torch.where(is_dead, page_ids, -1).long().flatten(), (at % size).long().flatten()
         columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)

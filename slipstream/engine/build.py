@@ -17,14 +17,15 @@ from slipstream.engine.backends import make_backend
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import open_drafter, without_network
 from slipstream.engine.resolve import resolve
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError, RequestError
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
+from slipstream.models.fields import Fields
 from slipstream.models.hub import resolve_model
-from slipstream.models.load import build_model, count_parameters, load_weights, randomize_weights
+from slipstream.models.load import build_model, count_parameters, load_weights, open_decoder, randomize_weights
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import shape_config
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import Checkpoint, open_checkpoint
+from slipstream.models.weights import Checkpoint
 from slipstream.runner.runner import Runner
 from slipstream.runner.step_graphs import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
@@ -53,7 +54,7 @@ class Engine(EngineInfo):
 
 def build_engine(options: EngineOptions) -> Engine:
     speculation_of(options)  # what is said wrongly of drafts is said before a model is looked for
-    checkpoint = open_checkpoint(resolve_model(options.model))
+    checkpoint = open_decoder(resolve_model(options.model))
     tokenizer = checkpoint.tokenizer()
     return _assemble(options, checkpoint.config, checkpoint, tokenizer)
 
@@ -98,6 +99,9 @@ def _assemble(
 ) -> Engine:
     drafter = open_drafter(options, hf_config, checkpoint, tokenizer)
     architecture, device, config = plan_engine(options, hf_config, None if drafter is None else drafter.model)
+    generation = checkpoint.generation_config if checkpoint is not None else {}
+    defaults = sampling_defaults(generation)
+    eos_token_ids = _eos_ids(generation, hf_config, tokenizer, config.model.vocab_size)
     try:
         with device.sync_guard.allow("build"):
             model = build_model(architecture, config, device.torch_device)
@@ -121,8 +125,6 @@ def _assemble(
         ) from error
     _keep_memory(device)
     core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
-    generation = checkpoint.generation_config if checkpoint is not None else {}
-    defaults, eos_token_ids = sampling_defaults(generation), _eos_ids(generation, hf_config, tokenizer)
     return Engine(config, tokenizer, defaults, eos_token_ids, core)
 
 
@@ -160,22 +162,30 @@ def release_memory(device: Device) -> None:
 
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:
     """The sampling part of a generation_config.json. Without do_sample the model's authors mean greedy."""
+    fields = Fields.of(generation, "generation_config.json")
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    known = {name: generation[name] for name in names if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
+    known = {name: fields[name] for name in names if fields.has(name)}
+    if not fields.flag("do_sample", True):
         known = {"temperature": 0.0, "repetition_penalty": known.get("repetition_penalty")}
-    return SamplingParams.from_dict(known)
+    try:
+        return SamplingParams.from_dict(known)
+    except RequestError as error:
+        raise ModelError(f"{fields.source}: {error}") from error
 
 
-def _eos_ids(generation: dict[str, Any], hf_config: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _eos_ids(
+    generation: dict[str, Any], hf_config: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
     """End-of-sequence ids: the generation config's list counts most, for chat models end on more than one token."""
-    found: dict[int, None] = {}
-    for source in (generation.get("eos_token_id"), hf_config.get("eos_token_id")):
-        for token_id in source if isinstance(source, list) else [source]:
-            if isinstance(token_id, int):
-                found[token_id] = None
+    found: list[int] = []
+    for values, name in ((generation, "generation_config.json"), (hf_config, "config.json")):
+        fields = Fields.of(values, name)
+        if isinstance(fields.get("eos_token_id"), list):
+            found = fields.integers("eos_token_id", high=vocab_size - 1)
+        elif fields.has("eos_token_id"):
+            found = [fields.integer("eos_token_id", low=0, high=vocab_size - 1)]
         if found:
             break
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found[tokenizer.eos_token_id] = None
-    return tuple(found)
+    if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id < vocab_size:
+        found = [*found, tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.trace import open_trace
@@ -29,9 +30,12 @@ class EngineCore:
         """End a request from outside. Tokens of it that are still in flight are dropped."""
         return self.scheduler.finish(request_id)
 
-    def use_idle_time(self) -> bool:
-        """Record a graph that was not needed to start with; False if there is nothing left to do."""
-        return self.runner.graphs.capture_one_more()
+    def use_idle_time(self, is_wanted: Callable[[], bool] = lambda: False) -> bool:
+        """Record a graph that was not needed to start with, or time a step; False if there is nothing left to do.
+
+        ``is_wanted`` says whether there is better to do meanwhile; a step that is being timed gives way to it.
+        """
+        return self.runner.graphs.capture_one_more(is_wanted)
 
     @property
     def has_work(self) -> bool:

@@ -2,54 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from slipstream.models.token_bytes import TokenTable
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# A character has at most four bytes, so that many replacement characters at the end may still become another one.
+_MOST_OPEN = 3
+_MOST_PENDING = 16  # tokens without certain text, before the part that no token can change any more is shown
+_NUM_KEPT = 16  # then; more than the bytes of three unfinished characters and of one that is cut in two
 
 
 class Decoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
+class Detokenizer(Protocol):
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Text that is certain now. Bytes of an unfinished character wait for the tokens that finish it."""
+        ...
+
+    def flush(self) -> str:
+        """The rest at the end, where an unfinished character shows as the replacement character."""
+        ...
+
+
+def open_detokenizer(decoder: Decoder, skip_special_tokens: bool = True) -> Detokenizer:
+    """The cheapest one that gives what ``decoder`` gives for the whole text."""
+    tables: Callable[[bool], TokenTable | None] | None = getattr(decoder, "token_table", None)
+    table = None if tables is None else tables(skip_special_tokens)
+    return IncrementalDetokenizer(decoder, skip_special_tokens) if table is None else ByteDetokenizer(table)
+
+
+class ByteDetokenizer:
+    """For vocabularies whose tokens are the same bytes wherever they occur: most tokens cost a look into a table."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_open = False  # whether the decoder holds bytes of an unfinished character
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        if not self._is_open and len(token_ids) == 1 and (text := self._table.texts[token_ids[0]]) is not None:
+            return text
+        text = self._utf8.decode(b"".join(map(self._table.raw.__getitem__, token_ids)))
+        self._is_open = bool(self._utf8.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        self._is_open = False
+        return self._utf8.decode(b"", final=True)
+
+
 class IncrementalDetokenizer:
     """Decodes a growing list of tokens by decoding only its end.
 
-    Text of a token can depend on the token before it (spaces, characters spread over several byte tokens), so the end
-    is decoded twice, with and without the new tokens, and the difference is the new text.
+    Text of a token can depend on the tokens before it (spaces, characters spread over several byte tokens), so the new
+    tokens are decoded together with the last ones whose text was shown, and what they add is the new text. The window
+    is bounded, so the cost of a text is linear in its length, whatever its bytes are.
     """
 
     def __init__(self, decoder: Decoder, skip_special_tokens: bool = True) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        self._token_ids: list[int] = []
-        self._start = 0  # where the decoded window begins
-        self._done = 0  # tokens whose text has been emitted
+        self._window: list[int] = []  # the tokens shown last, then those that are pending
+        self._num_pending = 0
+        self._num_shown = 0  # characters of the window's text that have been shown
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain now. Bytes of an unfinished character wait for the tokens that finish it."""
-        self._token_ids += token_ids
-        text = self._new_text()
-        if not text or text.endswith(_INCOMPLETE):
+        self._window += token_ids
+        self._num_pending += len(token_ids)
+        text = self._decode(self._window)
+        new = text[self._num_shown :]
+        if new and not new.endswith(_INCOMPLETE):
+            self._show(self._num_pending, num_open=0)
+            return new
+        if self._num_pending <= _MOST_PENDING:
             return ""
-        self._advance()
-        return text
+        return self._give_up_waiting(new)
 
     def flush(self) -> str:
-        """The rest at the end, where an unfinished character shows as the replacement character."""
-        text = self._new_text()
-        self._advance()
-        return text
+        new = self._decode(self._window)[self._num_shown :]
+        self._show(self._num_pending, num_open=0)
+        return new
 
-    def _new_text(self) -> str:
-        before = self._decode(self._token_ids[self._start : self._done])
-        return self._decode(self._token_ids[self._start :])[len(before) :]
+    def _give_up_waiting(self, new: str) -> str:
+        """Many tokens have made no certain text. All but the last few characters will not change any more."""
+        if not new:
+            # They have no text of their own, as special tokens that are left out: the window does without them.
+            del self._window[-self._num_pending :]
+            self._num_pending = 0
+            return ""
+        num_open = min(_MOST_OPEN, len(new) - len(new.rstrip(_INCOMPLETE)))
+        self._window = [token_id for token_id in self._window if self._decode([token_id])]
+        self._show(_NUM_KEPT, num_open)
+        return new[: len(new) - num_open]
+
+    def _show(self, num_kept: int, num_open: int) -> None:
+        """All text but the last characters is shown; the last tokens stay, for the next one's text depends on them."""
+        if num_kept:
+            del self._window[:-num_kept]
+            self._num_shown = len(self._decode(self._window)) - num_open
+        self._num_pending = 0
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-
-    def _advance(self) -> None:
-        self._start, self._done = self._done, len(self._token_ids)
 
 
 class StopStringMatcher:
@@ -70,7 +129,7 @@ class StopStringMatcher:
         if hits:
             at, self.matched = min(hits, key=lambda hit: hit[0])
             return self._held[: at + len(self.matched) * self._include]
-        keep = self._longest_open_match()
+        keep = max(map(self._length_of_open_match, self._stop))
         safe, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return safe
 
@@ -78,10 +137,10 @@ class StopStringMatcher:
         safe, self._held = self._held, ""
         return safe
 
-    def _longest_open_match(self) -> int:
-        """How many characters at the end are the beginning of a stop string."""
-        longest = min(len(self._held), max(len(s) for s in self._stop) - 1)
-        for size in range(longest, 0, -1):
-            if any(s.startswith(self._held[-size:]) for s in self._stop):
-                return size
-        return 0
+    def _length_of_open_match(self, stop: str) -> int:
+        """How many characters at the end are the beginning of this stop string."""
+        held = self._held
+        at = held.find(stop[0], max(0, len(held) - len(stop) + 1))
+        while at >= 0 and not stop.startswith(held[at:]):
+            at = held.find(stop[0], at + 1)
+        return len(held) - at if at >= 0 else 0

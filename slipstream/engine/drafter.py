@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,14 +14,23 @@ from slipstream.config import DraftModel, EngineConfig, EngineOptions, ModelConf
 from slipstream.device.interface import Device
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import HeadPlan, build_head, load_head, open_head_checkpoint, read_head
+from slipstream.models.draft_head import HeadPlan, build_head, check_head, check_num_layers, load_head, read_head
+from slipstream.models.head_checkpoint import open_head_checkpoint
 from slipstream.models.hub import resolve_model
-from slipstream.models.load import build_model, built_under, count_parameters, load_weights, randomize_weights
+from slipstream.models.load import (
+    build_model,
+    built_under,
+    count_parameters,
+    load_weights,
+    open_decoder,
+    randomize_weights,
+)
 from slipstream.models.mtp_head import is_mtp_tensor, mtp_tensors
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import HEAD_SHAPES
+from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import Checkpoint, open_checkpoint
+from slipstream.models.weights import Checkpoint
 from slipstream.runner.runner import MakeSpeculator
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
@@ -87,31 +96,38 @@ def open_drafter(
     target = architecture.read_config(hf_config)
     if checkpoint is None and speculative.model in HEAD_SHAPES:
         plan = read_head(HEAD_SHAPES[speculative.model], target, "eagle3")
-        return HeadDrafter(_size(plan, architecture, target, ()), plan, None)
+        return HeadDrafter(_size(plan, architecture, target), plan, None)
     if speculative.model is not None:
         own = open_head_checkpoint(resolve_model(speculative.model, is_head=True))
         plan = read_head(own.config, target, "eagle3" if speculative.method == "eagle3" else "eagle")
-        return HeadDrafter(_size(plan, architecture, target, own.tensor_names), plan, own.tensors)
+        return HeadDrafter(_size(plan, architecture, target, own.headers), plan, own.tensors)
     if checkpoint is None:
         raise ConfigError("mtp drafts with layers of the target's checkpoint; a bare shape has none")
     plan, opened = read_head(hf_config, target, "mtp"), checkpoint
-    names = [name for name in opened.tensor_names() if is_mtp_tensor(name, target.num_layers)]
+    headers = [header for header in opened.tensor_headers() if is_mtp_tensor(header.name, target.num_layers)]
     return HeadDrafter(
-        _size(plan, architecture, target, names), plan, lambda: mtp_tensors(opened.tensors(), target.num_layers)
+        _size(plan, architecture, target, headers), plan, lambda: mtp_tensors(opened.tensors(), target.num_layers)
     )
 
 
-def _size(plan: HeadPlan, architecture: Architecture, target: ModelConfig, names: Collection[str]) -> DraftModel:
-    """``names`` are those of the tensors that the head will be loaded from."""
+def _size(
+    plan: HeadPlan, architecture: Architecture, target: ModelConfig, headers: Sequence[TensorHeader] | None = None
+) -> DraftModel:
+    """``headers`` are those of the tensors that the head will be loaded from, which are checked; None: of none."""
+    names = [header.name for header in headers or ()]
+    if headers is not None:
+        check_num_layers(plan, names)
     with torch.device("meta"):
         head = build_head(plan, architecture(target, 1), 1)
+        if headers is not None:
+            check_head(head, headers)
     # A head may be trained on shorter texts than the target; its rope goes as far as the engine does.
     config = replace(plan.config, max_position=max(plan.config.max_position, target.max_position))
     return DraftModel(config, head.num_parameters(names), head.num_modules)
 
 
 def _open_draft_model(model: str, hf_config: dict[str, Any], tokenizer: Tokenizer | None) -> DraftModelDrafter:
-    draft = open_checkpoint(resolve_model(model))
+    draft = open_decoder(resolve_model(model))
     if tokenizer is None:
         sizes = [architecture_of(config).read_config(config).vocab_size for config in (hf_config, draft.config)]
         same = sizes[0] == sizes[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Driver:
         self._deliver = deliver
         self.known: set[str] = set()  # requests that have not been told their end
         self._is_preparing = True
+        self._early: deque[Message] = deque()  # that came while something was prepared
 
     def run(self) -> None:
         """Until a ``Stop`` comes."""
@@ -56,11 +58,12 @@ class Driver:
         while True:
             try:
                 # With nothing to compute there may be something to prepare, but a message is worth more.
-                message = self._receive(not self._core.has_work and not self._is_preparing)
+                is_idle = not self._core.has_work and not self._is_preparing
+                message = self._early.popleft() if self._early else self._receive(is_idle)
             except queue.Empty:
                 if self._core.has_work:
                     return True
-                self._is_preparing = self._core.use_idle_time()
+                self._is_preparing = self._core.use_idle_time(self._has_message)
                 continue
             if isinstance(message, Stop):
                 ends = [TokenUpdate(i, [], "abort", error="the engine was closed") for i in sorted(self.known)]
@@ -71,6 +74,14 @@ class Driver:
                 self.known.discard(message.request_id)
             else:
                 self._add(message.request)
+
+    def _has_message(self) -> bool:
+        if not self._early:
+            try:
+                self._early.append(self._receive(False))
+            except queue.Empty:
+                return False
+        return True
 
     def _add(self, request: Request) -> None:
         try:

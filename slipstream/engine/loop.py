@@ -30,6 +30,11 @@ class RunningEngine(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
+    @property
+    def id_prefix(self) -> str:
+        """What the ids of its requests begin with, where the engine has several clients."""
+        ...
+
     def add(self, request: Request) -> None: ...
 
     def finish(self, request_id: str) -> None:
@@ -40,10 +45,13 @@ class RunningEngine(Protocol):
 
 
 class EngineLoop:
+    id_prefix = ""
+
     def __init__(self, build: Callable[[], Engine], deliver: Deliver) -> None:
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._failure: str | None = None
+        self._lock = threading.Lock()
+        self._failure: str | None = None  # why nothing is taken any more
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="slipstream-engine", daemon=True)
         self._thread.start()
@@ -59,9 +67,11 @@ class EngineLoop:
         return self._stats if self._core is None else self._core.stats
 
     def add(self, request: Request) -> None:
-        if self._failure:
-            raise EngineError(self._failure)
-        self._inbox.put(Add(request))
+        # Under the lock: a message that arrives after the loop has emptied its inbox for the last time is never read.
+        with self._lock:
+            if self._failure:
+                raise EngineError(self._failure)
+            self._inbox.put(Add(request))
 
     def finish(self, request_id: str) -> None:
         self._inbox.put(Finish(request_id))
@@ -75,7 +85,9 @@ class EngineLoop:
             release_memory(device)
 
     def _stop(self) -> None:
-        self._inbox.put(Stop())
+        with self._lock:
+            self._failure = self._failure or "the engine is closed"
+            self._inbox.put(Stop())
         self._thread.join()
 
     def _run(self, build: Callable[[], Engine], built: Future[Engine]) -> None:
@@ -94,13 +106,14 @@ class EngineLoop:
 
     def _fail(self, reason: str, known: set[str]) -> None:
         """The core broke: every request learns it at once, and later ones are refused."""
-        self._failure = reason
-        lost = set(known)
-        while True:
-            try:
-                message = self._inbox.get(block=False)
-            except queue.Empty:
-                break
-            if isinstance(message, Add):
-                lost.add(message.request.request_id)
+        with self._lock:
+            self._failure = reason
+            lost = set(known)
+            while True:
+                try:
+                    message = self._inbox.get(block=False)
+                except queue.Empty:
+                    break
+                if isinstance(message, Add):
+                    lost.add(message.request.request_id)
         self._deliver(TokenUpdates.of([TokenUpdate(i, [], "error", error=reason) for i in sorted(lost)]))

@@ -1,119 +1,39 @@
-"""From collected tokens to what callers see. Runs in a thread of its own, so that text never delays a step."""
+"""From collected tokens to text streams: detokenised, searched for stop strings, ended where they end.
+
+The reader of a stream (``reader.py`` for callers of the library, the server's own) is told when there is news of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from typing import Protocol
 
-from slipstream.engine.detokenizer import Decoder, IncrementalDetokenizer, StopStringMatcher
+from slipstream.engine.admission import Submission
+from slipstream.engine.detokenizer import Decoder, StopStringMatcher, open_detokenizer
+from slipstream.engine.text_stream import TextStream
 from slipstream.errors import RequestError
+from slipstream.output import Completion, DraftStats, Logprob, Logprobs
 from slipstream.speculative_config import SpeculativeConfig
-from slipstream.types import (
-    Completion,
-    DraftStats,
-    FinishReason,
-    Logprob,
-    LogprobRow,
-    Logprobs,
-    Request,
-    RequestOutput,
-    RequestTimings,
-    TokenUpdate,
-    TokenUpdates,
-)
-
-Sink = Callable[[RequestOutput], None]
+from slipstream.types import FinishReason, LogprobRow, TokenUpdate, TokenUpdates
 
 
-@dataclass(slots=True)
-class _Caller:
-    """One prompt and all its continuations, on their way to whoever asked."""
+class Reader(Protocol):
+    """Who asked for a prompt's continuations. ``take`` is called where the updates are processed."""
 
-    request_id: str
-    requests: Sequence[Request]
-    prompt: str | None
-    sink: Sink
-    every_token: bool  # else only the end is delivered
-    completions: list[Completion]
-    timings: RequestTimings = field(default_factory=RequestTimings)
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[Logprobs | None] | None = None
-    error: str | None = None
-    prompt_token_ids: list[int] = field(init=False)  # one list for all outputs
+    every_token: bool  # else only the end of a stream is told
 
-    def __post_init__(self) -> None:
-        self.prompt_token_ids = list(self.requests[0].prompt_token_ids)
-
-    @property
-    def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
-
-    def deliver(self) -> None:
-        if not (self.every_token or self.finished):
-            return
-        first = self.requests[0]
-        self.timings.total_s = time.monotonic() - first.arrival_time
-        completions = []
-        for c in self.completions:
-            logprobs = None if c.logprobs is None else c.logprobs[:]
-            drafts = None if c.speculation is None else c.speculation.copy()
-            ends = (c.finish_reason, c.stop_reason)
-            completions.append(Completion(c.index, c.text, c.token_ids[:], *ends, logprobs, drafts, c.delta_text))
-            c.delta_text = ""
-        self.sink(
-            RequestOutput(
-                request_id=self.request_id,
-                prompt=self.prompt,
-                prompt_token_ids=self.prompt_token_ids,
-                outputs=completions,
-                seed=first.params.seed or 0,
-                timings=replace(self.timings),
-                finished=self.finished,
-                error=self.error,
-                num_cached_tokens=self.num_cached_tokens,
-                prompt_logprobs=self.prompt_logprobs,
-            )
-        )
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One continuation."""
-
-    request: Request
-    caller: _Caller
-    completion: Completion
-    detokenizer: IncrementalDetokenizer
-    matcher: StopStringMatcher
-    # Nobody looks at the text before the end, neither a reader nor a search for stop strings: it is made in one go.
-    is_text_late: bool
-    num_shown: int = 0  # tokens whose text has been made
-    checked: list[tuple[int, int]] = field(default_factory=list)  # drafts and how many were accepted, not yet counted
-    is_quiet: bool = field(init=False)  # tokens alone are nothing to act on
-    token_ids: list[int] = field(init=False)  # the completion's own
-
-    def __post_init__(self) -> None:
-        self.is_quiet = self.is_text_late and self.completion.logprobs is None
-        self.token_ids = self.completion.token_ids
-
-    def count_drafts(self) -> None:
-        if self.checked and (figures := self.completion.speculation) is not None:
-            for drafts, times in Counter(self.checked).items():
-                figures.add(*drafts, times)
-            self.checked.clear()
-
-    def show(self, text: str) -> None:
-        self.completion.text += text
-        self.completion.delta_text += text
+    def take(self, stream: TextStream) -> None:
+        """There is news of this stream: tokens, text, its end."""
+        ...
 
 
 class OutputProcessor:
-    """``end_request`` tells the engine to stop computing a request that ended here. ``speculative``: if it drafts."""
+    """``end_request`` tells the engine to stop computing a request that ended here. ``speculative``: if it drafts.
+
+    ``process`` belongs to one thread; streams are registered and aborted from any.
+    """
 
     def __init__(
         self, decoder: Decoder, end_request: Callable[[str], None], speculative: SpeculativeConfig | None = None
@@ -121,33 +41,33 @@ class OutputProcessor:
         self._decoder = decoder
         self._end_request = end_request
         self._speculative = speculative
-        self._streams: dict[str, _Stream] = {}
-        self._callers: dict[str, _Caller] = {}
-        self.taps: list[Callable[[TokenUpdates], None]] = []  # see tokens before they become anybody's output
-        self._inbox: queue.SimpleQueue[TokenUpdates | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="slipstream-output", daemon=True)
-        self._thread.start()
+        self._streams: dict[str, TextStream] = {}  # by the engine's own ids
+        self._submissions: dict[str, Submission] = {}  # by the callers' ids
+        self._lock = threading.Lock()  # of the callers' ids, which any thread may take and give back
+        self.taps: list[Callable[[TokenUpdates], None]] = []  # see tokens before they become a stream's
 
-    def register(
-        self, request_id: str, requests: Sequence[Request], prompt: str | None, sink: Sink, every_token: bool
-    ) -> None:
-        if request_id in self._callers:
-            raise RequestError(f"request id '{request_id}' is already in use; choose another")
-        caller = _Caller(request_id, requests, prompt, sink, every_token, [])
-        self._callers[request_id] = caller
-        for request in requests:
+    def register(self, submission: Submission, reader: Reader) -> list[TextStream]:
+        """The streams of a submission, in the order of its requests; the first update may come at once."""
+        with self._lock:
+            if submission.request_id in self._submissions:
+                raise RequestError(f"request id '{submission.request_id}' is already in use; choose another")
+            self._submissions[submission.request_id] = submission
+        streams = []
+        for request in submission.requests:
             params = request.params
             logprobs: list[Logprobs] | None = None if params.logprobs is None else []
             completion = Completion(request.choice, logprobs=logprobs, speculation=self._no_drafts())
-            caller.completions.append(completion)
-            self._streams[request.request_id] = _Stream(
-                request,
-                caller,
-                completion,
-                IncrementalDetokenizer(self._decoder, params.skip_special_tokens),
-                StopStringMatcher(params.stop, params.include_stop_str_in_output),
-                is_text_late=not every_token and not params.stop,
+            stream = TextStream(
+                request=request,
+                submission=submission,
+                reader=reader,
+                completion=completion,
+                detokenizer=open_detokenizer(self._decoder, params.skip_special_tokens),
+                matcher=StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None,
             )
+            streams.append(stream)
+        self._streams.update((stream.request.request_id, stream) for stream in streams)
+        return streams
 
     def _no_drafts(self) -> DraftStats | None:
         """Figures to begin with, where the engine drafts."""
@@ -155,32 +75,27 @@ class OutputProcessor:
             return None
         return DraftStats(is_synthetic=self._speculative.is_synthetic)
 
-    def deliver(self, updates: TokenUpdates) -> None:
-        self._inbox.put(updates)
-
-    def abort(self, request_id: str) -> None:
-        caller = self._callers.get(request_id)
-        for request in caller.requests if caller is not None else ():
-            self.deliver(TokenUpdates.of([TokenUpdate(request.request_id, [], "abort", time=time.monotonic())]))
+    def abort(self, request_id: str) -> TokenUpdates | None:
+        """Take a caller's request from the engine; its id is free at once. To be processed: the ends to be told."""
+        with self._lock:
+            submission = self._submissions.pop(request_id, None)
+        if submission is None:
+            return None
+        for request in submission.requests:
             self._end_request(request.request_id)
+        return TokenUpdates.of([TokenUpdate(request.request_id, [], "abort") for request in submission.requests])
 
-    def forget(self, request_id: str) -> None:
-        """Nobody is to be told anything of this request: it could not be started."""
-        caller = self._callers.pop(request_id, None)
-        for request in caller.requests if caller is not None else ():
-            self._streams.pop(request.request_id, None)
-            self._end_request(request.request_id)
-
-    def close(self) -> None:
-        self._inbox.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (updates := self._inbox.get()) is not None:
-            self.process(updates)
+    def forget(self, submission: Submission) -> None:
+        """Nothing of a request stays, and its reader is told nothing more."""
+        with self._lock:
+            if self._submissions.get(submission.request_id) is submission:
+                del self._submissions[submission.request_id]
+        for request in submission.requests:
+            if self._streams.pop(request.request_id, None) is not None:
+                self._end_request(request.request_id)
 
     def process(self, updates: TokenUpdates) -> None:
-        """Take the tokens of a step in, and hand on what callers are to see."""
+        """Take the tokens of a step in, and tell the readers."""
         for tap in self.taps:
             tap(updates)
         streams, others, drafts = self._streams, updates.others, updates.num_drafts
@@ -188,82 +103,98 @@ class OutputProcessor:
             stream = streams.get(request_id)
             if stream is None:
                 continue  # ended by a stop string or an abort while these tokens were in flight
-            if stream.is_quiet and place not in others:
-                stream.token_ids += updates.token_ids[place]
-                if drafts and drafts[place]:
-                    stream.checked.append((drafts[place], updates.num_accepted[place]))
-            else:
+            if place in others or not stream.is_plain:
                 self._take(stream, updates.at(place))
+                continue
+            # The one case that must be cheap: tokens of a stream that goes on, with nothing else to say.
+            token_ids = updates.token_ids[place]
+            stream.token_ids += token_ids
+            if drafts and drafts[place]:
+                stream.checked.append((drafts[place], updates.num_accepted[place]))
+            if stream.first_token_time is None and token_ids:
+                stream.first_token_time = updates.time
+            if stream.is_text_late:
+                continue
+            try:
+                stream.num_shown += len(token_ids)
+                if text := stream.detokenizer.add(token_ids):
+                    stream.completion.text += text
+                    stream.completion.delta_text += text
+                stream.reader.take(stream)
+            except Exception as error:  # the fault of one request must not silence the others
+                self._fail(stream, error)
 
-    def _take(self, stream: _Stream, update: TokenUpdate) -> None:
+    def _take(self, stream: TextStream, update: TokenUpdate) -> None:
         try:
             self._process(stream, update)
-            if stream.caller.every_token or stream.completion.finish_reason is not None:
-                stream.caller.deliver()
-        except Exception as error:  # the fault of one request must not silence the others
-            self._fail(stream, f"delivering the output failed: {type(error).__name__}: {error}")
+            if stream.reader.every_token or stream.completion.finish_reason is not None:
+                stream.reader.take(stream)
+        except Exception as error:  # as above
+            self._fail(stream, error)
 
-    def _fail(self, stream: _Stream, reason: str) -> None:
+    def _fail(self, stream: TextStream, error: Exception) -> None:
         self._end_request(stream.request.request_id)
-        self._finish(stream, "error", None, reason)
-        with contextlib.suppress(Exception):  # the sink itself may be what is broken
-            stream.caller.deliver()
+        self._finish(stream, "error", None, f"delivering the output failed: {type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # the reader itself may be what is broken
+            stream.reader.take(stream)
 
-    def _process(self, stream: _Stream, update: TokenUpdate) -> None:
-        caller = stream.caller
-        caller.num_cached_tokens = max(caller.num_cached_tokens, update.num_cached_tokens)
-        if caller.timings.first_token_s is None and update.token_ids:
-            caller.timings.first_token_s = update.time - stream.request.arrival_time
+    def _process(self, stream: TextStream, update: TokenUpdate) -> None:
+        stream.num_cached_tokens = max(stream.num_cached_tokens, update.num_cached_tokens)
+        if stream.first_token_time is None and update.token_ids:
+            stream.first_token_time = update.time
         if update.prompt_logprobs is not None:
             self._take_prompt_logprobs(stream, *update.prompt_logprobs)
         if update.logprobs is not None and stream.completion.logprobs is not None:
             wanted = stream.request.params.logprobs or 0
             stream.completion.logprobs += [self._logprobs(row, wanted) for row in update.logprobs]
-        known = stream.completion.token_ids
+        known = stream.token_ids
         num_known = len(known)
         known += update.token_ids
         self._show_text(stream, update)
         if update.num_drafts:
-            # A draft behind a stop string is not accepted, as one behind a stop token is not.
+            # A draft after a stop string is not accepted, as one after a stop token is not.
             stream.checked.append((update.num_drafts, min(update.num_accepted, len(known) - num_known)))
-        stream.count_drafts()
 
-    def _show_text(self, stream: _Stream, update: TokenUpdate) -> None:
+    def _show_text(self, stream: TextStream, update: TokenUpdate) -> None:
         """Make the text of the new tokens, and end the stream where it ends."""
-        known = stream.completion.token_ids
+        known, matcher = stream.token_ids, stream.matcher
         if stream.is_text_late and update.finish_reason is None:
             return
         # A stop token is part of the tokens but not of the text.
         num_texts = len(known) - (update.finish_reason == "stop" and bool(update.token_ids))
-        if stream.is_text_late:
+        if matcher is None:
             stream.show(stream.detokenizer.add(known[stream.num_shown : num_texts]))
             stream.num_shown = num_texts
-        while stream.num_shown < num_texts:
+        while matcher is not None and stream.num_shown < num_texts:
             stream.num_shown += 1
-            stream.show(stream.matcher.add(stream.detokenizer.add(known[stream.num_shown - 1 : stream.num_shown])))
-            if stream.matcher.matched is not None:
-                # What came behind the stop string in the same update is not the request's any more.
+            stream.show(matcher.add(stream.detokenizer.add(known[stream.num_shown - 1 : stream.num_shown])))
+            if matcher.matched is not None:
+                # What came after the stop string in the same update is not the request's any more.
                 del known[stream.num_shown :]
                 if stream.completion.logprobs is not None:
                     del stream.completion.logprobs[stream.num_shown :]
                 self._end_request(update.request_id)
-                self._finish(stream, "stop", stream.matcher.matched, None)
+                self._finish(stream, "stop", matcher.matched, None)
                 return
         if update.finish_reason is None:
             return
-        stream.show(stream.matcher.add(stream.detokenizer.flush()))
-        if stream.matcher.matched is not None:
-            self._finish(stream, "stop", stream.matcher.matched, None)
-            return
-        stream.show(stream.matcher.flush())
+        rest = stream.detokenizer.flush()
+        if matcher is not None:
+            rest = matcher.add(rest)
+            if matcher.matched is not None:
+                stream.show(rest)
+                self._finish(stream, "stop", matcher.matched, None)
+                return
+            rest += matcher.flush()
+        stream.show(rest)
         self._finish(stream, update.finish_reason, update.stop_reason, update.error)
 
-    def _take_prompt_logprobs(self, stream: _Stream, first_position: int, rows: list[LogprobRow]) -> None:
-        """Positions may come again after a preemption, and every continuation brings them; the first is kept."""
-        caller, wanted = stream.caller, stream.request.params.prompt_logprobs or 0
-        if caller.prompt_logprobs is None:
-            caller.prompt_logprobs = [None]
-        known = caller.prompt_logprobs
+    def _take_prompt_logprobs(self, stream: TextStream, first_position: int, rows: list[LogprobRow]) -> None:
+        """Positions may come again after a preemption; the first of them is kept."""
+        wanted = stream.request.params.prompt_logprobs or 0
+        if stream.prompt_logprobs is None:
+            stream.prompt_logprobs = [None]
+        known = stream.prompt_logprobs
         for position, row in enumerate(rows, first_position):
             if position == len(known):
                 known.append(self._logprobs(row, wanted))
@@ -280,10 +211,15 @@ class OutputProcessor:
     def _text_of(self, token_id: int) -> str:
         return self._decoder.decode([token_id], skip_special_tokens=False)
 
-    def _finish(self, stream: _Stream, finish: FinishReason, stop_reason: int | str | None, error: str | None) -> None:
-        completion, caller = stream.completion, stream.caller
+    def _finish(
+        self, stream: TextStream, finish: FinishReason, stop_reason: int | str | None, error: str | None
+    ) -> None:
+        completion, submission = stream.completion, stream.submission
         completion.finish_reason, completion.stop_reason = finish, stop_reason
-        caller.error = caller.error or error
+        stream.error = error
         self._streams.pop(stream.request.request_id, None)
-        if caller.finished:
-            self._callers.pop(caller.request_id, None)
+        if not any(request.request_id in self._streams for request in submission.requests):
+            with self._lock:
+                # Else the id is another request's by now.
+                if self._submissions.get(submission.request_id) is submission:
+                    del self._submissions[submission.request_id]

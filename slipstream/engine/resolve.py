@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from slipstream.attention.cascade import least_saved
@@ -30,6 +31,7 @@ from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
 from slipstream.speculative_config import SpeculativeConfig
 
 _USUAL_TAPS = 3  # layers of the target that a head looks at
+_SMALL_TABLE_BYTES = 256 << 20  # of what has a row for each position of the context: rotary tables, tokens of requests
 
 
 def resolve(
@@ -84,10 +86,11 @@ def resolve(
         drafter_follows=uses_head and speculative is not None and speculative.adaptive,
         drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode, backend),
     )
+    cache = _resolve_cache(options, hardware, model, dtype, scheduler, num_params, draft)
     return EngineConfig(
         model=model,
-        cache=_resolve_cache(options, hardware, model, dtype, scheduler, num_params, draft),
-        scheduler=scheduler,
+        cache=cache,
+        scheduler=scheduler if options.max_model_len else _limit_context(model, scheduler, cache),
         device=hardware.device,
         dtype=dtype,
         attention_backend=backend,
@@ -100,6 +103,17 @@ def resolve(
         draft_model=None if draft is None else draft.config,
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
     )
+
+
+def _limit_context(model: ModelConfig, scheduler: SchedulerConfig, cache: CacheConfig) -> SchedulerConfig:
+    """The model's context, but where its tables are large no more of it than the cache can hold.
+
+    No request can be longer, and the context is the one number of a checkpoint that no tensor bears out.
+    """
+    tables = [model.rope] if model.window_rope is None else [model.rope, model.window_rope]
+    position_bytes = 4 * (sum(rope.rotary_dim for rope in tables) + scheduler.max_num_seqs + 1)
+    useful_len = max(cache.num_usable_tokens, _SMALL_TABLE_BYTES // position_bytes)
+    return replace(scheduler, max_model_len=min(scheduler.max_model_len, useful_len))
 
 
 def _check_choices(options: EngineOptions) -> None:

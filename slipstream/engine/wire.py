@@ -1,11 +1,18 @@
-"""What travels between the server's process and the engine's, and how: msgpack over ZeroMQ.
+"""What travels between the engine's process, its supervisor and its clients, and how: msgpack over ZeroMQ.
 
-A message is its kind and its content. Both ends are ours and of one version, so there is no negotiation.
+A message is its kind and its content. All ends are ours and of one version, so there is no negotiation.
+
+    supervisor  -- Stop, Leave ------------------->  engine     socket engine-<generation>, bound by the engine
+    client i    -- Add, Finish ------------------->  engine     the same
+    engine      -- Ready, Refused, Pulse, Stats -->  supervisor socket watch-<generation>, bound by the supervisor
+    engine      -- TokenUpdates, Stats, Pulse ---->  client i   socket client-<i>, bound by the client
+    supervisor  -- EngineLost, EngineBack -------->  client i   the same
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,16 +45,96 @@ class Stats:
     stats: EngineStats
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Add, Finish, Stop, Ready, Refused, TokenUpdates, Stats)}
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The engine's process is alive; said every second, whatever its main thread does."""
+
+    stuck_s: float  # how long the main thread has been at one thing; 0 while it loads, which may take any time
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A client is gone: its requests, whose ids begin with ``prefix``, are for no reader."""
+
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The engine's process has ended, and with it every request it had. Another one may follow."""
+
+    reason: str
+    num_sync_violations: int  # of this engine and those before it
+
+
+@dataclass(frozen=True, slots=True)
+class RestartFailed:
+    """No other engine could be started yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBack:
+    """Another engine takes requests."""
+
+    generation: int
+    ready: Ready
+
+
+class MalformedRequest(Exception):  # noqa: N818  says what arrived
+    """A request that is not of the form both ends agree on. It is that request's end, not the engine's."""
+
+    def __init__(self, request_id: str, reason: str) -> None:
+        super().__init__(reason)
+        self.request_id = request_id
+
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(Add, Finish, Stop, Leave, Ready, Refused, TokenUpdates, Stats, Pulse),
+        *(EngineLost, RestartFailed, EngineBack),
+    )
+}
+_NAMES = {kind: name.encode() for name, kind in _KINDS.items()}
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
+_decoders = {name.encode(): msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
 
 
 def encode(message: Any) -> list[bytes]:
     """Two frames: kind and content."""
-    return [type(message).__name__.encode(), _encoder.encode(message)]
+    return [_NAMES[type(message)], _encoder.encode(message)]
 
 
 def decode(frames: list[bytes]) -> Any:
-    kind, content = frames
-    return _decoders[kind.decode()].decode(content)
+    name, content = frames
+    try:
+        return _decoders[name].decode(content)
+    except msgspec.ValidationError as error:
+        if name != _NAMES[Add]:
+            raise
+        loose = msgspec.msgpack.decode(content)
+        raise MalformedRequest(loose["request"]["request_id"], str(error)) from error
+
+
+def engine_address(folder: Path | str, generation: int) -> str:
+    return f"ipc://{folder}/engine-{generation}"
+
+
+def watch_address(folder: Path | str, generation: int) -> str:
+    return f"ipc://{folder}/watch-{generation}"
+
+
+def client_address(folder: Path | str, client: int) -> str:
+    return f"ipc://{folder}/client-{client}"
+
+
+def client_prefix(client: int, incarnation: int) -> str:
+    """What the ids of a client's requests begin with. One that is started again does not use its old ids."""
+    return f"{client}.{incarnation}:"
+
+
+def client_of(request_id: str) -> int:
+    """The client that a request's updates go to."""
+    return int(request_id[: request_id.index(".")])

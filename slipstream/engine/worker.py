@@ -1,18 +1,21 @@
-"""The engine's own process: ``python -m slipstream.engine.worker FOLDER``, started by ``engine.process``.
+"""The engine's own process: ``python -m slipstream.engine.worker FOLDER GENERATION CLIENTS PARENT``.
 
-Everything happens in one thread: torch's pool of workers belongs to it, and nothing can delay a step but the messages
-it takes in between.
+``engine.supervisor`` starts it. The engine has one thread: torch's pool of workers belongs to it, and nothing can
+delay a step but the messages it takes in between. A second thread says every second that the process is alive, and
+ends it when its parent is gone.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -21,39 +24,109 @@ from slipstream.config import EngineOptions
 from slipstream.device.sync_guard import HostSyncError
 from slipstream.engine.build import build_engine
 from slipstream.engine.core import EngineCore
-from slipstream.engine.driver import Driver, Message
-from slipstream.engine.wire import Ready, Refused, Stats, decode, encode
+from slipstream.engine.driver import Driver, Finish, Message
+from slipstream.engine.split_updates import UpdateSplitter
+from slipstream.engine.wire import (
+    Leave,
+    MalformedRequest,
+    Pulse,
+    Ready,
+    Refused,
+    Stats,
+    client_address,
+    decode,
+    encode,
+    engine_address,
+    watch_address,
+)
 from slipstream.errors import SlipstreamError
-from slipstream.types import TokenUpdates
+from slipstream.types import TokenUpdate, TokenUpdates
 
 _STATS_EVERY_S = 0.1
-_ORPHAN_CHECK_MS = 500
+_PULSE_EVERY_S = 1.0
+_WAIT_MS = 500  # for a message, before the main thread says again that it is not stuck
+_EXIT_ORPHAN = 3
+
+
+class Place:
+    """The folder of the sockets, which engine this process is, how many clients it has, and who started it."""
+
+    def __init__(self, folder: str, generation: str, num_clients: str, parent: str) -> None:
+        self.folder, self.generation = Path(folder), int(generation)
+        self.num_clients, self.parent = int(num_clients), int(parent)
+
+    @property
+    def client_addresses(self) -> list[str]:
+        return [client_address(self.folder, client) for client in range(self.num_clients)]
+
+    @property
+    def watch_address(self) -> str:
+        return watch_address(self.folder, self.generation)
+
+
+def _open_push(context: zmq.Context[zmq.Socket[bytes]], address: str, linger_ms: int) -> zmq.Socket[bytes]:
+    outbox = context.socket(zmq.PUSH)
+    outbox.setsockopt(zmq.SNDHWM, 0)  # a client that is slow for a while must not stop the engine
+    outbox.setsockopt(zmq.LINGER, linger_ms)
+    outbox.connect(address)
+    return outbox
+
+
+class _Pulse:
+    """Tells the supervisor and the clients that this process is alive, from the first moment on."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._at_work_since: float | None = None  # None while it loads, which may take minutes
+        threading.Thread(target=self._run, name="slipstream-pulse", daemon=True).start()
+
+    def note_progress(self) -> None:
+        self._at_work_since = time.monotonic()
+
+    def _run(self) -> None:
+        context = zmq.Context()  # a socket belongs to one thread
+        addresses = [self._place.watch_address, *self._place.client_addresses]
+        outboxes = [_open_push(context, address, 0) for address in addresses]
+        while True:
+            if os.getppid() != self._place.parent:
+                # The parent had no time to end this process, which may be in the middle of loading.
+                shutil.rmtree(self._place.folder, ignore_errors=True)
+                os._exit(_EXIT_ORPHAN)
+            since = self._at_work_since
+            frames = encode(Pulse(0.0 if since is None else time.monotonic() - since))
+            for outbox in outboxes:
+                outbox.send_multipart(frames)
+            time.sleep(_PULSE_EVERY_S)
 
 
 class Worker:
-    def __init__(self, folder: Path, parent: int) -> None:
+    def __init__(self, place: Place) -> None:
         context = zmq.Context()
         self._inbox = context.socket(zmq.PULL)
-        self._inbox.connect(f"ipc://{folder}/in")
-        self._outbox = context.socket(zmq.PUSH)
-        self._outbox.connect(f"ipc://{folder}/out")
+        self._inbox.setsockopt(zmq.RCVHWM, 0)
+        self._inbox.bind(engine_address(place.folder, place.generation))
+        self._pulse = _Pulse(place)  # after the last file that is made in the folder, which it may have to remove
         # What is queued when the process ends is still sent, but not for ever.
-        self._outbox.setsockopt(zmq.LINGER, 1000)
+        self._watch = _open_push(context, place.watch_address, 1000)
+        self._clients = [_open_push(context, address, 1000) for address in place.client_addresses]
+        self._splitter = UpdateSplitter(place.num_clients)
         self._context = context
-        self._parent = parent
         self._core: EngineCore | None = None
+        self._driver: Driver | None = None
+        self._early: deque[Message] = deque()  # from a message that means several
         self._stats_sent_at = 0.0
 
     def run(self, options: EngineOptions) -> int:
         try:
             engine = build_engine(options)
         except SlipstreamError as error:
-            self._send(Refused(type(error).__name__, str(error)))
+            self._watch.send_multipart(encode(Refused(type(error).__name__, str(error))))
             return 2
         self._core = engine.core
-        self._send(Ready(engine.config, engine.defaults, engine.eos_token_ids))
+        self._driver = Driver(engine.core, self._receive, self._deliver)
+        self._watch.send_multipart(encode(Ready(engine.config, engine.defaults, engine.eos_token_ids)))
         try:
-            Driver(engine.core, self._receive, self._deliver).run()
+            self._driver.run()
         except HostSyncError:
             self._send_stats()  # the violation is counted, and the count outlives this process
             raise
@@ -63,37 +136,60 @@ class Worker:
         self._context.destroy()
 
     def _receive(self, wait: bool) -> Message:
-        if wait:
+        if wait or self._stats_are_due:  # while graphs are recorded too, which may take a minute
             self._send_stats()
         while True:
-            if self._inbox.poll(_ORPHAN_CHECK_MS if wait else 0):
-                message: Message = decode(self._inbox.recv_multipart())
-                return message
-            if os.getppid() != self._parent:
-                raise SystemExit("the server is gone")
-            if not wait:
+            self._pulse.note_progress()
+            if self._early:
+                return self._early.popleft()
+            if self._inbox.poll(_WAIT_MS if wait else 0):
+                if (message := self._take_message()) is not None:
+                    return message
+            elif not wait:
                 raise queue.Empty
 
+    def _take_message(self) -> Message | None:
+        """The next message for the engine; None where it was not for the engine."""
+        try:
+            message: Message | Leave = decode(self._inbox.recv_multipart())
+        except MalformedRequest as error:
+            reason = f"the engine cannot read this request: {error}"
+            self._deliver(TokenUpdates.of([TokenUpdate(error.request_id, [], "error", error=reason)]))
+            return None
+        if isinstance(message, Leave):
+            assert self._driver is not None
+            self._early += [Finish(known) for known in self._driver.known if known.startswith(message.prefix)]
+            return None
+        return message
+
     def _deliver(self, updates: TokenUpdates) -> None:
-        self._send(updates)
-        if time.monotonic() - self._stats_sent_at > _STATS_EVERY_S:
+        for client, part in self._splitter.split(updates):
+            self._clients[client].send_multipart(encode(part))
+        if self._stats_are_due:
             self._send_stats()
+
+    @property
+    def _stats_are_due(self) -> bool:
+        return time.monotonic() - self._stats_sent_at > _STATS_EVERY_S
 
     def _send_stats(self) -> None:
         assert self._core is not None
-        self._send(Stats(self._core.stats))
+        frames = encode(Stats(self._core.stats))
+        for outbox in (self._watch, *self._clients):
+            outbox.send_multipart(frames)
         self._stats_sent_at = time.monotonic()
-
-    def _send(self, message: Any) -> None:
-        self._outbox.send_multipart(encode(message))
 
 
 def main() -> int:
-    # Ctrl-C goes to the whole group of processes; the server decides what becomes of it.
+    # The server decides what becomes of a Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    options = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineOptions)
-    folder, parent = sys.argv[1:]
-    worker = Worker(Path(folder), int(parent))
+    place = Place(*sys.argv[1:])
+    if not (given := sys.stdin.buffer.read()):
+        # The server ended before it had said anything.
+        shutil.rmtree(place.folder, ignore_errors=True)
+        return _EXIT_ORPHAN
+    options = msgspec.json.decode(given, type=EngineOptions)
+    worker = Worker(place)
     try:
         return worker.run(options)
     finally:

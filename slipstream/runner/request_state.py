@@ -142,7 +142,8 @@ class RequestRows:
             "draft_end": init.num_computed,
             "ran": 0,
             "prompt_len": prompt_len,
-            "min_total": prompt_len + params.min_tokens,
+            # A least length beyond the limit is the limit: the row ends there.
+            "min_total": min(prompt_len + params.min_tokens, request.max_total_tokens),
             "max_total": request.max_total_tokens,
             "status": int(RowStatus.RUNNING),
             "top_k": min(params.top_k or 0, 2**31 - 1),

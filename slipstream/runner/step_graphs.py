@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class StepGraphs:
         )
         # Steps without graphs whose cost is still to be measured.
         self._unmeasured: list[tuple[int, int]] = []
+        self._unmeasured_graphs: deque[BatchExecutionDescriptor] = deque()  # whose timing gave way to a request
         if on_cost is not None and self.mode.decode_mode() is not CUDAGraphMode.FULL:
             powers = itertools.takewhile(lambda n: n <= min(max_num_reqs, _MAX_MEASURED), (1 << i for i in range(16)))
             self._unmeasured = [(n, k) for n in powers for k in drafts.lengths]
@@ -193,7 +195,8 @@ class StepGraphs:
     @property
     def num_missing(self) -> int:
         """Above 0 until idle time has found nothing left to do, a drafter's graphs and all measurements included."""
-        return max(self._manager.num_missing + len(self._unmeasured), int(not self._is_complete))
+        num_left = self._manager.num_missing + len(self._unmeasured) + len(self._unmeasured_graphs)
+        return max(num_left, int(not self._is_complete))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -204,8 +207,11 @@ class StepGraphs:
             self._measure_launches(*self._unmeasured.pop(0))
 
     @torch.inference_mode()
-    def capture_one_more(self) -> bool:
-        """With nothing else to do. A warm-up really runs, so the last step's batch must not be there any more."""
+    def capture_one_more(self, is_wanted: Callable[[], bool] = lambda: False) -> bool:
+        """With nothing else to do. A warm-up really runs, so the last step's batch must not be there any more.
+
+        Timing a step gives way as soon as ``is_wanted``, and is begun again the next time.
+        """
         if self._is_complete:
             return False
         self._choices.clear()
@@ -219,23 +225,29 @@ class StepGraphs:
             own = (program.backend.step_buffers(), program.speculator.step_buffers())
             for buffer in (*program.buffers.of_a_step(), *itertools.chain(*own)):
                 buffer.zero_()
-        if (desc := self._manager.capture_one_more(self._create_forward)) is not None:
-            self._measure(desc)
+        if self._unmeasured_graphs:
+            if self._measure(self._unmeasured_graphs[0], is_wanted):
+                self._unmeasured_graphs.popleft()
+        elif (desc := self._manager.capture_one_more(self._create_forward)) is not None:
+            if not self._measure(desc, is_wanted):
+                self._unmeasured_graphs.append(desc)
         elif self._unmeasured:
-            self._measure_launches(*self._unmeasured.pop(0))
+            if self._measure_launches(*self._unmeasured[0], is_wanted):
+                self._unmeasured.pop(0)
         else:
             self._is_complete = not self._program.speculator.capture_one_more()
         return not self._is_complete
 
-    def _measure(self, desc: BatchExecutionDescriptor) -> None:
-        """What a step in this graph costs, if steps of its kind follow each other."""
+    def _measure(self, desc: BatchExecutionDescriptor, is_wanted: Callable[[], bool] = lambda: False) -> bool:
+        """What a step in this graph costs, if steps of its kind follow each other. False if it had to give way."""
         if self._on_cost is None or desc.query_len is None or desc.tier != "fast":
-            return
+            return True
         num_checked = desc.query_len - 1
         if desc.num_drafts == self._drafts.num_made(num_checked) and desc.mode is CUDAGraphMode.FULL:
-            self._time(desc.num_reqs, num_checked, lambda: self._manager.replay(desc))
+            return self._time(desc.num_reqs, num_checked, lambda: self._manager.replay(desc), is_wanted)
+        return True
 
-    def _measure_launches(self, num_reqs: int, num_drafts: int) -> None:
+    def _measure_launches(self, num_reqs: int, num_drafts: int, is_wanted: Callable[[], bool] = lambda: False) -> bool:
         program, query_len, num_made = self._program, 1 + num_drafts, self._drafts.num_made(num_drafts)
         desc = BatchExecutionDescriptor(
             *(CUDAGraphMode.NONE, num_reqs * query_len, num_reqs, query_len, "fast", num_made)
@@ -253,9 +265,10 @@ class StepGraphs:
             elif self._follows:
                 program.speculator.follow(batch.drafting)
 
-        self._time(num_reqs, num_drafts, run)
+        is_timed = self._time(num_reqs, num_drafts, run, is_wanted)
         with self._waiting():
             program.buffers.stage_nothing()
+        return is_timed
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -264,12 +277,15 @@ class StepGraphs:
         with device.use_stream(device.compute_stream), device.sync_guard.allow("measure"), device.warm_up():
             yield
 
-    def _time(self, num_reqs: int, num_drafts: int, run: Callable[[], None]) -> None:
-        """Over nobody's rows: keys that are not there are not read, everything else is as in a step."""
+    def _time(self, num_reqs: int, num_drafts: int, run: Callable[[], None], is_wanted: Callable[[], bool]) -> bool:
+        """Over padding: keys that are not there are not read, everything else is as in a step."""
         with self._waiting(), self._program.buffers.padding_of_many_tokens():
-            seconds = seconds_of_a_step(self._device, run)
+            seconds = seconds_of_a_step(self._device, run, is_wanted)
+        if seconds is None:
+            return False
         assert self._on_cost is not None
         self._on_cost(num_reqs, num_drafts, seconds)
+        return True
 
     def run(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> tuple[Tensor, Tensor | None]:
         """A step over staged rows: hidden states, and log probabilities if a request wants them."""

@@ -6,13 +6,29 @@ from collections.abc import Callable
 
 from slipstream.device.interface import Device
 
-_AT_WORK_S, _MOST_AT_WORK = 0.05, 25  # steps one behind the other, on a device of its own
+_AT_WORK_S, _MOST_AT_WORK = 0.05, 25  # steps one after the other, on a device of its own
 _NUM_ALONE, _LONG_S = 5, 0.01  # the same elsewhere; a longer step is timed by itself
 
 
-def seconds_of_a_step(device: Device, run: Callable[[], None]) -> float:
-    run()  # once for everything that is done once
-    return _at_work(device, run) if device.runs_beside else _alone(device, run)
+class _Interrupted(Exception):  # noqa: N818  not an error
+    """There is better to do."""
+
+
+def seconds_of_a_step(
+    device: Device, run: Callable[[], None], is_wanted: Callable[[], bool] = lambda: False
+) -> float | None:
+    """None if the timing gave way to something else, which ``is_wanted`` is asked for after each run."""
+
+    def run_unless_wanted() -> None:
+        if is_wanted():
+            raise _Interrupted
+        run()
+
+    try:
+        run_unless_wanted()  # once for everything that is done once
+        return _at_work(device, run_unless_wanted) if device.runs_beside else _alone(device, run_unless_wanted)
+    except _Interrupted:
+        return None
 
 
 def _at_work(device: Device, run: Callable[[], None]) -> float:

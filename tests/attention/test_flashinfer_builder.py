@@ -297,6 +297,26 @@ def test_pages_of_who_had_the_row_before(prefill: str, decode: str) -> None:
         assert torch.equal(bench.device.peek(kv_cache)[page].nan_to_num(7.0), before[page].nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("decode", ["trtllm", "xqa"])
+@pytest.mark.parametrize("prefill", [[], [Row(3, 7, 7)]], ids=["decodes", "mixed"])
+def test_rows_that_have_stopped_clear_no_keys(prefill: list[Row], decode: str) -> None:
+    """Their tables may name pages of those that go on: of a common prefix, or of who has been given them since."""
+    rows = [Row(11, 4, 2), Row(9, 4, 0), Row(1, 4, 0), *prefill]
+    batch = make_batch(rows)
+    table = batch.common.block_table
+    table[1] = table[0]
+    table[2] = table[0].flip(0)
+    bench = Bench(paths_of("trtllm", decode))
+    q, kv_cache = upload(bench.device, batch.q), upload(bench.device, batch.kv_cache)
+    out = bench.backend.run(layer(), q, kv_cache, bench.build(batch))
+    torch.testing.assert_close(bench.device.peek(out), batch.expected(layer()), rtol=1e-9, atol=1e-9)
+    after = bench.device.peek(kv_cache)
+    for i, row in enumerate(rows):
+        for slot in range(row.seq_len):
+            at = (table[i, slot // PAGE], slice(None), slice(None), slot % PAGE)
+            assert torch.equal(after[at], batch.kv_cache[at])
+
+
 def test_sequences_that_start_later_are_refused() -> None:
     bench, batch = Bench(paths_of("trtllm", "trtllm")), make_batch(draw_rows(0, 1, "decodes"))
     starts = torch.zeros(4, dtype=torch.int32)

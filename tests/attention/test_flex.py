@@ -26,7 +26,7 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.cpu import dtype_works
 from slipstream.device.sim import SimDevice
-from slipstream.types import RequestOutput
+from slipstream.output import RequestOutput
 from tests import tiny_models
 from tests.operation_checks import checked_operations
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from slipstream.engine.build import Engine
 from slipstream.errors import RequestError
+from slipstream.runner.async_output import InFlightStep
 from slipstream.types import Request
 from tests.engine.drive import make_request, run
 
@@ -110,6 +112,22 @@ def test_how_requests_end(make_engine: MakeEngine, steps_in_flight: int) -> None
     assert (outcome.token_ids, outcome.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_what_the_engine_counts(make_engine: MakeEngine, steps_in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks, then a token a step; the last token is drawn and not computed. Waits are not the host's."""
+    core = make_engine(steps_in_flight=steps_in_flight, max_num_batched_tokens=16, enable_prefix_caching=False).core
+    collect = InFlightStep.collect
+    monkeypatch.setattr(InFlightStep, "collect", lambda step: replace(collect(step), wait_s=100.0))
+    run(core, [make_request("a", range(30), 4)])
+    stats = core.stats
+    assert (stats.num_steps, stats.num_tokens_computed) == (2 + 3, 30 + 3)
+    assert (stats.num_tokens_out, stats.num_requests_finished, stats.num_prompt_tokens) == (4, 1, 30)
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_pages == stats.num_pages > 0
+    assert sum(stats.step_s.counts) == sum(stats.host_s.counts) == stats.num_steps
+    assert stats.step_s.total - stats.host_s.total == pytest.approx(100.0 * stats.num_steps)
+
+
 def test_context_limit_ends_a_request(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=40)
     request = make_request("r", range(30), 10)
@@ -129,6 +147,23 @@ def test_nan_fails_one_request_alone(make_engine: MakeEngine, steps_in_flight: i
     assert "not numbers" in (outcomes["bad"].error or "")
     for request in good:
         assert outcomes[request.request_id] == expected[request.request_id]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_what_a_failed_step_has_computed_is_not_found_again(make_engine: MakeEngine, steps_in_flight: int) -> None:
+    """A fault that passes, as one of the memory: the same prompt, sent again, is computed anew and answered."""
+    prompt = [3 + i % 7 for i in range(40)]
+    expected = run(make_engine().core, [make_request("a", prompt, 10)])["a"]
+    core = make_engine(steps_in_flight=steps_in_flight).core
+    weight = core.runner.program.model.model.embed_tokens.weight  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        good = weight[4].clone()
+        weight[4] = torch.nan
+        assert run(core, [make_request("a", prompt, 10)])["a"].finish_reason == "error"
+        weight[4] = good
+    assert run(core, [make_request("a", prompt, 10)])["a"] == expected
+    assert core.stats.num_cached_tokens == 0
+    core.scheduler.check_idle()
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from slipstream.engine.admission import Submission
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.reader import OutputReader, OutputThread
 from slipstream.engine.stats import EngineStats
+from slipstream.output import SYNTHETIC_NOTICE, RequestOutput
 from slipstream.speculative_config import SpeculativeConfig
-from slipstream.types import SYNTHETIC_NOTICE, LogprobRow, RequestOutput, TokenUpdate, TokenUpdates
+from slipstream.types import LogprobRow, TokenUpdate, TokenUpdates
 from tests.engine.drive import make_request
 
 NGRAM = SpeculativeConfig("ngram", 4)
@@ -32,18 +35,21 @@ class Bench:
         self.ended: list[str] = []
         self.outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self.processor = OutputProcessor(Letters(), self.ended.append, speculative)
+        self.thread = OutputThread(self.processor)
 
     def begin(self, *, every_token: bool = False, n: int = 1, **params: Any) -> None:
         first = make_request("a", [1, 2], **params)
         others = [make_request(f"a#{i}", [1, 2], **params) for i in range(1, n)]
-        self.processor.register("a", [first, *others], None, self.outputs.put, every_token)
+        submission = Submission("a", None, (first, *others))
+        reader = OutputReader(submission, self.outputs.put, every_token)
+        reader.begin(self.processor.register(submission, reader))
 
     def say(self, text: str, drafts: tuple[int, int] = (0, 0), request_id: str = "a", **ends: Any) -> None:
         ids = [ord(letter) for letter in text]
         rows = [LogprobRow(1, [token_id], [-1.0]) for token_id in ids]
         num_drafts, num_accepted = drafts
         update = TokenUpdate(request_id, ids, logprobs=rows, num_drafts=num_drafts, num_accepted=num_accepted, **ends)
-        self.processor.deliver(TokenUpdates.of([update]))
+        self.thread.deliver(TokenUpdates.of([update]))
 
     def next(self) -> RequestOutput:
         return self.outputs.get(timeout=10)
@@ -53,7 +59,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     made = Bench(NGRAM)
     yield made
-    made.processor.close()
+    made.thread.close()
 
 
 @pytest.mark.parametrize("every_token", [False, True])
@@ -136,7 +142,7 @@ def test_an_engine_that_does_not_draft_has_no_figures() -> None:
     bench.begin(logprobs=0)
     bench.say("ab", finish_reason="length")
     output = bench.next()
-    bench.processor.close()
+    bench.thread.close()
     assert output.speculation is None
     assert (output.text, output.delta_text) == ("ab", "ab")
 
@@ -146,7 +152,7 @@ def test_synthetic_acceptance_is_said_even_where_nothing_was_drafted() -> None:
     bench.begin()
     bench.say("a", finish_reason="length")
     figures = bench.next().speculation
-    bench.processor.close()
+    bench.thread.close()
     assert figures is not None and figures.as_dict()["synthetic"] == SYNTHETIC_NOTICE
 
 

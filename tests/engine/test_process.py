@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import os
+import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from slipstream.config import EngineOptions
 from slipstream.device.cpu import CpuDevice
+from slipstream.engine import link, supervisor, worker
 from slipstream.engine.build import build_engine
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.process import EngineProcess
+from slipstream.engine.pulse import PulseMonitor
 from slipstream.engine.resolve import resolve
 from slipstream.engine.stats import EngineStats
-from slipstream.engine.wire import Ready, Refused, Stats, decode, encode
-from slipstream.errors import ConfigError, EngineError, ModelError
+from slipstream.engine.wire import (
+    EngineBack,
+    EngineLost,
+    Leave,
+    Pulse,
+    Ready,
+    Refused,
+    RestartFailed,
+    Stats,
+    client_address,
+    decode,
+    encode,
+    watch_address,
+)
+from slipstream.errors import ConfigError, EngineError, ModelError, RequestError
 from slipstream.llm import LLM
 from slipstream.models.registry import architecture_of
 from slipstream.models.weights import open_checkpoint
+from slipstream.output import RequestOutput
 from slipstream.types import LogprobRow, SamplingParams, TokenUpdate, TokenUpdates
 from tests import tiny_models
 from tests.engine.drive import make_request
@@ -57,6 +78,11 @@ def test_messages_survive_the_wire(folder: Path) -> None:
         Refused("ConfigError", "no"),
         TokenUpdates.of([update]),
         Stats(stats),
+        Pulse(1.5),
+        Leave("1.0:"),
+        EngineLost("it died", 2),
+        RestartFailed("no memory"),
+        EngineBack(3, Ready(config, GREEDY, (1, 2))),
     ):
         assert decode(encode(message)) == message
 
@@ -157,12 +183,24 @@ def test_the_engine_ends_with_its_server(folder: Path) -> None:
 
 def test_the_engine_ends_if_its_server_dies_while_it_starts(folder: Path) -> None:
     program = (
-        "import os, signal\nfrom slipstream.config import EngineOptions\nfrom slipstream.engine.process import _Child\n"
-        f"child = _Child(EngineOptions(model={str(folder)!r}))\n"
-        "print(child.process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, pathlib, signal, tempfile\nfrom slipstream.config import EngineOptions\n"
+        "from slipstream.engine.supervisor import _Child\nfolder = pathlib.Path(tempfile.mkdtemp())\n"
+        f"child = _Child(EngineOptions(model={str(folder)!r}), folder, 0, 1, 300.0)\n"
+        "print(child.process.pid, folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    wait_for_end(int(ran.stdout))
+    pid, place = ran.stdout.split()
+    wait_for_end(int(pid))
+    assert not Path(place).exists(), "its sockets stayed"
+
+
+def test_an_engine_that_is_told_nothing_leaves_nothing(tmp_path: Path) -> None:
+    """Its server died between starting it and telling it what to load."""
+    place = tmp_path / "sockets"
+    place.mkdir()
+    command = [sys.executable, "-m", "slipstream.engine.worker", str(place), "0", "1", str(os.getpid())]
+    assert subprocess.run(command, input=b"", check=False, timeout=60).returncode == 3
+    assert not place.exists()
 
 
 def test_closing_while_the_engine_is_away(folder: Path) -> None:
@@ -182,10 +220,15 @@ def test_a_refused_request_leaves_nothing_registered(folder: Path) -> None:
         running = llm._client.running
         assert isinstance(running, EngineProcess)
         os.kill(running.pid, signal.SIGKILL)
-        running._child.process.wait(5)
-        with pytest.raises(EngineError):
-            llm.generate([[1, 2], [3, 4]], GREEDY)
-        assert not llm._client._output._callers
+        process = running._supervisor.child.process
+        assert process is not None
+        process.wait(5)
+        try:  # one that is sent before the death is noticed ends with it
+            outputs = llm.generate([[1, 2], [3, 4]], GREEDY)
+            assert all("ended with code -9" in (output.error or "") for output in outputs)
+        except EngineError:
+            pass
+        assert not llm._client._output._submissions
         assert not llm._client._output._streams
 
 
@@ -193,7 +236,7 @@ def test_sockets_are_private(folder: Path) -> None:
     with LLM(str(folder), own_process=True) as llm:
         running = llm._client.running
         assert isinstance(running, EngineProcess)
-        place = running._child._folder
+        place = running._supervisor.folder
         assert place.stat().st_mode & 0o777 == 0o700
     assert not place.exists()
 
@@ -206,3 +249,139 @@ def test_figures_of_an_engine_that_is_not_done_preparing_travel(folder: Path) ->
         while core.use_idle_time():
             pass
     assert core.stats.num_missing_graphs == 0
+
+
+def test_a_request_that_cannot_be_read_is_the_only_one_to_fail(folder: Path) -> None:
+    """The worker's own guard: whatever a client's checks let through, the engine goes on."""
+    with LLM(str(folder), own_process=True) as llm:
+        submission = llm._client.prepare([1, 2], GREEDY)
+        (request,) = submission.requests
+        odd = replace(submission, requests=(replace(request, prompt_token_ids=(True, "x")),))  # type: ignore[arg-type]
+        answers: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        llm._client.submit(odd, answers.put)
+        assert "the engine cannot read this request" in (answers.get(timeout=20).error or "")
+        assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == 16
+
+
+def test_what_cannot_be_encoded_leaks_no_slot(folder: Path) -> None:
+    with LLM(str(folder), own_process=True) as llm:
+        submission = llm._client.prepare([1, 2], GREEDY, "mine")
+        (request,) = submission.requests
+        odd = replace(submission, requests=(replace(request, priority=2**70),))
+        with pytest.raises(OverflowError):
+            llm._client.submit(odd, lambda output: None)
+        llm._client.submit(submission, (answers := queue.SimpleQueue[RequestOutput]()).put, every_token=False)
+        assert answers.get(timeout=20).finish_reason == "length"
+
+
+def running_process(llm: LLM) -> EngineProcess:
+    running = llm._client.running
+    assert isinstance(running, EngineProcess)
+    return running
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_hung_engine_is_noticed_and_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(folder), own_process=True, max_model_len=512) as llm:
+        running, pid = running_process(llm), running_process(llm).pid
+        stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+        next(stream)
+        monkeypatch.setattr(link, "UNWELL_S", 1.5)
+        assert running.trouble is None
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: "has not answered" in (running.trouble or ""))
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: running.trouble is None)  # it was only held up: nothing is lost
+        assert running.pid == pid and running.num_restarts == 0
+        monkeypatch.setattr(supervisor, "HUNG_S", 2.0)
+        os.kill(pid, signal.SIGSTOP)
+        last = list(stream)[-1]
+        if last.finish_reason == "abort":  # else it had ended before
+            assert "has not answered" in (last.error or "")
+        wait_until(lambda: running.num_restarts == 1)
+        assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == 16
+
+
+def test_an_engine_that_is_stuck_in_a_step_is_hung() -> None:
+    """Its process is alive and says so; its main thread does not come back."""
+    monitor = PulseMonitor(step_timeout_s=0.5)
+    monitor.note_pulse(0.4)
+    assert monitor.find_trouble(30.0) is None
+    monitor.note_pulse(0.6)
+    assert "has been at one step" in (monitor.find_trouble(30.0) or "")
+    monitor.note_pulse(0.0)
+    assert monitor.find_trouble(30.0) is None
+
+
+def test_silence_counts_once_the_pulse_has_begun() -> None:
+    monitor = PulseMonitor(step_timeout_s=300.0)
+    for _ in range(50):
+        monitor.note_silence(1.0)
+    assert monitor.find_trouble(5.0) is None, "packages may take long to be imported"
+    monitor.note_pulse(0.0)
+    assert monitor.find_trouble(5.0) is not None
+    monitor.note_message()
+    assert monitor.find_trouble(5.0) is None
+    monitor.note_silence(3600.0)
+    assert monitor.find_trouble(5.0) is None, "this process itself was stopped for an hour"
+
+
+def test_the_pulse_tells_how_long_a_step_takes() -> None:
+    received: list[Pulse] = []
+    context = zmq.Context()
+    folder = Path(tempfile.mkdtemp())
+    inboxes = []
+    for address in (watch_address(folder, 0), client_address(folder, 0), client_address(folder, 1)):
+        inbox = context.socket(zmq.PULL)
+        inbox.bind(address)
+        inboxes.append(inbox)
+    try:
+        pulse = worker._Pulse(worker.Place(str(folder), "0", "2", str(os.getppid())))
+        for _ in range(3):
+            assert all(inbox.poll(20_000) for inbox in inboxes)
+            heard = [decode(inbox.recv_multipart()) for inbox in inboxes]
+            assert heard[0] == heard[1] == heard[2], "the supervisor and every client hear the same"
+            received.append(heard[0])
+            if len(received) == 1:
+                pulse.note_progress()
+        assert received[0].stuck_s == 0.0, "nothing is stuck before the first message"
+        assert received[2].stuck_s >= 0.9
+        pulse.note_progress()
+        assert inboxes[0].poll(20_000)
+        assert decode(inboxes[0].recv_multipart()).stuck_s < received[2].stuck_s
+    finally:
+        context.destroy(linger=0)
+        shutil.rmtree(folder)
+
+
+def test_a_restart_brings_its_own_limits(folder: Path) -> None:
+    """With less memory the next engine takes less: what it would refuse is refused before, in one line."""
+    with LLM(str(folder), own_process=True, num_gpu_blocks_override=32, max_model_len=400) as llm:
+        running = running_process(llm)
+        long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+        assert len(llm.generate([1, 2], long)[0].token_ids) == 300
+        waiting = llm._client.prepare([1, 2], long)
+        supervised = running._supervisor
+        supervised._options = replace(supervised._options, num_gpu_blocks_override=8, max_model_len=100)
+        os.kill(running.pid, signal.SIGKILL)
+        wait_until(lambda: running.num_restarts == 1)
+        assert llm.config.cache.num_pages == 9 and llm.config.scheduler.max_model_len == 100
+        with pytest.raises(RequestError, match="the KV cache holds"):
+            llm._client.submit(waiting, lambda output: None)
+        with pytest.raises(RequestError, match="the context holds 100"):
+            llm.generate([list(range(150))], GREEDY)
+        assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == 16
+
+
+def test_requests_that_have_ended_are_not_known_any_more(folder: Path) -> None:
+    with LLM(str(folder), own_process=True) as llm:
+        running = running_process(llm)
+        llm.generate([[1, 2], [3, 4]], GREEDY)
+        next(llm.stream([1, 2, 3], GREEDY))  # left at once
+        wait_until(lambda: not running._link._known)

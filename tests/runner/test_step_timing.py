@@ -7,6 +7,7 @@ import torch
 
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.sim import SimDevice
+from slipstream.engine.core import EngineCore
 from slipstream.runner.step_timing import seconds_of_a_step
 from tests.sim.world import World
 
@@ -59,14 +60,20 @@ class Onlooker(SimDevice):
         return seconds
 
 
-@pytest.mark.parametrize("mode", ["full", "none"])
-def test_steps_are_timed_over_many_tokens(mode: str) -> None:
-    """Equal ones take less power, and ask for the same experts. Nothing of them is left behind."""
+def adaptive_core(device: SimDevice, mode: str) -> EngineCore:
+    """With n-gram drafts whose length adapts: steps are timed, in graphs or launch by launch."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64, "num_gpu_blocks_override": 64}
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
     world = World(4, {"cudagraph_mode": mode, "speculative_config": drafts, **sizes})
-    device = world.device = Onlooker(1)
-    core = world._build(world.resolve())
+    world.device = device
+    return world._build(world.resolve())
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_steps_are_timed_over_many_tokens(mode: str) -> None:
+    """Equal ones take less power, and ask for the same experts. Nothing of them is left behind."""
+    device = Onlooker(1)
+    core = adaptive_core(device, mode)
     device.look = lambda: device.peek(core.runner.buffers.input_ids).clone()
     while core.use_idle_time():
         pass
@@ -74,3 +81,30 @@ def test_steps_are_timed_over_many_tokens(mode: str) -> None:
     assert max(num_tokens) == 4
     assert num_tokens.count(4) > len(num_tokens) // 2, "those of fewer than four tokens have fewer"
     assert not device.peek(core.runner.rows.token_ids[-1]).any()
+
+
+def prices_in_idle_time(mode: str, num_wanted: int) -> set[tuple[int, int]]:
+    """Requests and drafts of the timed steps, where there was better to do so many times before."""
+    device, told = Onlooker(1), set[tuple[int, int]]()
+    core = adaptive_core(device, mode)
+    graphs = core.runner.graphs
+    graphs._on_cost = lambda num_reqs, num_drafts, seconds: told.add((num_reqs, num_drafts))
+    device.look = lambda: torch.zeros(0)
+    for _ in range(num_wanted):
+        assert core.use_idle_time(lambda: True)
+    assert not device.seen
+    assert graphs.num_missing > 0
+    while core.use_idle_time():
+        pass
+    assert device.seen
+    assert graphs.num_missing == 0
+    return told
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_no_step_is_timed_while_there_is_better_to_do(mode: str) -> None:
+    """Neither after a recording, nor when that is tried again, nor where steps are launched. What gave way is timed
+    later, so that no step is left without a price."""
+    undisturbed = prices_in_idle_time(mode, num_wanted=0)
+    assert len(undisturbed) > 2
+    assert prices_in_idle_time(mode, num_wanted=20) == undisturbed

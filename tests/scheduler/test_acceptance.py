@@ -74,3 +74,19 @@ def test_what_was_distrusted_is_soon_outweighed() -> None:
     known.distrust(rows, slice(1, 3), 0.0)
     known.learn(rows, np.array([1, 1]), 3)
     assert known.right[0, 1] == pytest.approx(0.5, abs=0.01) and known.right[0, 0] > 0.99
+
+
+@pytest.mark.parametrize("num_reqs", [1, 6], ids=["one by one", "all at once"])
+def test_a_row_that_changes_hands_forgets_the_failures_of_its_last_request(num_reqs: int) -> None:
+    """Many in a row make what was known count less; those of another request say nothing of this one's text."""
+    rows, failed = np.arange(num_reqs), np.zeros(num_reqs, dtype=np.int64)
+    known, fresh = Acceptance(num_reqs, 2), Acceptance(num_reqs, 2)
+    for _ in range(20):
+        known.learn(rows, failed, 1)
+    known.usual[:] = fresh.usual
+    for row in rows.tolist():
+        known.move_in(row)
+        fresh.move_in(row)
+    for each in (known, fresh):
+        each.learn(rows, failed, 1)
+    np.testing.assert_allclose(known.right, fresh.right, rtol=1e-12)

@@ -29,3 +29,27 @@ def test_no_page_is_given_twice_and_none_is_lost(counts: list[int]) -> None:
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_pages_for(tokens: int, pages: int) -> None:
     assert PagePool(3, 16).pages_for(tokens) == pages
+
+
+@pytest.mark.parametrize(
+    ("first_drafted", "second_drafted", "found"),
+    [(True, True, 0), (True, False, 0), (False, False, 0), (False, True, 1)],
+)
+@pytest.mark.parametrize("is_first_held", [False, True])
+def test_of_two_pages_with_the_same_content_one_is_found(
+    first_drafted: bool, second_drafted: bool, found: int, is_first_held: bool
+) -> None:
+    """The first, unless the second alone holds the drafter's keys. The other is a page like any when it is free."""
+    pool = PagePool(4, 16)
+    pages = [pool.take(1)[0] for _ in range(2)]
+    pool.remember(pages[0], b"same", first_drafted)
+    if not is_first_held:
+        pool.give_back(pages[:1])
+    pool.remember(pages[1], b"same", second_drafted)
+    assert pool.find([b"same"]) == [pages[found]]
+    assert pool.are_drafted([pages[found]]) is (first_drafted or second_drafted)
+    pool.give_back(pages if is_first_held else pages[1:])
+    pool.check([])
+    # Of three free pages the one that is cached is taken last.
+    assert sorted(pool.take(2)) == sorted({1, 2, 3} - {pages[found]})
+    assert pool.find([b"same"]) == [pages[found]]

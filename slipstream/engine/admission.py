@@ -1,0 +1,189 @@
+"""The boundary of the engine: what any caller asks for is checked and resolved here, once.
+
+What passes is plain data within the engine's limits: no request that is admitted can end the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.engine.build import EngineInfo
+from slipstream.errors import RequestError
+from slipstream.scheduler.pages import check_fits
+from slipstream.types import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_DEVICE_STOP_IDS,
+    MAX_SEED,
+    Request,
+    SamplingParams,
+)
+from slipstream.values import MAX_INT32, Bounds, describe_value, is_valid_text, read_number
+
+Prompt = str | Sequence[int]
+
+_PRIORITY = Bounds(-MAX_INT32 - 1, MAX_INT32, is_integer=True, may_be_none=False)
+_MAX_ID_LENGTH = 256
+_FIRST_PREFIX = "0.0:"  # an engine with one client draws the same seeds in a thread and in a process
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A prompt that was checked and resolved: one request for each continuation."""
+
+    request_id: str  # the caller's; the requests inside have ids of the engine's own
+    prompt: str | None
+    requests: tuple[Request, ...]
+
+
+class Admission:
+    """``info`` is asked anew for every request: an engine that was restarted may have other limits.
+
+    Of several clients of one engine, each has an ``id_prefix`` of its own, and draws seeds of its own.
+    """
+
+    def __init__(self, info: Callable[[], EngineInfo], id_prefix: str = "") -> None:
+        self._info = info
+        self._id_prefix = id_prefix
+        self._serials = itertools.count()
+        self._name = secrets.token_hex(4)  # so that no caller has chosen an id that is made up here
+        seed = info().config.seed
+        self._seeds = random.Random(seed if id_prefix in ("", _FIRST_PREFIX) else f"{seed} {id_prefix}")
+        self._lock = threading.Lock()
+
+    def resolve(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> Submission:
+        """Check a prompt and resolve everything the engine needs; raises RequestError before anything runs."""
+        info = self._info()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, not {describe_value(params)}")
+        request_id = _read_id(request_id)
+        token_ids = self._token_ids(prompt, info)
+        _check_length(len(token_ids), info)
+        for name, ids in (
+            ("prompt", token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias or ())),
+        ):
+            _check_vocabulary(name, ids, info.config.model.vocab_size)
+        params = params.with_defaults(info.defaults)
+        with self._lock:
+            serial = f"{self._id_prefix}{next(self._serials)}"
+            if params.seed is None:
+                params = params.with_seed(self._seeds.randint(0, MAX_SEED))
+        end_ids = () if params.ignore_eos else info.eos_token_ids
+        stop_token_ids = tuple(dict.fromkeys((*end_ids, *params.stop_token_ids)))
+        if params.min_tokens and len(stop_token_ids) > MAX_DEVICE_STOP_IDS:
+            raise RequestError(f"min_tokens works with at most {MAX_DEVICE_STOP_IDS} stop token ids; give fewer")
+        first = Request(
+            request_id=serial,
+            prompt_token_ids=token_ids,
+            params=params,
+            stop_token_ids=stop_token_ids,
+            max_total_tokens=_max_total_tokens(len(token_ids), params.max_tokens, info),
+            arrival_time=time.monotonic(),
+            priority=read_number("priority", priority, _PRIORITY),
+            bad_word_ids=_bad_word_ids(params.bad_words, info),
+        )
+        check_fits(first, info.config.cache)
+        others = (replace(first, request_id=f"{serial}.{i}", choice=i) for i in range(1, params.n))
+        text = prompt if isinstance(prompt, str) else None
+        return Submission(request_id or f"request-{self._name}-{serial}", text, (first, *others))
+
+    def check_again(self, submission: Submission) -> None:
+        """Just before it starts: the engine may have been restarted with less memory since it was resolved."""
+        check_fits(submission.requests[0], self._info().config.cache)
+
+    def _token_ids(self, prompt: Any, info: EngineInfo) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if info.tokenizer is None:
+                raise RequestError("this engine runs a bare shape and has no tokenizer; pass token ids")
+            return tuple(info.tokenizer.encode(prompt))
+        if (
+            isinstance(prompt, bytes | bytearray)
+            or not hasattr(prompt, "__len__")
+            or not hasattr(prompt, "__getitem__")
+        ):
+            raise RequestError(f"the prompt must be a text or a list of token ids, not {describe_value(prompt)}")
+        _check_length(len(prompt), info)
+        return _read_ids("prompt", prompt)
+
+
+def _read_id(request_id: Any) -> str | None:
+    if request_id is None:
+        return None
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= _MAX_ID_LENGTH or not is_valid_text(request_id):
+        raise RequestError(
+            f"request_id must be a text of 1 to {_MAX_ID_LENGTH} characters, not {describe_value(request_id)}"
+        )
+    return str(request_id)
+
+
+def _check_length(num_tokens: int, info: EngineInfo) -> None:
+    limit = info.config.scheduler.max_model_len
+    if not num_tokens:
+        raise RequestError("the prompt is empty; give at least one token")
+    if num_tokens >= limit:
+        raise RequestError(f"the prompt has {num_tokens} tokens, the context holds {limit}; shorten the prompt")
+
+
+def _read_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
+    """Plain integers. Those of numpy and torch are taken too; truth values, floats and texts are not."""
+    if set(map(type, values)) == {int}:
+        return tuple(values)
+    found = []
+    for value in values:
+        try:
+            found.append(operator.index(value))
+        except Exception:
+            raise RequestError(f"{name} holds {describe_value(value)}, which is not a token id") from None
+        if isinstance(value, bool):
+            raise RequestError(f"{name} holds {value}, which is not a token id")
+    return tuple(found)
+
+
+def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestError(f"{name} holds {describe_value(bad)}, which is not a token id below {vocab_size}")
+
+
+def _max_total_tokens(prompt_len: int, max_tokens: int | None, info: EngineInfo) -> int:
+    limit = info.config.scheduler.max_model_len
+    if max_tokens is None:
+        # Nothing was promised, so take what the cache can hold, but room for one token at least.
+        return max(prompt_len + 1, min(limit, info.config.cache.num_usable_tokens))
+    return min(prompt_len + max_tokens, limit)
+
+
+def _bad_word_ids(words: Sequence[str], info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is spelled at the start of a text and after a space, which tokenizers tell apart."""
+    if words and info.tokenizer is None:
+        raise RequestError("bad_words need a tokenizer, which a bare shape does not have")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            assert info.tokenizer is not None
+            token_ids = tuple(info.tokenizer.encode(text, add_special_tokens=False))
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad word {describe_value(word)} has {len(token_ids)} tokens; "
+                    f"at most {MAX_BAD_WORD_TOKENS} are supported"
+                )
+            if token_ids:
+                found[token_ids] = None
+    if len(found) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(found)} spellings, counted with and without a space before; "
+            f"at most {MAX_BAD_WORDS} are supported"
+        )
+    return tuple(found)
