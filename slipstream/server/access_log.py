@@ -1,4 +1,4 @@
-"""One line and one count for every request, whatever became of it."""
+"""One line and one count for every request, whatever became of it; a flood of requests makes no flood of lines."""
 
 from __future__ import annotations
 
@@ -6,85 +6,91 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
+from slipstream.output import SYNTHETIC_NOTICE
 from slipstream.server.generation import Generation
+from slipstream.server.http.exchange import Exchange
 from slipstream.server.metrics import ServerMetrics
-from slipstream.types import SYNTHETIC_NOTICE
 
 CLIENT_GONE = 499  # as nginx reports a client that hung up
-FIGURES = "slipstream.figures"  # where a route leaves them in the request's scope
+_LONGEST_PATH = 200
+_LINES_PER_S, _LINES_AT_ONCE = 500.0, 5000.0
 
 
 @dataclass
-class Figures:
+class RequestNote:
     """What a route knows of its request beyond the status."""
 
     request_id: str
     generation: Generation
     status: int | None = None  # of an error that came after the headers were sent
 
-    @property
-    def is_complete(self) -> bool:
-        outputs = self.generation.latest
-        return len(outputs) == len(self.generation.submissions) and all(o.finished for o in outputs.values())
+
+class LineLimit:
+    """So many lines a second in the long run. What is left out is counted, and said with the next line."""
+
+    def __init__(self, rate: float = _LINES_PER_S, most_at_once: float = _LINES_AT_ONCE) -> None:
+        self._rate, self._most = rate, most_at_once
+        self._credit, self._time = most_at_once, time.monotonic()
+        self.num_left_out = 0
+
+    def take(self, now: float) -> bool:
+        self._credit = min(self._most, self._credit + (now - self._time) * self._rate)
+        self._time = now
+        if self._credit < 1:
+            self.num_left_out += 1
+            return False
+        self._credit -= 1
+        return True
 
 
 class AccessLog:
-    """The outermost layer: it sees refusals too."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, written: bool) -> None:
-        self._app = app
+    def __init__(self, metrics: ServerMetrics, is_written: bool, limit: LineLimit | None = None) -> None:
         self._metrics = metrics
-        self._written = written
+        self._is_written = is_written
+        self._limit = limit or LineLimit()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, status = time.monotonic(), CLIENT_GONE
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            self._note(scope, status, time.monotonic() - start)
-
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        figures: Figures | None = scope.get(FIGURES)
-        if figures is not None and status == 200:
-            status = figures.status or (200 if figures.is_complete else CLIENT_GONE)
+    def note(self, exchange: Exchange) -> None:
+        """The exchange is over: answered, or its client is gone."""
+        status = exchange.status or CLIENT_GONE
+        note: RequestNote | None = exchange.note
+        if note is not None and status == 200:
+            status = note.status or (200 if note.generation.is_complete else CLIENT_GONE)
         # By route, not by what was asked for: strangers must not make new series.
-        route = getattr(scope.get("route"), "path", "other")
-        self._metrics.requests.labels(route, str(status)).inc()
-        if not self._written:
-            return
-        line = {
+        self._metrics.count_request(route_of(exchange.request.path), status)
+        if self._is_written and self._limit.take(time.monotonic()):
+            sys.stderr.write(json.dumps(self._line(exchange, note, status)) + "\n")
+
+    def _line(self, exchange: Exchange, note: RequestNote | None, status: int) -> dict[str, Any]:
+        line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "method": scope["method"],
-            "path": scope["path"],
+            "request_id": exchange.request_id,
+            "method": exchange.request.method,
+            "path": exchange.request.path[:_LONGEST_PATH],
             "status": status,
-            "total_ms": round(1000 * seconds, 1),
+            "total_ms": round(1000 * exchange.seconds(), 1),
         }
-        if figures is not None:
-            generation = figures.generation
-            outputs = generation.latest.values()
-            firsts = [o.timings.first_token_s for o in outputs if o.timings.first_token_s is not None]
-            line |= {
-                "id": figures.request_id,
-                "prompt_tokens": generation.num_prompt_tokens,
-                "cached_tokens": generation.num_cached_tokens,
-                "output_tokens": generation.num_output_tokens,
-                "first_token_ms": round(1000 * min(firsts), 1) if firsts else None,
-                "finish": [choice.finish_reason for output in outputs for choice in output.outputs],
-            }
-            if drafts := generation.drafts:
-                counts = {"drafts": sum(d.num_drafts for d in drafts), "accepted": sum(d.num_accepted for d in drafts)}
-                line |= counts | ({"synthetic": SYNTHETIC_NOTICE} if drafts[0].is_synthetic else {})
-        sys.stderr.write(json.dumps(line) + "\n")
+        if self._limit.num_left_out:
+            line["lines_left_out"], self._limit.num_left_out = self._limit.num_left_out, 0
+        if note is None:
+            return line
+        generation = note.generation
+        first_s = generation.first_token_s
+        line |= {
+            "id": note.request_id,
+            "prompt_tokens": generation.num_prompt_tokens,
+            "cached_tokens": generation.num_cached_tokens,
+            "output_tokens": generation.num_output_tokens,
+            "first_token_ms": None if first_s is None else round(1000 * first_s, 1),
+            "finish": [choice.finish_reason for choice in generation.completions],
+        }
+        if drafts := generation.drafts:
+            counts = {"drafts": sum(d.num_drafts for d in drafts), "accepted": sum(d.num_accepted for d in drafts)}
+            line |= counts | ({"synthetic": SYNTHETIC_NOTICE} if drafts[0].is_synthetic else {})
+        return line
+
+
+def route_of(path: str) -> str:
+    """The route of a path, as metrics name it."""
+    return "/v1/models/{name:path}" if path.startswith("/v1/models/") else path

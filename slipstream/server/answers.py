@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from json.encoder import encode_basestring
+from typing import Any
 
+from pydantic import BaseModel
+
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import Completion, Logprobs
 from slipstream.server.generation import Generation
+from slipstream.server.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from slipstream.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -24,13 +29,8 @@ from slipstream.server.protocol import (
     FinishReason,
     PromptTokensDetails,
     Speculation,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
-from slipstream.types import Completion, Logprob, Logprobs, RequestOutput
-
-_FLOOR = -9999.0  # JSON has no infinity
 
 
 def usage_of(generation: Generation) -> Usage:
@@ -68,38 +68,10 @@ def _reason(choice: Completion) -> FinishReason | None:
     return "length" if choice.finish_reason == "length" else "stop"
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else _FLOOR
-
-
-def _top(logprob: Logprob) -> TopLogprob:
-    # A token may be part of a character; its bytes are then not those of the text it is shown as.
-    whole = "\N{REPLACEMENT CHARACTER}" not in logprob.text
-    raw = list(logprob.text.encode("utf-8", "replace")) if whole else None
-    return TopLogprob(token=logprob.text, logprob=_finite(logprob.logprob), bytes=raw)
-
-
-def _chat_logprobs(entries: Sequence[Logprobs], num_top: int) -> ChatLogprobs:
-    content = []
-    for entry in entries:
-        token = next(iter(entry.values()))
-        likeliest = sorted(entry.values(), key=lambda logprob: logprob.rank)[:num_top]
-        content.append(TokenLogprob(**_top(token).model_dump(), top_logprobs=[_top(one) for one in likeliest]))
-    return ChatLogprobs(content=content)
-
-
-def _completion_logprobs(entries: Sequence[Logprobs], offset: int) -> CompletionLogprobs:
-    tokens = [next(iter(entry.values())) for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
-    return CompletionLogprobs(
-        tokens=[token.text for token in tokens],
-        token_logprobs=[_finite(token.logprob) for token in tokens],
-        top_logprobs=[{one.text: _finite(one.logprob) for one in entry.values()} for entry in entries],
-        text_offset=offsets,
-    )
+# What whole answers do not have where the engine does not draft.
+_OF_DRAFTS: dict[str, Any] = {"choices": {"__all__": {"speculation"}}, "usage": {"completion_tokens_details"}}
+_TEXT = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"  # marks the place of the text in a chunk
+_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
@@ -107,58 +79,100 @@ class _Told:
     """How much of a choice the client knows."""
 
     num_tokens: int = 0
-    num_characters: int = 0  # of those tokens' texts
-    ended: bool = False
-
-
-class _News(NamedTuple):
-    choice: Completion
-    logprobs: Sequence[Logprobs] | None  # of the tokens that were not told yet
-    offset: int  # where their text begins
+    offsets: TextOffsets | None = None  # of its tokens, if their log probabilities are told
+    plain: tuple[bytes, bytes] | None = None  # what surrounds the text in a chunk that has nothing but text
 
 
 @dataclass
 class Answer:
-    """What all chunks of one answer share, and how far each choice has been told."""
+    """What all chunks of one answer share, and how far each choice has been told. Choices are known by number."""
 
     request_id: str
     model: str
     num_top: int = 0
     fingerprint: str | None = None
+    tokenizer: Tokenizer | None = None  # for log probabilities
+    skip_special_tokens: bool = True  # in the text
     created: int = field(default_factory=lambda: int(time.time()))
     _told: dict[int, _Told] = field(default_factory=dict)
 
-    def _news(self, index: int, choice: Completion) -> _News | None:
-        """What there is to tell of a choice; None if nothing. An end is told once."""
-        told = self._told.setdefault(index, _Told())
-        logprobs = None if choice.logprobs is None else choice.logprobs[told.num_tokens :]
-        if told.ended or not (choice.delta_text or logprobs or choice.finish_reason):
-            return None
-        news = _News(choice, logprobs, told.num_characters)
-        told.num_tokens = len(choice.token_ids)
-        told.num_characters += sum(len(next(iter(entry.values())).text) for entry in logprobs or ())
-        told.ended = choice.finish_reason is not None
-        return news
+    def told(self, index: int) -> _Told:
+        if (told := self._told.get(index)) is None:
+            told = self._told[index] = _Told()
+        return told
+
+    # --- what the two kinds of answers say in their own ways
+
+    def whole(self, generation: Generation) -> BaseModel:
+        raise AssertionError("a kind of answer knows its whole")
+
+    def chunk(self, index: int, choice: Completion, text: str, logprobs: Sequence[Logprobs] | None) -> BaseModel:
+        """A piece of a choice: ``choice`` for how it ended, if it did, and only the new text and log probabilities."""
+        raise AssertionError("a kind of answer knows its chunks")
+
+    def usage_chunk(self, usage: Usage) -> BaseModel:
+        raise AssertionError("a kind of answer knows its last chunk")
+
+    def opening(self, num_choices: int) -> bytes:
+        """Events before any text."""
+        return b""
+
+    # --- bytes
+
+    def whole_bytes(self, generation: Generation, has_drafts: bool) -> bytes:
+        answer = self.whole(generation)
+        return answer.model_dump_json(exclude=None if has_drafts else _OF_DRAFTS).encode()
+
+    def event(self, index: int, choice: Completion, text: str) -> bytes:
+        """One event with all that is new of a choice, or none if nothing is."""
+        told = self.told(index)
+        num_told, told.num_tokens = told.num_tokens, len(choice.token_ids)
+        if choice.finish_reason is None and choice.logprobs is None:
+            return self._text_event(index, told, text) if text else b""
+        logprobs = None if choice.logprobs is None else choice.logprobs[num_told:]
+        if not (text or logprobs or choice.finish_reason):
+            return b""
+        return as_event(self.chunk(index, choice, text, logprobs))
+
+    def _text_event(self, index: int, told: _Told, text: str) -> bytes:
+        """The one that every token makes, put together from bytes that only the text changes."""
+        if told.plain is None:
+            before, _, after = as_event(self.chunk(index, Completion(index), _TEXT, None)).rpartition(_TEXT.encode())
+            told.plain = before[:-1], after[1:]  # without the quotes, which come with the text
+        before, after = told.plain
+        return b"%b%b%b" % (before, encode_basestring(text).encode(), after)
+
+    def closing(self, generation: Generation, include_usage: bool) -> bytes:
+        return (as_event(self.usage_chunk(usage_of(generation))) if include_usage else b"") + _DONE
+
+
+def as_event(chunk: BaseModel) -> bytes:
+    return b"data: %b\n\n" % chunk.model_dump_json(exclude_none=True).encode()
 
 
 class CompletionAnswer(Answer):
     def whole(self, generation: Generation) -> CompletionResponse:
-        choices = []
-        for i, output in sorted(generation.latest.items()):
-            for choice in output.outputs:
-                logprobs = None if choice.logprobs is None else _completion_logprobs(choice.logprobs, 0)
-                choices.append(self._choice(i * len(output.outputs) + choice.index, choice, choice.text, logprobs))
+        choices = [
+            self._choice(index, choice, choice.text, self._logprobs(index, choice.logprobs))
+            for index, choice in enumerate(generation.completions)
+        ]
         return self._response(choices, usage_of(generation))
 
-    def chunks(self, i: int, output: RequestOutput) -> Iterator[CompletionResponse]:
-        for choice in output.outputs:
-            index = i * len(output.outputs) + choice.index
-            if (news := self._news(index, choice)) is not None:
-                logprobs = None if news.logprobs is None else _completion_logprobs(news.logprobs, news.offset)
-                yield self._response([self._choice(index, choice, choice.delta_text, logprobs)], None)
+    def chunk(
+        self, index: int, choice: Completion, text: str, logprobs: Sequence[Logprobs] | None
+    ) -> CompletionResponse:
+        return self._response([self._choice(index, choice, text, self._logprobs(index, logprobs))], None)
 
-    def last(self, generation: Generation) -> CompletionResponse:
-        return self._response([], usage_of(generation))
+    def usage_chunk(self, usage: Usage) -> CompletionResponse:
+        return self._response([], usage)
+
+    def _logprobs(self, index: int, entries: Sequence[Logprobs] | None) -> CompletionLogprobs | None:
+        """Of tokens that were not told yet: their offsets go on where those of the last ones ended."""
+        if entries is None or self.tokenizer is None:
+            return None
+        told = self.told(index)
+        told.offsets = told.offsets or TextOffsets(self.tokenizer, self.skip_special_tokens)
+        return completion_logprobs(entries, self.tokenizer, told.offsets)
 
     def _choice(
         self, index: int, choice: Completion, text: str, logprobs: CompletionLogprobs | None
@@ -187,14 +201,14 @@ class ChatAnswer(Answer):
     def whole(self, generation: Generation) -> ChatCompletionResponse:
         choices = [
             ChatChoice(
-                index=choice.index,
+                index=index,
                 message=AssistantMessage(content=choice.text),
-                logprobs=None if choice.logprobs is None else _chat_logprobs(choice.logprobs, self.num_top),
+                logprobs=self._logprobs(choice.logprobs),
                 finish_reason=_reason(choice),
                 stop_reason=choice.stop_reason,
                 speculation=_speculation(choice),
             )
-            for choice in generation.latest[0].outputs
+            for index, choice in enumerate(generation.completions)
         ]
         return ChatCompletionResponse(
             id=self.request_id,
@@ -205,26 +219,31 @@ class ChatAnswer(Answer):
             system_fingerprint=self.fingerprint,
         )
 
-    def first(self, n: int) -> ChatCompletionChunk:
+    def opening(self, num_choices: int) -> bytes:
         """The role, before there is any text."""
         role = ChatDelta(role="assistant", content="")
-        return self._chunk([ChatChunkChoice(index=i, delta=role) for i in range(n)], None)
+        return as_event(self._chunk([ChatChunkChoice(index=i, delta=role) for i in range(num_choices)], None))
 
-    def chunks(self, _i: int, output: RequestOutput) -> Iterator[ChatCompletionChunk]:
-        for choice in output.outputs:
-            if (news := self._news(choice.index, choice)) is not None:
-                told = ChatChunkChoice(
-                    index=choice.index,
-                    delta=ChatDelta(content=choice.delta_text or None),
-                    logprobs=_chat_logprobs(news.logprobs, self.num_top) if news.logprobs else None,
-                    finish_reason=_reason(choice),
-                    stop_reason=choice.stop_reason,
-                    speculation=_speculation(choice),
-                )
-                yield self._chunk([told], None)
+    def chunk(
+        self, index: int, choice: Completion, text: str, logprobs: Sequence[Logprobs] | None
+    ) -> ChatCompletionChunk:
+        told = ChatChunkChoice(
+            index=index,
+            delta=ChatDelta(content=text or None),
+            logprobs=self._logprobs(logprobs or None),
+            finish_reason=_reason(choice),
+            stop_reason=choice.stop_reason,
+            speculation=_speculation(choice),
+        )
+        return self._chunk([told], None)
 
-    def last(self, generation: Generation) -> ChatCompletionChunk:
-        return self._chunk([], usage_of(generation))
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
+        return self._chunk([], usage)
+
+    def _logprobs(self, entries: Sequence[Logprobs] | None) -> ChatLogprobs | None:
+        if entries is None or self.tokenizer is None:
+            return None
+        return chat_logprobs(entries, self.tokenizer, self.num_top)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:
         return ChatCompletionChunk(

@@ -1,33 +1,25 @@
-"""The routes. Each checks its body, asks the engine, and answers in the words of the API."""
+"""The routes as an ASGI application: what answers without the engine, and the schema of all.
+
+Those that generate are answered before a request comes here (``routes.py``); they are declared for the documentation.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
-import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
+from fastapi import FastAPI, Response
 
 from slipstream import __version__
 from slipstream.engine.client import EngineClient
-from slipstream.engine.process import EngineProcess
 from slipstream.server import protocol
-from slipstream.server.access_log import CLIENT_GONE, FIGURES, AccessLog, Figures
-from slipstream.server.answers import ChatAnswer, CompletionAnswer
-from slipstream.server.errors import ApiError, as_api_error, install_handlers
-from slipstream.server.generation import ClientGone, Gate, Generation, collect, unless_gone
-from slipstream.server.limits import Limits
+from slipstream.server.errors import ApiError, install_handlers
+from slipstream.server.json_body import JsonRoute
 from slipstream.server.metrics import CONTENT_TYPE, ServerMetrics
-from slipstream.server.params import chat_params, completion_params, plain_messages, prompts_of
-from slipstream.server.settings import ServerSettings
-from slipstream.server.warning_header import WarningHeader
-from slipstream.types import SYNTHETIC_WARNING
+from slipstream.server.params import plain_messages
+from slipstream.server.routes import ModelName
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": protocol.ErrorResponse, "description": "The request cannot be served; the message says why."},
@@ -36,175 +28,60 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 # Of one event: its data is a chunk in JSON, an error in JSON, or [DONE].
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _SSE = {"text/event-stream": {"schema": _EVENT}}
-# What whole answers do not have where the engine does not draft.
-_OF_DRAFTS: dict[str, Any] = {"choices": {"__all__": {"speculation"}}, "usage": {"completion_tokens_details"}}
 
 
-class Server:
-    """One engine behind HTTP."""
-
-    def __init__(self, client: EngineClient, model_name: str, settings: ServerSettings) -> None:
-        self.client = client
-        self.model_name = settings.served_model_name or model_name
-        self.settings = settings
-        self.started = int(time.time())
-        running = client.running
-        speculative = client.config.speculative
-        self.drafts = speculative is not None
-        self.is_synthetic = speculative is not None and speculative.is_synthetic
-        # Answers carry one where it tells them from those of an honest engine.
-        self.fingerprint = f"slipstream-{__version__}-synthetic" if self.is_synthetic else None
-        self.metrics = ServerMetrics(
-            lambda: client.stats, lambda: getattr(running, "num_restarts", 0), self.is_synthetic
-        )
-        self.gate = Gate(client, self.metrics, settings.max_queue)
-        self._ids = itertools.count()
+@dataclass(frozen=True)
+class AppContext:
+    client: EngineClient
+    model: ModelName
+    started: int
+    metrics: ServerMetrics
 
     @property
     def failure(self) -> str | None:
-        """Why no request can be taken now; None if they can."""
-        running = self.client.running
-        return running.failure if isinstance(running, EngineProcess) and not running.is_ready else None
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ApiError(404, f"there is no model '{name}' here, only '{self.model_name}'", param="model")
-
-    def new_id(self, prefix: str) -> str:
-        return f"{prefix}-{self.started:x}-{next(self._ids):x}"
+        """Why no request can be answered now; None if they can."""
+        return getattr(self.client.running, "trouble", None)
 
     def card(self) -> protocol.ModelCard:
         max_model_len = self.client.config.scheduler.max_model_len
-        return protocol.ModelCard(id=self.model_name, created=self.started, max_model_len=max_model_len)
+        return protocol.ModelCard(id=self.model.name, created=self.started, max_model_len=max_model_len)
 
-    async def answer(
-        self,
-        request: Request,
-        generation: Generation,
-        answer: CompletionAnswer | ChatAnswer,
-        body: protocol.SamplingFields,
-    ) -> Response:
-        figures = Figures(answer.request_id, generation)
-        request.scope[FIGURES] = figures
-        try:
-            if not body.stream:
-                await collect(self.gate, generation, request)
-                return JSONResponse(answer.whole(generation).model_dump(exclude=None if self.drafts else _OF_DRAFTS))
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
-            events = self._events(generation, answer, body.n, include_usage, figures)
-            # The first event decides the status: what fails before it is an ordinary error.
-            first = await unless_gone(_first(events), request)
-            return StreamingResponse(_chain(first, events), media_type="text/event-stream")
-        except ClientGone:
-            self.gate.release(generation)
-            return Response(status_code=CLIENT_GONE)
-        except BaseException:
-            self.gate.release(generation)
-            raise
-
-    async def _events(
-        self,
-        generation: Generation,
-        answer: CompletionAnswer | ChatAnswer,
-        n: int,
-        include_usage: bool,
-        figures: Figures,
-    ) -> AsyncGenerator[bytes, None]:
-        begun = False
-        try:
-            async with self.gate.run(generation, every_token=True) as outputs:
-                if isinstance(answer, ChatAnswer):
-                    begun = True
-                    yield _event(answer.first(n))
-                async for i, output in outputs:
-                    for chunk in answer.chunks(i, output):
-                        begun = True
-                        yield _event(chunk)
-            if include_usage:
-                yield _event(answer.last(generation))
-            yield b"data: [DONE]\n\n"
-        except Exception as error:
-            if not begun:
-                raise
-            known = as_api_error(error)
-            figures.status = known.status
-            yield f"data: {json.dumps(known.body)}\n\n".encode()
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """The model may have more ids than the tokenizer, or fewer; beyond both there is nothing."""
+        vocab_size = max(self.client.config.model.vocab_size, self.client.tokenizer.vocab_size)
+        if (bad := next((one for one in token_ids if one >= vocab_size), None)) is not None:
+            raise ApiError(400, f"tokens holds {bad}, which is not a token id below {vocab_size}", param="tokens")
 
 
-def _event(chunk: BaseModel) -> bytes:
-    return b"data: " + chunk.model_dump_json(exclude_none=True).encode() + b"\n\n"
-
-
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    try:
-        return await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
-
-
-async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    async with aclosing(rest):
-        yield first
-        async for event in rest:
-            yield event
-
-
-def create_app(server: Server) -> FastAPI:
+def create_app(context: AppContext) -> FastAPI:
     app = FastAPI(title="Slipstream", version=__version__, responses=_ERRORS)
-    settings = server.settings
-    app.add_middleware(
-        Limits,
-        max_body_bytes=settings.max_body_bytes,
-        body_timeout_s=settings.body_timeout_s,
-        api_key=settings.api_key,
-    )
-    app.add_middleware(AccessLog, metrics=server.metrics, written=settings.log_requests)
-    if server.is_synthetic:
-        app.add_middleware(WarningHeader, text=SYNTHETIC_WARNING)
+    app.router.route_class = JsonRoute
     install_handlers(app)
-    _add_generation(app, server)
-    _add_tokens(app, server)
-    _add_status(app, server)
+    _declare_generation(app)
+    _add_tokens(app, context)
+    _add_status(app, context)
     return app
 
 
-def _add_generation(app: FastAPI, server: Server) -> None:
-    streamed = {200: {"content": _SSE}}
+def _declare_generation(app: FastAPI) -> None:
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": _SSE}}
 
-    @app.post("/v1/completions", response_model=protocol.CompletionResponse, responses=streamed)  # type: ignore[arg-type]
-    async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
-        server.check_model(body.model)
-        request_id = server.new_id("cmpl")
-        generation = await server.gate.prepare(prompts_of(body), completion_params(body), request_id, body.priority)
-        answer = CompletionAnswer(request_id, server.model_name, fingerprint=server.fingerprint)
-        return await server.answer(request, generation, answer, body)
+    @app.post("/v1/completions", response_model=protocol.CompletionResponse, responses=streamed)
+    async def completions(body: protocol.CompletionRequest) -> None:
+        raise ApiError(500, "this route is answered by the server, not by its application")
 
-    @app.post("/v1/chat/completions", response_model=protocol.ChatCompletionResponse, responses=streamed)  # type: ignore[arg-type]
-    async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
-        server.check_model(body.model)
-        params = chat_params(body)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        prompt = await asyncio.to_thread(
-            server.client.tokenizer.encode_chat,
-            plain_messages(body.messages),
-            tools=None if body.tool_choice == "none" else tools,
-            variables=body.chat_template_kwargs,
-        )
-        request_id = server.new_id("chatcmpl")
-        generation = await server.gate.prepare([prompt], params, request_id, body.priority)
-        num_top = body.top_logprobs or 0
-        answer = ChatAnswer(request_id, server.model_name, num_top, server.fingerprint)
-        return await server.answer(request, generation, answer, body)
+    @app.post("/v1/chat/completions", response_model=protocol.ChatCompletionResponse, responses=streamed)
+    async def chat_completions(body: protocol.ChatCompletionRequest) -> None:
+        raise ApiError(500, "this route is answered by the server, not by its application")
 
 
-def _add_tokens(app: FastAPI, server: Server) -> None:
+def _add_tokens(app: FastAPI, context: AppContext) -> None:
     @app.post("/tokenize")
     async def tokenize(body: protocol.TokenizeRequest) -> protocol.TokenizeResponse:
-        server.check_model(body.model)
+        context.model.check(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        tokenizer = server.client.tokenizer
+        tokenizer = context.client.tokenizer
         if body.messages is not None:
             messages = plain_messages(body.messages)
             tokens = await asyncio.to_thread(
@@ -213,30 +90,31 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
         else:
             assert body.prompt is not None
             tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
-        limit = server.client.config.scheduler.max_model_len
+        limit = context.client.config.scheduler.max_model_len
         return protocol.TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens)
 
     @app.post("/detokenize")
     async def detokenize(body: protocol.DetokenizeRequest) -> protocol.DetokenizeResponse:
-        server.check_model(body.model)
-        decode = server.client.tokenizer.decode
+        context.model.check(body.model)
+        context.check_token_ids(body.tokens)
+        decode = context.client.tokenizer.decode
         text = await asyncio.to_thread(decode, body.tokens, body.skip_special_tokens)
         return protocol.DetokenizeResponse(prompt=text)
 
 
-def _add_status(app: FastAPI, server: Server) -> None:
+def _add_status(app: FastAPI, context: AppContext) -> None:
     @app.get("/v1/models")
     async def models() -> protocol.ModelList:
-        return protocol.ModelList(data=[server.card()])
+        return protocol.ModelList(data=[context.card()])
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> protocol.ModelCard:
-        server.check_model(name)
-        return server.card()
+        context.model.check(name)
+        return context.card()
 
     @app.get("/health")
     async def health() -> protocol.Health:
-        if (failure := server.failure) is not None:
+        if (failure := context.failure) is not None:
             raise ApiError(503, failure, headers={"Retry-After": "5"})
         return protocol.Health()
 
@@ -250,4 +128,4 @@ def _add_status(app: FastAPI, server: Server) -> None:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        return Response(server.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(context.metrics.text(), media_type=CONTENT_TYPE)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from slipstream.errors import EngineError, RequestError, nearest
-from slipstream.server.protocol import REQUEST_FIELDS
 
 
 class ApiError(Exception):
@@ -43,7 +44,7 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: BaseException) -> ApiError:
     """What a client is told of an error from the engine."""
     if isinstance(error, ApiError):
         return error
@@ -66,12 +67,13 @@ def install_handlers(app: FastAPI) -> None:
         return JSONResponse(known.body, known.status, known.headers)
 
     @app.exception_handler(Exception)
-    async def on_bug(_request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(as_api_error(error).body, 500)
+    async def on_fault(_request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(as_api_error(error).body, 500)  # it is raised again, for the log
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = _explain(error.errors()[0])
+    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        body_field = getattr(request.scope.get("route"), "body_field", None)
+        message, param = explain_invalid_body(error.errors()[0], body_field and body_field.field_info.annotation)
         return JSONResponse(error_body(400, message, param), 400)
 
     @app.exception_handler(HTTPException)
@@ -81,15 +83,31 @@ def install_handlers(app: FastAPI) -> None:
         return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 
-def _explain(problem: dict[str, Any]) -> tuple[str, str | None]:
-    """One line for the first problem of a body, and the name of the field."""
+def explain_invalid_body(problem: dict[str, Any], body: Any) -> tuple[str, str | None]:
+    """One line for the first problem of a body, and the name of the field. ``body``: the type it was read as."""
     if problem["type"] == "json_invalid":
-        return "the body is not valid JSON", None
+        return f"the body is not valid JSON: {problem['ctx']['error']}", None
     path = [str(part) for part in problem["loc"] if part != "body"]
     name = path[0] if path else None
     if name is None:
         return f"the body must be a JSON object: {problem['msg']}", None
     if problem["type"] == "extra_forbidden":
         field = ".".join(path)
-        return f"unknown field '{field}'{nearest(path[-1], REQUEST_FIELDS)}", field
+        return f"unknown field '{field}'{nearest(path[-1], _fields_at(body, path[:-1]))}", field
     return f"{'.'.join(path)}: {problem['msg']}", name
+
+
+def _fields_at(body: Any, path: Sequence[str]) -> list[str]:
+    """The names of the object's fields at ``path``, where other parts of it are places in lists."""
+    models = list(_models_in(body))
+    for part in path:
+        inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        models = [model for annotation in inner for model in _models_in(annotation)] if inner else models
+    return [name for model in models for name in model.model_fields]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

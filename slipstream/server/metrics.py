@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from slipstream.engine.stats import STEP_SECONDS, EngineStats
 from slipstream.engine.stats import Histogram as StepHistogram
-from slipstream.types import SYNTHETIC_WARNING, RequestOutput
+from slipstream.output import SYNTHETIC_WARNING
+from slipstream.server.counters import CounterLayout, SharedCounters, histogram_names
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -40,8 +41,8 @@ _COUNTERS = {
     "num_accepted_tokens": "Drafted tokens that were accepted.",
 }
 _COUNTERS_BY_POSITION = {
-    "num_draft_tokens_at": "Drafted tokens that were checked, by place behind the last known token.",
-    "num_accepted_tokens_at": "Drafted tokens that were accepted, by place behind the last known token.",
+    "num_draft_tokens_at": "Drafted tokens that were checked, by place after the last known token.",
+    "num_accepted_tokens_at": "Drafted tokens that were accepted, by place after the last known token.",
 }
 
 
@@ -93,36 +94,95 @@ def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFa
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=values.total)
 
 
+ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
+    *("/tokenize", "/detokenize", "/health", "/version", "/metrics"),
+)
+_OTHER = "other"  # strangers must not make new series
+_STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503)
+_REASONS = ("stop", "length", "abort", "error")
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From arrival to the first token.",
+    "time_between_tokens_seconds": "Between tokens of a stream, as they are sent.",
+    "request_seconds": "From arrival to the end.",
+}
+LAYOUT = CounterLayout(
+    [
+        "open",
+        "refused",
+        *(f"requests:{path}:{status}" for path in (*ROUTES, _OTHER) for status in (*_STATUSES, _OTHER)),
+        *(f"ended:{reason}" for reason in _REASONS),
+        *(name for histogram in _HISTOGRAMS for name in histogram_names(histogram, _SECONDS)),
+    ]
+)
+
+
 class ServerMetrics:
-    """A registry of its own: two servers in one process do not mix."""
+    """A registry of its own: two servers in one process do not mix. ``counters`` are those of all front ends."""
 
     def __init__(
-        self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int], is_synthetic: bool = False
+        self,
+        stats: Callable[[], EngineStats],
+        num_restarts: Callable[[], int],
+        is_synthetic: bool = False,
+        counters: SharedCounters | None = None,
     ) -> None:
+        self.counters = counters or SharedCounters(LAYOUT)
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats, num_restarts, is_synthetic))
-        own = self.registry
-        self.requests = Counter("slipstream_http_requests", "HTTP requests.", ["path", "status"], registry=own)
-        self.refused = Counter(
-            "slipstream_requests_refused", "Requests refused because the queue was full.", registry=own
-        )
-        self.ended = Counter("slipstream_completions", "Continuations by how they ended.", ["reason"], registry=own)
-        self.time_to_first_token = Histogram(
-            "slipstream_time_to_first_token_seconds", "From arrival to the first token.", buckets=_SECONDS, registry=own
-        )
-        self.time_between_tokens = Histogram(
-            "slipstream_time_between_tokens_seconds", "Between outputs of a stream.", buckets=_SECONDS, registry=own
-        )
-        self.request_time = Histogram(
-            "slipstream_request_seconds", "From arrival to the end.", buckets=_SECONDS, registry=own
+        self.registry.register(_FrontEndCollector(self.counters))
+        self.time_to_first_token, self.time_between_tokens, self.request_time = (
+            self.counters.histogram(name, _SECONDS) for name in _HISTOGRAMS
         )
 
-    def finished(self, output: RequestOutput) -> None:
-        for choice in output.outputs:
-            self.ended.labels(choice.finish_reason or "abort").inc()
-        if output.timings.first_token_s is not None:
-            self.time_to_first_token.observe(output.timings.first_token_s)
-        self.request_time.observe(output.timings.total_s)
+    @property
+    def num_open(self) -> int:
+        """Continuations that have not ended, of all front ends."""
+        return int(self.counters.total("open"))
+
+    def open(self, count: int) -> None:
+        self.counters.add("open", count)
+
+    def close(self, count: int) -> None:
+        self.counters.add("open", -count)
+
+    def refuse(self) -> None:
+        self.counters.add("refused")
+
+    def end(self, reason: str, count: int = 1) -> None:
+        self.counters.add(f"ended:{reason}", count)
+
+    def count_request(self, path: str | None, status: int) -> None:
+        known = status if status in _STATUSES else _OTHER
+        self.counters.add(f"requests:{path if path in ROUTES else _OTHER}:{known}")
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _FrontEndCollector:
+    """Sums of what the front ends counted."""
+
+    def __init__(self, counters: SharedCounters) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        total = self._counters.total
+        requests = CounterMetricFamily("slipstream_http_requests", "HTTP requests.", labels=["path", "status"])
+        for path in (*ROUTES, _OTHER):
+            for status in (*_STATUSES, _OTHER):
+                if count := total(f"requests:{path}:{status}"):
+                    requests.add_metric([path, str(status)], count)
+        yield requests
+        refused = "Requests refused because the queue was full."
+        yield CounterMetricFamily("slipstream_requests_refused", refused, value=total("refused"))
+        given = "Continuations that were given to the engine and have not ended."
+        yield GaugeMetricFamily("slipstream_open_completions", given, value=total("open"))
+        ended = CounterMetricFamily("slipstream_completions", "Continuations by how they ended.", labels=["reason"])
+        for reason in _REASONS:
+            if count := total(f"ended:{reason}"):
+                ended.add_metric([reason], count)
+        yield ended
+        for name, text in _HISTOGRAMS.items():
+            buckets, seconds = self._counters.histogram(name, _SECONDS).totals()
+            yield HistogramMetricFamily(f"slipstream_{name}", text, buckets=buckets, sum_value=seconds)

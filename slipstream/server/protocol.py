@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from slipstream.types import MAX_LOGPROBS, MAX_SEED
+from slipstream.types import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context, and bounded before anything is made of them
 MAX_REQUEST_DRAFTS = 64  # beyond what any engine drafts: a client need not know this one's k
 Probability = Annotated[float, Field(gt=0, le=1)]
 
@@ -40,10 +41,10 @@ class SamplingFields(_Body):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: Probability | None = None
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
-    stop: str | list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=16)
+    stop: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     user: str | None = Field(None, description="Accepted and ignored.")
     # Extensions, named as vLLM names them.
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -51,10 +52,10 @@ class SamplingFields(_Body):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int = Field(0, ge=0, le=2**31 - 1)
     ignore_eos: bool = False
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
     speculate: bool | None = Field(
         None, description="Whether tokens may be drafted ahead for this request, where the engine drafts at all."
@@ -105,12 +106,12 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(SamplingFields):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -120,7 +121,7 @@ class ChatCompletionRequest(SamplingFields):
 class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -129,10 +130,6 @@ class DetokenizeRequest(_Body):
     model: str | None = None
     tokens: list[TokenId]
     skip_special_tokens: bool = False
-
-
-_REQUESTS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
-REQUEST_FIELDS = sorted({name for kind in _REQUESTS for name in kind.model_fields})
 
 
 # --- answers --------------------------------------------------------------------------------------

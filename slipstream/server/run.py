@@ -1,96 +1,84 @@
-"""Starting the server, and ending it without losing anybody's answer."""
+"""Starting the server, and ending it without losing an answer: the engine, and one front end or several."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
-import socket
+import os
+import signal
 import sys
-
-import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from slipstream.config import EngineOptions, speculation_of
-from slipstream.engine.client import EngineClient
-from slipstream.engine.process import EngineProcess
+from slipstream.engine.process import open_supervisor
 from slipstream.errors import ConfigError
-from slipstream.server.app import Server, create_app
+from slipstream.output import SYNTHETIC_WARNING
+from slipstream.server.ending import noting_signals
+from slipstream.server.front_end import FrontEnd
+from slipstream.server.front_end_group import FrontEndGroup
+from slipstream.server.front_end_process import LOG_FORMAT, open_linked_client, open_listener, place_of, run_front_end
 from slipstream.server.settings import ServerSettings
-from slipstream.types import SYNTHETIC_WARNING
 
-_LARGEST_HEADERS = 64 << 10
-_LAST_WORDS_S = 1  # for the error that ends an answer, once the time to finish it is up
+_EXIT_SIGTERM = 143  # as a shell reports it
+_MOST_FRONT_ENDS = 4  # by default
+_CORES_PER_FRONT_END = 4
 
 
 def serve(options: EngineOptions, settings: ServerSettings) -> int:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
     speculative = speculation_of(options)
     if speculative is not None and speculative.is_synthetic:
         logging.warning(SYNTHETIC_WARNING)
-    listener = _listen(settings)  # first: a port that is taken should not cost the loading of a model
-    client = EngineClient(lambda deliver: EngineProcess(options, deliver))
-    server = Server(client, options.model, settings)
-
-    listener.listen(2048)  # from here on nobody is turned away
+    num_front_ends = count_front_ends(settings.api_server_count)
+    # First of all: a port that is taken should not cost the loading of a model.
+    listener = open_listener(settings.host, settings.port, is_shared=num_front_ends > 1)
+    with _ended_by_sigterm():
+        supervisor, tokenizer = open_supervisor(options, num_front_ends, settings.step_timeout_s)
+    watching = threading.Thread(target=supervisor.run, name="slipstream-engine-watch", daemon=True)
+    watching.start()
     host, port = listener.getsockname()[:2]
-    logging.info("serving %s on http://%s:%s", server.model_name, host, port)
-    GracefulServer(server, create_app(server)).run(sockets=[listener])
+
+    def announce() -> None:
+        logging.info("serving %s on http://%s:%s", settings.served_model_name or options.model, host, port)
+
+    try:
+        with noting_signals() as ending:
+            if num_front_ends == 1:
+                client = open_linked_client(place_of(supervisor), supervisor.ready, tokenizer)
+                front_end = FrontEnd(client, options.model, settings)
+                run_front_end(front_end, listener, announce, ending)
+            else:
+                group = FrontEndGroup(options.model, settings, supervisor, listener)
+                group.run(announce, ending)
+    finally:
+        supervisor.close(watching)
+        listener.close()
+    signal.raise_signal(ending.number)  # its usual effect, now that all is in order
     return 0
 
 
-class GracefulServer(uvicorn.Server):
-    """Says what becomes of the requests under way, and ends the engine: afterwards the signal ends this process."""
-
-    def __init__(self, server: Server, app: ASGIApp) -> None:
-        config = uvicorn.Config(
-            _without_traces(app, server),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=math.ceil(server.settings.shutdown_timeout_s) + _LAST_WORDS_S,
-            h11_max_incomplete_event_size=_LARGEST_HEADERS,
-            http="h11",
-        )
-        super().__init__(config)
-        self._server = server
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        gate, seconds = self._server.gate, self._server.settings.shutdown_timeout_s
-        if gate.num_open:
-            logging.info("shutting down: %d requests have %g s to finish", gate.num_open, seconds)
-        num_open, num_aborted = gate.num_open, gate.num_aborted
-        closing = asyncio.get_running_loop().call_later(seconds, gate.close)
-        await super().shutdown(sockets)
-        closing.cancel()
-        gate.close()  # a second signal does not wait that long
-        if self.server_state.tasks:  # their clients do not read
-            await asyncio.wait(list(self.server_state.tasks), timeout=_LAST_WORDS_S)
-        num_aborted = gate.num_aborted - num_aborted + gate.num_open
-        logging.info("shut down: %d requests finished, %d aborted", num_open - num_aborted, num_aborted)
-        await asyncio.to_thread(self._server.client.close)
+def count_front_ends(asked: int | None) -> int:
+    """As many as were asked for, or by cores: a quarter of them, for the engine and its clients need some too."""
+    can_share = sys.platform == "linux"  # elsewhere the kernel does not spread connections over processes
+    if asked is not None and asked > 1 and not can_share:
+        raise ConfigError(f"--api-server-count {asked} needs Linux; leave it out")
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if can_share else 1
+    return max(1, min(_MOST_FRONT_ENDS, cores // _CORES_PER_FRONT_END))
 
 
-def _without_traces(app: ASGIApp, server: Server) -> ASGIApp:
-    """A request that the shutdown cancels has no fault to be found: uvicorn's one line about it is enough."""
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While the model loads, SIGTERM ends this process in good order: the engine and its sockets go as well."""
 
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        except asyncio.CancelledError:
-            if not server.gate.is_closed:
-                raise
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(_EXIT_SIGTERM)
 
-    return run
-
-
-def _listen(settings: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from error
-    return listener
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
+
+from slipstream.errors import ConfigError
 
 
 def _option(default: Any, text: str) -> Any:
@@ -18,6 +21,41 @@ class ServerSettings:
     served_model_name: str | None = _option(None, "Name of the model for clients; what was asked for if unset.")
     max_queue: int = _option(1024, "Requests that may wait beyond those that run; more are refused with 429.")
     max_body_bytes: int = _option(4 << 20, "Largest request body, in bytes; larger ones are refused with 413.")
+    max_connections: int | None = _option(
+        None, "Connections at a time; as many as the system's limit of open files allows if unset."
+    )
+    api_server_count: int | None = _option(
+        None, "Processes that speak HTTP, beside the engine's; one for every four cores, at most four, if unset."
+    )
+    header_timeout_s: float = _option(10.0, "How long the headers of a request may take, in seconds.")
+    keep_alive_s: float = _option(75.0, "How long a connection without a request is kept, in seconds.")
     body_timeout_s: float = _option(20.0, "Longest pause while a request's body arrives, in seconds.")
+    step_timeout_s: float = _option(
+        300.0, "How long one step may take, in seconds; an engine that takes longer is restarted."
+    )
     shutdown_timeout_s: float = _option(30.0, "How long a shutdown waits for requests to finish, in seconds.")
     log_requests: bool = _option(True, "Write one line of JSON for every request to standard error.")
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                option = f"--{name.replace('_', '-')}"
+                limit = f"from {low:g} to {high:g}" if high < math.inf else f"at least {low:g}"
+                raise ConfigError(f"{option} must be {limit}, not {value}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ConfigError("--api-key must be printable ASCII characters, as it travels in a header")
+
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "max_queue": (0, math.inf),
+    "max_body_bytes": (1, math.inf),
+    "max_connections": (1, math.inf),
+    "api_server_count": (1, 64),
+    "header_timeout_s": (0.1, math.inf),
+    "keep_alive_s": (0.0, math.inf),
+    "body_timeout_s": (0.1, math.inf),
+    "step_timeout_s": (1.0, math.inf),
+    "shutdown_timeout_s": (0.0, math.inf),
+}

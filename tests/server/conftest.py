@@ -17,7 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.weights import open_checkpoint
 from tests import tiny_models
+
+from .scripted import ScriptedServer
 
 MODEL_NAME = "tiny"
 
@@ -45,6 +49,13 @@ class RunningServer:
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
+
+    def wait_until_open(self, num_completions: int, timeout_s: float = 60.0) -> None:
+        """As many continuations as this have been given to the engine and have not ended; it need not be running."""
+        deadline = time.monotonic() + timeout_s
+        while self.metric("open_completions") != num_completions:
+            assert time.monotonic() < deadline, self._metrics()
+            time.sleep(0.02)
 
     def num_aborted(self) -> float:
         found = re.search(r'^slipstream_completions_total\{reason="abort"\} (.*)$', self._metrics(), re.MULTILINE)
@@ -109,7 +120,21 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    """One token a byte, and a few special ones."""
+    return open_checkpoint(model_folder).tokenizer()
+
+
+@pytest.fixture(scope="session")
 def server(model_folder: Path) -> Iterator[RunningServer]:
     running = start_server(model_folder, "--seed", "1")
     yield running
     running.stop()
+
+
+@pytest.fixture
+def scripted(tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
+    """Everything but the engine, without a socket; it answers "abc"."""
+    running = ScriptedServer(tokenizer, [("a", 0, 0), ("bc", 0, 0)])
+    yield running
+    running.close()

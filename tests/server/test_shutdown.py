@@ -1,73 +1,70 @@
-"""The end of a server, without an engine: clients that do not read, and requests that come too late."""
+"""The end of a server: clients that do not read, and requests that come too late."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import socket
-from types import SimpleNamespace
-from typing import Any, cast
+import re
 
 import pytest
-from starlette.types import Receive, Scope, Send
 
-from slipstream.server.app import Server
-from slipstream.server.errors import ApiError
-from slipstream.server.generation import Gate, Generation
-from slipstream.server.run import GracefulServer
-from slipstream.types import SamplingParams
+from slipstream.engine.client import EngineClient
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.server.front_end import FrontEnd
+from slipstream.server.front_end_process import open_listener
+from slipstream.server.settings import ServerSettings
+from slipstream.types import Request, TokenUpdate, TokenUpdates
 
+from .scripted import ScriptedEngine
 
-def without_engine(shutdown_timeout_s: float = 0.0) -> Server:
-    client = SimpleNamespace(
-        config=SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=4)),
-        close=lambda: None,
-        prepare=lambda *_: SimpleNamespace(requests=[None, None, None]),
-    )
-    gate = Gate(cast(Any, client), cast(Any, None), max_queue=4)
-    return cast(
-        Server,
-        SimpleNamespace(gate=gate, settings=SimpleNamespace(shutdown_timeout_s=shutdown_timeout_s), client=client),
-    )
+STREAM = {"prompt": "x", "n": 3, "stream": True, "max_tokens": 100}
 
 
-def prepare(server: Server) -> Generation:
-    return asyncio.run(server.gate.prepare(["x"], SamplingParams(n=3), "id", 0))
+class Endless(ScriptedEngine):
+    """Says as much as it is told to, and never comes to an end."""
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def say(self, num_tokens: int) -> None:
+        updates = [TokenUpdate(request.request_id, [70] * num_tokens) for request in self.requests]
+        self._deliver(TokenUpdates.of(updates))
+
+
+def make(tokenizer: Tokenizer, shutdown_timeout_s: float) -> tuple[FrontEnd, Endless]:
+    client = EngineClient(lambda deliver: Endless(deliver, tokenizer, [], {}), in_line=True)
+    settings = ServerSettings(shutdown_timeout_s=shutdown_timeout_s, log_requests=False)
+    assert isinstance(client.running, Endless)
+    return FrontEnd(client, "tiny", settings), client.running
+
+
+def request_bytes(body: dict[str, object]) -> bytes:
+    raw = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw)
 
 
 @pytest.mark.parametrize("is_forced", [False, True], ids=["time is up", "a second signal"])
 def test_a_client_that_does_not_read_holds_nothing_up(
-    is_forced: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    tokenizer: Tokenizer, is_forced: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is told by a closed connection alone; what it had asked for counts as aborted, and nobody reads a trace."""
+    """A closed connection is all it is told; what it had asked for counts as aborted, and nothing is traced."""
     caplog.set_level(logging.INFO)
-    server = without_engine(30.0 if is_forced else 0.0)
-    is_stuck = asyncio.Event()
-
-    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        await server.gate.prepare(["x"], SamplingParams(n=3), "id", 0)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        while True:
-            sending = asyncio.ensure_future(
-                send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
-            )
-            done, _ = await asyncio.wait([sending], timeout=0.5)
-            if not done:
-                is_stuck.set()
-            await sending
+    front_end, engine = make(tokenizer, 30.0 if is_forced else 0.0)
 
     async def serve_and_end() -> float:
-        listener = socket.create_server(("127.0.0.1", 0))
-        running = GracefulServer(server, endless)
-        serving = asyncio.ensure_future(running.serve(sockets=[listener]))
+        listener = open_listener("127.0.0.1", 0, is_shared=False)
+        await front_end.start([listener])
         _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        await is_stuck.wait()
-        running.should_exit, running.force_exit = True, is_forced
+        writer.write(request_bytes(STREAM))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        (connection,) = front_end.listener._connections
+        while connection.can_write:
+            engine.say(10_000)
+            await asyncio.sleep(0)
         start = asyncio.get_running_loop().time()
-        await serving
+        await front_end.shut_down(lambda: is_forced)
         writer.close()
         return asyncio.get_running_loop().time() - start
 
@@ -77,19 +74,59 @@ def test_a_client_that_does_not_read_holds_nothing_up(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_request_that_comes_too_late_is_refused() -> None:
-    server = without_engine()
-    early = prepare(server)
-    server.gate.close()
-    with pytest.raises(ApiError, match="the server is shutting down") as refused:
-        prepare(server)
-    assert refused.value.status == 503
+def test_a_client_that_falls_behind_gets_the_rest_in_one_piece(tokenizer: Tokenizer) -> None:
+    """What waits for it is its text, not an event for each token; nothing of it is lost."""
+    front_end, engine = make(tokenizer, 0.0)
 
-    async def start() -> None:
-        async with server.gate.run(early, every_token=True):
-            pytest.fail("started in a server that ends")
+    async def run() -> tuple[int, str]:
+        listener = open_listener("127.0.0.1", 0, is_shared=False)
+        await front_end.start([listener])
+        reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
+        writer.write(request_bytes({**STREAM, "n": 1, "max_tokens": 2**30}))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        (connection,) = front_end.listener._connections
+        num_said = 0
+        while connection.can_write:
+            engine.say(10_000)
+            num_said += 10_000
+            await asyncio.sleep(0)
+        buffered = connection._transport.get_write_buffer_size()
+        for _ in range(500):
+            engine.say(10)
+            num_said += 10
+            await asyncio.sleep(0)
+        assert connection._transport.get_write_buffer_size() == buffered, "news of a slow client is not queued as bytes"
+        engine._deliver(TokenUpdates.of([TokenUpdate(engine.requests[0].request_id, [], "length")]))
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += await asyncio.wait_for(reader.read(1 << 20), 10)
+        found = [json.loads(event) for event in re.findall(rb"data: (\{.*?\})\n\n", answer)]
+        text = "".join(event["choices"][0]["text"] for event in found)
+        assert len(text) == num_said
+        writer.close()
+        await front_end.shut_down(lambda: True)
+        return len(found), text
 
-    with pytest.raises(ApiError, match="the server is shutting down"):
-        asyncio.run(start())
-    assert server.gate.num_open == 0
-    assert server.gate.num_aborted == 3
+    events, text = asyncio.run(run())
+    assert set(text) == {tokenizer.decode([70])}
+    assert events < 500
+
+
+def test_a_request_that_comes_too_late_is_refused(tokenizer: Tokenizer) -> None:
+    front_end, engine = make(tokenizer, 0.0)
+    front_end.gate.is_closed = True
+
+    async def run() -> bytes:
+        listener = open_listener("127.0.0.1", 0, is_shared=False)
+        await front_end.start([listener])
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(request_bytes(STREAM))
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        await front_end.shut_down(lambda: True)
+        return head
+
+    head = asyncio.run(run())
+    assert b"503" in head and b"retry-after: 5" in head
+    assert not engine.requests and front_end.gate.num_open == 0

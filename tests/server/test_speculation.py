@@ -13,12 +13,11 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
+from slipstream.output import SYNTHETIC_NOTICE
 from slipstream.server.protocol import MAX_REQUEST_DRAFTS
-from slipstream.types import SYNTHETIC_NOTICE
 
 from .conftest import MODEL_NAME, RunningServer, start_server
-from .scripted import ScriptedServer
+from .scripted import ScriptedServer, chunks_of
 
 STEPS = [("a", 0, 0), ("bcd", 3, 2), ("e", 2, 0)]
 FIGURES = {"drafts": 5, "accepted": 2, "mean_length": 2.0, "acceptance_by_position": [0.5, 0.5, 0.0]}
@@ -27,11 +26,6 @@ RATES = {"method": "ngram", "num_speculative_tokens": 3, "verify": "synthetic", 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTES = [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", CHAT)]
 WARNING = "x-slipstream-warning"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_folder: Path) -> Tokenizer:
-    return open_checkpoint(model_folder).tokenizer()
 
 
 def scripted(tokenizer: Tokenizer, **options: Any) -> Iterator[ScriptedServer]:
@@ -55,22 +49,8 @@ def synthetic(tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
     yield from scripted(tokenizer, speculative_config=RATES)
 
 
-def ask(server: ScriptedServer, method: str, path: str, body: Any = None) -> httpx.Response:
-    async def send() -> httpx.Response:
-        async with server.http() as http:
-            return await http.request(method, path, json=body)
-
-    return asyncio.run(send())
-
-
 def post(server: ScriptedServer, path: str, body: dict[str, Any], **more: Any) -> httpx.Response:
-    return ask(server, "POST", path, {**body, **more})
-
-
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert events.pop() == "[DONE]"
-    return [json.loads(event) for event in events]
+    return server.post(path, **body, **more)
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -125,11 +105,11 @@ def test_synthetic_acceptance_is_loud(
 
 def test_refusals_and_metrics_carry_the_warning_too(synthetic: ScriptedServer, drafting: ScriptedServer) -> None:
     assert WARNING in post(synthetic, "/v1/completions", {"prompt": "x", "n": 0}).headers
-    assert WARNING in ask(synthetic, "GET", "/nowhere").headers
-    metrics = ask(synthetic, "GET", "/metrics")
+    assert WARNING in synthetic.ask("GET", "/nowhere").headers
+    metrics = synthetic.ask("GET", "/metrics")
     assert WARNING in metrics.headers
     assert "\nslipstream_synthetic_acceptance 1.0\n" in metrics.text
-    assert "synthetic" not in ask(drafting, "GET", "/metrics").text
+    assert "synthetic" not in drafting.ask("GET", "/metrics").text
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -166,7 +146,7 @@ def test_wrong_switches_are_named(drafting: ScriptedServer, fields: dict[str, An
 
 def test_openais_client_reads_the_answers(drafting: ScriptedServer, synthetic: ScriptedServer) -> None:
     async def talk(server: ScriptedServer) -> tuple[Any, list[Any]]:
-        async with AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=server.http()) as client:
+        async with server.serving() as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
             whole = await client.chat.completions.create(model="tiny", **CHAT)  # type: ignore[call-overload]
             stream = await client.completions.create(model="tiny", prompt="hi", stream=True)
             return whole, [chunk async for chunk in stream]

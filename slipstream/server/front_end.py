@@ -1,0 +1,162 @@
+"""One front end: an event loop that reads requests, gives them to the engine, and writes what comes of them.
+
+The loop reads the engine's messages itself, and all that a turn brings a client goes out in one write. A server has one
+front end in its own process, or several in processes of their own (``run.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+from collections.abc import Callable
+
+from slipstream.engine.client import EngineClient
+from slipstream.engine.link import EngineLink
+from slipstream.engine.loop import RunningEngine
+from slipstream.output import SYNTHETIC_WARNING
+from slipstream.server.access_log import AccessLog
+from slipstream.server.admission_queue import AdmissionQueue
+from slipstream.server.answer_writer import AnswerWriter, WriterContext
+from slipstream.server.app import AppContext, create_app
+from slipstream.server.counters import SharedCounters
+from slipstream.server.generation import Gate
+from slipstream.server.http.asgi import AsgiBridge
+from slipstream.server.http.exchange import Exchange, HttpRequest
+from slipstream.server.http.limits import ConnectionLimits, raise_descriptor_limit
+from slipstream.server.http.listener import Listener
+from slipstream.server.keys import check_key
+from slipstream.server.metrics import ServerMetrics
+from slipstream.server.routes import ROUTES, AnswerIds, ModelName, RouteContext, fingerprint_of
+from slipstream.server.settings import ServerSettings
+
+logger = logging.getLogger("slipstream.server")
+
+_MESSAGES_A_TURN = 64
+_LAST_WORDS_S = 1.0  # for the error that ends an answer, once the time to finish it is up
+
+
+class FrontEnd:
+    """``counters`` are those it shares with its siblings; ``number`` is its own among them."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model_name: str,
+        settings: ServerSettings,
+        counters: SharedCounters | None = None,
+        number: int = 0,
+    ) -> None:
+        self.client = client
+        self.settings = settings
+        running = client.running
+        speculative = client.config.speculative
+        is_synthetic = speculative is not None and speculative.is_synthetic
+        self.model = ModelName(settings.served_model_name or model_name)
+        self.metrics = ServerMetrics(
+            lambda: client.stats, lambda: getattr(running, "num_restarts", 0), is_synthetic, counters
+        )
+        self.gate = Gate(client, self.metrics, settings.max_queue)
+        self._news: list[AnswerWriter] = []  # writers to be flushed
+        self._writers: dict[AnswerWriter, None] = {}  # of answers that are not complete
+        writers = WriterContext(
+            client,
+            self.gate,
+            self.metrics,
+            speculative is not None,
+            schedule=self._schedule,
+            add=self._add_writer,
+            drop=self._drop_writer,
+        )
+        ids = AnswerIds(number)
+        routes = RouteContext(client, self.gate, self.model, ids, fingerprint_of(is_synthetic))
+        self._admission = AdmissionQueue(routes, writers)
+        self._bridge = AsgiBridge(create_app(AppContext(client, self.model, ids.started, self.metrics)))
+        self._api_key = None if settings.api_key is None else settings.api_key.encode()
+        log = AccessLog(self.metrics, settings.log_requests)
+        self.listener = Listener(_limits(settings), self._check, self._handle, log.note)
+        if is_synthetic:
+            self.listener.warnings.append(SYNTHETIC_WARNING)
+
+    # --- requests
+
+    def _check(self, request: HttpRequest) -> None:
+        check_key(request, self._api_key)
+
+    def _handle(self, exchange: Exchange) -> None:
+        route = ROUTES.get(exchange.request.path)
+        if route is not None and exchange.request.method == "POST":
+            self._admission.add(exchange, route)
+        else:
+            self._bridge.handle(exchange)
+
+    # --- answers
+
+    def _schedule(self, writer: AnswerWriter) -> None:
+        if not self._news:
+            self._loop.call_soon(self._flush)
+        self._news.append(writer)
+
+    def _flush(self) -> None:
+        news, self._news = self._news, []
+        for writer in news:
+            writer.flush()
+
+    def _add_writer(self, writer: AnswerWriter) -> None:
+        self._writers[writer] = None
+
+    def _drop_writer(self, writer: AnswerWriter) -> None:
+        self._writers.pop(writer, None)
+
+    # --- the loop
+
+    async def start(self, sockets: list[socket.socket]) -> None:
+        self._loop = asyncio.get_running_loop()
+        running: RunningEngine = self.client.running
+        if isinstance(running, EngineLink):
+            self._loop.add_reader(running.descriptor, self._read_engine, running)
+            self.listener.on_tick = lambda: self._watch_engine(running)
+            self._read_engine(running)  # what came before is no reason for the descriptor to speak
+        await self.listener.listen(sockets)
+        # A full collection over all that was imported takes longer than a thousand tokens.
+        gc.collect()
+        gc.freeze()
+
+    def _read_engine(self, link: EngineLink) -> None:
+        if link.read(_MESSAGES_A_TURN):
+            self._loop.call_soon(self._read_engine, link)
+
+    def _watch_engine(self, link: EngineLink) -> None:
+        self._read_engine(link)
+        link.note_time()
+
+    async def shut_down(self, ends_now: Callable[[], bool] = lambda: False) -> None:
+        """Take no more requests, give those under way their time to finish, and tell the rest."""
+        gate, seconds = self.gate, self.settings.shutdown_timeout_s
+        num_open, num_aborted = gate.num_open, gate.num_aborted
+        if num_open:
+            logger.info("shutting down: %d requests have %g s to finish", num_open, seconds)
+        self.listener.stop_accepting()
+        await self.listener.wait_until_idle(seconds, ends_now)
+        gate.is_closed = True
+        for writer in list(self._writers):
+            writer.end_server()
+        await self.listener.close(_LAST_WORDS_S)  # longer is not waited for clients that do not read
+        self._admission.close()
+        if isinstance(self.client.running, EngineLink):
+            self._loop.remove_reader(self.client.running.descriptor)
+        num_aborted = gate.num_aborted - num_aborted + gate.num_open
+        logger.info("shut down: %d requests finished, %d aborted", num_open - num_aborted, num_aborted)
+
+
+def _limits(settings: ServerSettings) -> ConnectionLimits:
+    room = raise_descriptor_limit()
+    most = room if settings.max_connections is None else min(room, settings.max_connections)
+    return ConnectionLimits(
+        max_connections=most,
+        max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
+        header_timeout_s=settings.header_timeout_s,
+        keep_alive_s=settings.keep_alive_s,
+    )

@@ -1,0 +1,312 @@
+"""One client's connection: requests are read one after the other, bounded in size and time, and answered in order.
+
+What a client sends ahead of its turn waits unread by the parser. Every state has a deadline, which the listener
+enforces (``listener.py``), but for the time in which the server itself is at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import socket
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote
+
+import httptools
+
+from slipstream.server.errors import ApiError
+from slipstream.server.http.exchange import Exchange, HttpRequest
+
+if TYPE_CHECKING:
+    from slipstream.server.http.listener import Listener
+
+_SLICE = 16 << 10  # bytes parsed at a time, so that few requests wait as objects
+_MOST_AHEAD = 64 << 10  # bytes that a client may send ahead; then it is not read from
+_LARGEST_HEAD = 64 << 10
+_MOST_HEADERS = 200
+_WRITE_BUFFER = 64 << 10  # beyond it a client does not keep up
+
+
+class Phase(enum.Enum):
+    IDLE = "idle"  # between requests, or before the first
+    HEAD = "head"
+    BODY = "body"
+    ANSWERING = "answering"
+    CLOSING = "closing"  # the answer is on its way, and nothing more is read
+
+
+_UNFINISHED = (Phase.IDLE, Phase.HEAD, Phase.BODY)  # a connection in one of these may have to make room for another
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._limits = listener.limits
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._phase = Phase.IDLE
+        self.deadline: float | None = None
+        self.client: tuple[str, int] | None = None
+        self.is_lost = False
+        self.can_write = True
+        self._ahead = bytearray()  # not parsed yet
+        self._is_advancing = False
+        self._ready: deque[HttpRequest] = deque()
+        self._exchange: Exchange | None = None
+        self._request = HttpRequest()  # that arrives now
+        self._body: list[bytes] = []
+        self._num_head_bytes = 0
+        self._num_body_bytes = 0
+        self._body_start = 0.0
+        self._refusal: ApiError | None = None
+
+    @property
+    def date(self) -> bytes:
+        return self._listener.date
+
+    @property
+    def is_answering(self) -> bool:
+        return self._exchange is not None
+
+    # --- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER)
+        self.client = transport.get_extra_info("peername")
+        if (own := transport.get_extra_info("socket")) is not None:
+            with suppress(OSError):  # a client that has left already
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._enter(Phase.IDLE, self._limits.header_timeout_s)
+        self._listener.take(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase is Phase.CLOSING:
+            return  # read and dropped, so that the client gets to read its answer
+        self._ahead += data
+        if self._exchange is not None and len(self._ahead) > _MOST_AHEAD:
+            self._transport.pause_reading()
+        self._advance()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        self._listener.drop(self)
+        self._free_body()
+        self._ready.clear()
+        if (exchange := self._exchange) is not None:
+            self._exchange = None
+            if exchange.on_gone is not None:
+                exchange.on_gone()
+            self._listener.end_exchange(exchange)
+            exchange.on_gone = exchange.on_drained = None
+
+    def pause_writing(self) -> None:
+        self.can_write = False
+        self.deadline = time.monotonic() + self._limits.write_timeout_s
+
+    def resume_writing(self) -> None:
+        self.can_write = True
+        if self._exchange is not None:
+            self.deadline = None
+            if self._exchange.on_drained is not None:
+                self._exchange.on_drained()
+
+    # --- the exchange's calls
+
+    def send(self, data: bytes) -> None:
+        if data and not self.is_lost:
+            self._transport.write(data)
+
+    def finish(self, exchange: Exchange) -> None:
+        """The answer is complete."""
+        if self._exchange is not exchange:
+            return
+        self._exchange = None
+        self._listener.end_exchange(exchange)
+        exchange.on_gone = exchange.on_drained = None
+        if not exchange.request.keeps_alive or self._listener.is_ending:
+            self.close_gently()
+            return
+        self._enter(Phase.IDLE, self._limits.keep_alive_s)
+        self._transport.resume_reading()
+        self._advance()
+
+    # --- the listener's calls
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        if self._phase is Phase.BODY:
+            self._refuse(ApiError(408, "the body did not arrive in time"))
+        elif self._phase is Phase.HEAD:
+            self._refuse(ApiError(408, "the request's headers did not arrive in time"))
+        else:
+            self.abort()
+
+    def make_room(self) -> None:
+        """Another client needs the place of this one, which has no request under way."""
+        self.abort()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def close_gently(self) -> None:
+        """What was written still goes out. Input is dropped meanwhile: unread, it would make the kernel reset."""
+        if self._phase is Phase.CLOSING:
+            return
+        self._enter(Phase.CLOSING, self._limits.linger_s)
+        self._ahead.clear()
+        self._free_body()
+        if self.is_lost:
+            return
+        self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            with suppress(OSError):
+                self._transport.write_eof()
+
+    def close_if_idle(self) -> None:
+        if self._exchange is None:
+            self.close_gently()
+
+    # --- reading
+
+    def _enter(self, phase: Phase, timeout_s: float | None) -> None:
+        self._phase = phase
+        self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._listener.note_phase(self, phase in _UNFINISHED)
+
+    def _advance(self) -> None:
+        """Parse what has come and start the next request, as far as it goes."""
+        if self._is_advancing:
+            return  # an answer was complete at once: the loop below goes on
+        self._is_advancing = True
+        try:
+            while self._exchange is None and self._phase is not Phase.CLOSING and not self.is_lost:
+                if self._ready:
+                    self._start(self._ready.popleft())
+                elif self._ahead:
+                    part = bytes(self._ahead[:_SLICE])
+                    del self._ahead[:_SLICE]
+                    self._parse(part)
+                else:
+                    break
+        finally:
+            self._is_advancing = False
+
+    def _parse(self, data: bytes) -> None:
+        if self._phase is Phase.IDLE:
+            self._enter(Phase.HEAD, self._limits.header_timeout_s)
+            self._num_head_bytes = 0
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Protocols to change to are not offered: the request is answered as it is, and is the last one.
+            for request in self._ready:
+                request.keeps_alive = False
+        except httptools.HttpParserError as error:
+            if self._refusal is None:
+                self._refusal = ApiError(400, f"this is not HTTP/1.1: {str(error) or type(error).__name__}")
+        if self._phase is Phase.HEAD and self._refusal is None:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _LARGEST_HEAD:
+                self._refusal = _head_too_large()
+        elif self._phase is Phase.BODY:
+            pause_s = self._limits.body_timeout_s
+            # A byte now and then does not help.
+            self.deadline = min(time.monotonic() + pause_s, self._body_start + self._limits.longest_body * pause_s)
+        if self._refusal is not None and not self._ready:
+            self._refuse(self._refusal)
+
+    def _start(self, request: HttpRequest) -> None:
+        self._enter(Phase.ANSWERING, None)
+        self._exchange = self._listener.begin_exchange(self, request)
+        if not self._ready and self._refusal is not None:
+            request.keeps_alive = False  # what follows it cannot be read
+
+    def _refuse(self, refusal: ApiError) -> None:
+        """Answer what arrives with an error, and end the connection: what follows cannot be told from its rest."""
+        request = self._request
+        request.keeps_alive = False
+        self._free_body()
+        self._enter(Phase.ANSWERING, None)
+        self._exchange = self._listener.open_exchange(self, request)
+        self._exchange.respond_json(refusal.status, refusal.body, refusal.headers)
+
+    def _free_body(self) -> None:
+        self._listener.num_buffered_bytes -= self._num_body_bytes
+        self._num_body_bytes = 0
+        self._body.clear()
+
+    # --- the parser's calls
+
+    def on_message_begin(self) -> None:
+        self._request = HttpRequest(arrival_time=time.monotonic(), headers=[])
+        self._num_head_bytes = 0
+        self._target: list[bytes] = []
+
+    def on_url(self, url: bytes) -> None:
+        self._target.append(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        headers = self._request.headers
+        headers.append((name.lower(), value))
+        if len(headers) > _MOST_HEADERS:
+            self._stop(ApiError(431, f"there are more than {_MOST_HEADERS} headers"))
+
+    def on_headers_complete(self) -> None:
+        request, parser = self._request, self._parser
+        request.method = parser.get_method().decode("ascii", "replace")
+        request.version = parser.get_http_version()
+        request.keeps_alive = parser.should_keep_alive()
+        request.target = b"".join(self._target)
+        if len(request.target) + sum(len(name) + len(value) for name, value in request.headers) > _LARGEST_HEAD:
+            self._stop(_head_too_large())
+        self._read_target(request)
+        try:
+            self._listener.check(request)
+        except ApiError as refusal:  # before its body is read
+            self._stop(refusal)
+        self._enter(Phase.BODY, self._limits.body_timeout_s)
+        self._body_start = time.monotonic()
+        length = request.header(b"content-length")
+        if length is not None and length.isdigit() and int(length[:20]) > self._limits.max_body_bytes:
+            self._stop(self._too_large())
+        elif request.header(b"expect") is not None and request.version == "1.1":
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _read_target(self, request: HttpRequest) -> None:
+        try:
+            url = httptools.parse_url(request.target)
+        except httptools.HttpParserInvalidURLError:
+            self._stop(ApiError(400, "the request's target is not a valid URL"))
+            return
+        request.path = unquote((url.path or b"/").decode("ascii", "replace"))
+        request.query = url.query or b""
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+        self._num_body_bytes += len(data)
+        self._listener.num_buffered_bytes += len(data)
+        if self._num_body_bytes > self._limits.max_body_bytes:
+            self._stop(self._too_large())
+        elif self._listener.num_buffered_bytes > self._limits.max_buffered_bytes:
+            self._stop(ApiError(503, "too many bodies arrive at once; try again later", headers={"Retry-After": "1"}))
+
+    def on_message_complete(self) -> None:
+        self._request.body = b"".join(self._body)
+        self._free_body()
+        self._ready.append(self._request)
+        self._phase = Phase.IDLE  # of the next request; one that is started is noted there
+
+    def _stop(self, refusal: ApiError) -> None:
+        self._refusal = refusal
+        raise refusal
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes")
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(431, f"the headers are larger than {_LARGEST_HEAD} bytes")

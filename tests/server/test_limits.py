@@ -1,0 +1,422 @@
+"""What is refused before any route: keys that are almost right, and clients that take too long or too much."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from slipstream.server.errors import ApiError
+from slipstream.server.front_end_process import open_listener
+from slipstream.server.http import connection as connection_module
+from slipstream.server.http import listener as listener_module
+from slipstream.server.http.exchange import Exchange, HttpRequest
+from slipstream.server.http.limits import ConnectionLimits
+from slipstream.server.http.listener import Listener
+from slipstream.server.keys import check_key
+
+LIMITS = ConnectionLimits(max_connections=100, max_body_bytes=1000, body_timeout_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("header", "is_right"),
+    [
+        ("Authorization: Bearer secret", True),
+        ("Authorization: bearer secret", True),
+        ("Authorization: BEARER  secret", True),
+        ("X-API-Key: secret", True),
+        ("Authorization: Bearer secret2", False),
+        ("Authorization: Bearer secre", False),
+        ("Authorization: Bearer s", False),
+        ("Authorization: Bearer", False),
+        ("Authorization: Bearer ", False),
+        ("Authorization: Bearer secret secret", False),
+        ("Authorization: Bearer SECRET", False),
+        ("Authorization: Basic secret", False),
+        ("Authorization: secret", False),
+        ("X-API-Key: secret2", False),
+        ("X-API-Key: secre", False),
+        ("X-API-Key: ", False),
+        ("X-API-Key: Bearer secret", False),
+        ("X-Other: secret", False),
+    ],
+)
+def test_a_key_is_right_or_wrong_and_never_almost_right(header: str, is_right: bool) -> None:
+    name, _, value = header.partition(": ")
+    request = HttpRequest(path="/v1/completions", headers=[(name.lower().encode(), value.encode())])
+    with contextlib.nullcontext() if is_right else pytest.raises(ApiError, match="a valid API key is needed"):
+        check_key(request, b"secret")
+
+
+def test_either_header_may_hold_the_key() -> None:
+    check_key(HttpRequest(headers=[(b"authorization", b"Bearer other"), (b"x-api-key", b"secret")]), b"secret")
+
+
+class Clock:
+    """Time that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (connection_module, listener_module):  # the loop's own clock goes on
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+class Client:
+    """A connection of which a test decides every byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+        await asyncio.sleep(0.02)  # so that it arrives by itself
+
+    async def status(self) -> int:
+        return int((await asyncio.wait_for(self.reader.readline(), 5)).split()[1])
+
+    async def rest(self) -> bytes:
+        return await asyncio.wait_for(self.reader.read(), 5)
+
+
+class Site:
+    """A listener whose application answers with the body it was sent."""
+
+    def __init__(self, limits: ConnectionLimits, check: Callable[[HttpRequest], None] = lambda request: None) -> None:
+        self.ended: list[tuple[str, int | None]] = []
+        self.waiting: list[Exchange] = []
+        self.listener = Listener(limits, check, self._handle, self._note)
+        self.clients: list[Client] = []
+
+    def _handle(self, exchange: Exchange) -> None:
+        if exchange.request.path == "/wait":
+            self.waiting.append(exchange)
+        else:
+            exchange.respond(200, exchange.request.body, b"text/plain")
+
+    def _note(self, exchange: Exchange) -> None:
+        self.ended.append((exchange.request.path, exchange.status))
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        own = open_listener("127.0.0.1", 0, is_shared=False)
+        self.port = own.getsockname()[1]
+        await self.listener.listen([own])
+        try:
+            yield
+        finally:
+            for client in self.clients:
+                client.writer.close()
+            self.listener.stop_accepting()
+            await self.listener.close(0.1)
+
+    async def client(self) -> Client:
+        made = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(made)
+        return made
+
+    async def tick(self) -> None:
+        """What the listener does twice a second."""
+        assert self.listener._ticking is not None
+        self.listener._ticking.cancel()
+        self.listener._tick()
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(("num_pieces", "status"), [(3, 200), (100, 408)])
+def test_a_byte_now_and_then_does_not_keep_a_body_open(clock: Clock, num_pieces: int, status: int) -> None:
+    """No pause is too long, but all together are."""
+
+    async def run() -> int:
+        site = Site(LIMITS)
+        async with site.open():
+            client = await site.client()
+            await client.say(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % num_pieces)
+            for _ in range(num_pieces):
+                clock.now += 0.9 * LIMITS.body_timeout_s
+                await site.tick()
+                if client.reader._buffer:  # type: ignore[attr-defined]  # it was answered before its end
+                    break
+                await client.say(b"x")
+            return await client.status()
+
+    assert asyncio.run(run()) == status
+
+
+@pytest.mark.parametrize("said", [b"", b"POST / HT", b"POST / HTTP/1.1\r\nHost: x\r\n", b"\r\n\r\n"])
+def test_headers_have_a_time_to_arrive_in(clock: Clock, said: bytes) -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            client = await site.client()
+            await client.say(said)
+            clock.now += LIMITS.header_timeout_s - 1
+            await site.tick()
+            assert site.listener.num_connections == 1
+            clock.now += 2
+            await site.tick()
+            if said:
+                assert await client.status() == 408
+            await client.rest()  # it is closed
+
+    asyncio.run(run())
+
+
+def test_a_connection_without_a_request_is_closed_after_a_while(clock: Clock) -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            client = await site.client()
+            await client.say(b"GET / HTTP/1.1\r\n\r\n")
+            assert await client.status() == 200
+            clock.now += LIMITS.keep_alive_s - 1
+            await site.tick()
+            assert site.listener.num_connections == 1
+            clock.now += 2
+            await site.tick()
+            await client.rest()
+            assert site.listener.num_connections == 0
+
+    asyncio.run(run())
+
+
+def test_time_at_work_is_not_the_client_s(clock: Clock) -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            client = await site.client()
+            await client.say(b"GET /wait HTTP/1.1\r\n\r\n")
+            clock.now += 3600
+            await site.tick()
+            site.waiting[0].respond(200, b"late", b"text/plain")
+            assert await client.status() == 200
+
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_is_dropped_and_costs_little(clock: Clock) -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            _, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
+            writer.write(b"GET /wait HTTP/1.1\r\n\r\n")
+            while not site.waiting:
+                await asyncio.sleep(0.01)
+            (exchange,) = site.waiting
+            gone: list[bool] = []
+            exchange.on_gone = lambda: gone.append(True)
+            exchange.start(200, [])
+            while exchange.keeps_up:
+                exchange.write(b"x" * 65536)
+                await asyncio.sleep(0)
+            clock.now += LIMITS.write_timeout_s - 1
+            await site.tick()
+            assert not gone
+            clock.now += 2
+            await site.tick()
+            assert gone == [True]
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    asyncio.run(run())
+
+
+def test_whoever_waits_longest_makes_room() -> None:
+    """At the limit a new client is served; one whose request is being answered keeps its place."""
+
+    async def run() -> None:
+        site = Site(replace(LIMITS, max_connections=4))
+        async with site.open():
+            working = await site.client()
+            await working.say(b"GET /wait HTTP/1.1\r\n\r\n")
+            silent = [await site.client() for _ in range(3)]
+            await asyncio.sleep(0.05)
+            for i in range(5):
+                late = await site.client()
+                await late.say(b"GET /%d HTTP/1.1\r\n\r\n" % i)
+                assert await late.status() == 200
+                assert site.listener.num_connections <= 4
+            for client in silent:
+                with contextlib.suppress(ConnectionError):
+                    assert await client.rest() == b"", "they are closed without a word"
+            site.waiting[0].respond(200, b"done", b"text/plain")
+            assert await working.status() == 200
+
+    asyncio.run(run())
+
+
+def test_when_all_are_at_work_the_new_one_goes() -> None:
+    async def run() -> None:
+        site = Site(replace(LIMITS, max_connections=2))
+        async with site.open():
+            for _ in range(2):
+                client = await site.client()
+                await client.say(b"GET /wait HTTP/1.1\r\n\r\n")
+            late = await site.client()
+            with contextlib.suppress(ConnectionError):
+                assert await late.rest() == b""
+            for exchange in site.waiting:
+                exchange.respond(200, b"", b"text/plain")
+            assert [await client.status() for client in site.clients[:2]] == [200, 200]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001 + b"\r\n0\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 300 + b"\r\n", 431),
+        (b"GET /" + b"x" * 70_000, 431),
+        (b"garbage\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n folded: x\r\n\r\n", 400),
+        (b"CONNECT x:1 HTTP/1.1\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00", 400),
+    ],
+)
+def test_what_is_too_large_or_no_http_gets_one_line(request_bytes: bytes, status: int) -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            client = await site.client()
+            await client.say(request_bytes)
+            assert await client.status() == status
+            head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+            assert b"connection: close" in head
+            assert json.loads(body)["error"]["code"] == status
+        assert site.ended[0][1] == status
+        assert site.listener.num_buffered_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_stranger_s_body_is_not_read() -> None:
+    def check(request: HttpRequest) -> None:
+        raise ApiError(401, "who are you?")
+
+    async def run() -> None:
+        site = Site(LIMITS, check)
+        async with site.open():
+            client = await site.client()
+            await client.say(b"POST / HTTP/1.1\r\nContent-Length: 900\r\n\r\n")
+            assert await client.status() == 401
+
+    asyncio.run(run())
+
+
+def test_all_bodies_together_have_a_limit() -> None:
+    async def run() -> None:
+        site = Site(replace(LIMITS, max_body_bytes=100))
+        async with site.open():
+            senders = [await site.client() for _ in range(66)]
+            for client in senders:
+                await client.say(b"POST / HTTP/1.1\r\nContent-Length: 100\r\n\r\n" + b"x" * 99)
+            refused = [client for client in senders if client.reader._buffer]  # type: ignore[attr-defined]
+            assert len(refused) == 2
+            assert await refused[0].status() == 503
+            for client in senders[:64]:
+                await client.say(b"x")
+                assert await client.status() == 200
+        assert site.listener.num_buffered_bytes == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_requests_ahead_of_their_turn_are_answered_in_order(size: int) -> None:
+    requests = b"".join(b"POST /%d HTTP/1.1\r\nContent-Length: 2\r\n\r\n%02d" % (i, i) for i in range(20))
+
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            client = await site.client()
+            for start in range(0, len(requests), size):
+                client.writer.write(requests[start : start + size])
+                if size < 100:
+                    await asyncio.sleep(0)
+            await client.say(b"GET /end HTTP/1.1\r\nConnection: close\r\n\r\n")
+            answers = (await client.rest()).split(b"HTTP/1.1 200 OK")[1:]
+        bodies = [answer.partition(b"\r\n\r\n")[2] for answer in answers]
+        assert bodies == [b"%02d" % i for i in range(20)] + [b""]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_it_waits_is_noticed() -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            client = await site.client()
+            await client.say(b"GET /wait HTTP/1.1\r\n\r\n")
+            gone: list[bool] = []
+            site.waiting[0].on_gone = lambda: gone.append(True)
+            client.writer.close()
+            await asyncio.sleep(0.05)
+            assert gone == [True] and not site.waiting[0].is_open
+            site.waiting[0].respond(200, b"late", b"text/plain")  # harmless
+            assert site.ended == [("/wait", None)]
+
+    asyncio.run(run())
+
+
+def test_what_old_and_odd_clients_get() -> None:
+    async def ask(site: Site, request: bytes) -> bytes:
+        client = await site.client()
+        await client.say(request)
+        client.writer.write_eof()
+        return await client.rest()
+
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            old = await ask(site, b"GET / HTTP/1.0\r\n\r\n")
+            assert old.startswith(b"HTTP/1.1 200 OK") and b"connection: close" in old
+            head = await ask(site, b"HEAD / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            assert head.endswith(b"\r\n\r\n") and b"content-length: 0" in head
+            upgrade = b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+            assert (await ask(site, upgrade)).startswith(b"HTTP/1.1 200 OK")
+            client = await site.client()
+            await client.say(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+            assert await client.status() == 100
+            await client.reader.readline()
+            await client.say(b"ok")
+            assert await client.status() == 200
+
+    asyncio.run(run())
+
+
+def test_every_answer_leaves_at_once() -> None:
+    """Nagle's algorithm holds small writes back for 40 ms."""
+
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            await site.client()
+            await asyncio.sleep(0.02)
+            (own,) = site.listener._connections
+            found = own._transport.get_extra_info("socket")
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    asyncio.run(run())
