@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import typer
 
 from slipstream import __version__
-from slipstream.commands.options import with_options
+from slipstream.commands.options import refuse_options_before, with_options
 from slipstream.config import EngineOptions, debug_enabled
-from slipstream.errors import SlipstreamError, nearest
+from slipstream.errors import ConfigError, SlipstreamError, nearest
+from slipstream.load.settings import LoadSettings
 from slipstream.server.settings import ServerSettings
 from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
@@ -40,6 +41,8 @@ app = typer.Typer(
 
 train = typer.Typer(help="Train a draft head for a model.", no_args_is_help=True)
 app.add_typer(train, name="train")
+benchmarks = typer.Typer(invoke_without_command=True)
+app.add_typer(benchmarks, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
 SystemText = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message to begin with.")]
@@ -110,9 +113,10 @@ def chat(sampling: SamplingParams, engine: EngineOptions, system: SystemText = N
     return run(sampling, engine, system=system)
 
 
-@app.command()
+@benchmarks.callback()
 @with_options()
 def bench(
+    context: typer.Context,
     engine: EngineOptions,
     model: Annotated[
         str | None, typer.Option("--model", help="Model to measure; the default model if neither this nor --shape.")
@@ -128,15 +132,47 @@ def bench(
         "benchmarks/results"
     ),
     as_json: AsJson = False,
-) -> int:
+) -> int | None:
     """Measure decode speed: output tokens per second with every request of the batch in decode.
 
-    Greedy, end-of-sequence ignored, random prompts. Writes one JSON file a run.
+    Greedy, end-of-sequence ignored, random prompts. Writes one JSON file a run. `slipstream bench serve` measures a
+    server.
     """
+    if context.invoked_subcommand is not None:
+        refuse_options_before(context)
+        return None
     from slipstream.commands.bench import Workload, run
 
     workload = Workload.parse(batch, prompt_len=prompt_len, output_len=output_len, repeat=repeat)
     return run(engine, workload, model=model, shape=shape, output_dir=output_dir, as_json=as_json)
+
+
+@benchmarks.command("serve")
+@with_options()
+def bench_serve(
+    settings: LoadSettings,
+    more_limits: Annotated[list[str] | None, typer.Argument(metavar="LIMIT", hidden=True)] = None,
+    output_dir: Annotated[Path, typer.Option("--output-dir", help="Folder for the result file.")] = Path(
+        "benchmarks/results"
+    ),
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Draw both distributions, and the rate over time, into this file.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Show two result files side by side, and measure nothing."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Put load on a server that speaks OpenAI's API, and measure rates and times.
+
+    A closed loop of so many streams, arrivals at a rate, or a trace. Writes one JSON file.
+    """
+    from slipstream.commands.bench_serve import Output, run, run_compare
+
+    if compare is not None:
+        return run_compare(*compare)
+    return run(settings.with_limits(more_limits or []), Output(output_dir, png, as_json))
 
 
 @app.command()
@@ -147,6 +183,7 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Model to serve; the default model if unset.")
     ] = None,
+    model_option: Annotated[str | None, typer.Option("--model", help="The same as the argument.")] = None,
 ) -> int:
     """Serve a model over HTTP, in the manner of OpenAI's API.
 
@@ -154,7 +191,9 @@ def serve(
     """
     from slipstream.commands.serve import run
 
-    return run(model, engine, settings)
+    if model is not None and model_option is not None:
+        raise ConfigError(f"two models are named, {model} and {model_option}; give one of them")
+    return run(model if model_option is None else model_option, engine, settings)
 
 
 @app.command()

@@ -20,8 +20,8 @@ from slipstream.config import EngineConfig, EngineOptions, speculation_of
 from slipstream.errors import ConfigError
 from slipstream.models.hub import resolve_models, with_shipped_head
 from slipstream.models.shapes import shape_config
+from slipstream.output import SYNTHETIC_NOTICE, DraftStats
 from slipstream.speculative_config import SpeculativeConfig
-from slipstream.types import SYNTHETIC_NOTICE, DraftStats
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
@@ -127,9 +127,9 @@ def case_name(model: str) -> str:
 
 def _open(options: EngineOptions) -> tuple[dict[str, Any], Checkpoint, Tokenizer | None]:
     """Configuration and, where a draft model's has to fit it, the tokenizer of a checkpoint."""
-    from slipstream.models.weights import open_checkpoint
+    from slipstream.models.load import open_decoder
 
-    checkpoint, speculative = open_checkpoint(Path(options.model)), speculation_of(options)
+    checkpoint, speculative = open_decoder(Path(options.model)), speculation_of(options)
     wanted = speculative is not None and speculative.model is not None
     return checkpoint.config, checkpoint, checkpoint.tokenizer() if wanted else None
 

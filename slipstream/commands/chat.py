@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from slipstream.commands.session import open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError, nearest
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.output import RequestOutput
+from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM

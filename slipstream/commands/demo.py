@@ -15,7 +15,8 @@ from slipstream.commands.session import check, open_model
 from slipstream.config import EngineOptions, speculation_of
 from slipstream.errors import ConfigError, RequestError
 from slipstream.models.hub import with_shipped_head
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.output import RequestOutput
+from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM

@@ -13,7 +13,8 @@ from rich.table import Table
 from slipstream.commands.session import check, open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError
-from slipstream.types import Completion, DraftStats, Logprobs, RequestOutput, SamplingParams
+from slipstream.output import Completion, DraftStats, Logprobs, RequestOutput
+from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.types import DraftStats, RequestOutput, SamplingParams, TokenUpdates
+from slipstream.output import DraftStats, RequestOutput
+from slipstream.types import SamplingParams, TokenUpdates
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
@@ -100,16 +101,18 @@ def run_batch(
 ) -> BatchRun:
     """Run the prompts as one batch, greedy, to their length or to their end; ``on_tokens`` hears of progress."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos)
-    requests = [client.prepare(prompt, params) for prompt in prompts]
-    place = {request.request_id: idx for idx, request in enumerate(requests)}
+    submissions = [client.prepare(prompt, params) for prompt in prompts]
+    # The engine has ids of its own; outputs have those of the submissions.
+    place = {submission.requests[0].request_id: idx for idx, submission in enumerate(submissions)}
+    output_place = {submission.request_id: idx for idx, submission in enumerate(submissions)}
     collected: queue.SimpleQueue[_Step] = queue.SimpleQueue()
     steps: list[_Step] = []
     done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    run = BatchRun(time.monotonic(), [], [[] for _ in requests])
+    run = BatchRun(time.monotonic(), [], [[] for _ in submissions])
     with client.tapped(lambda updates: collected.put(_Step.of(updates))):
-        for request in requests:
-            client.submit(request, done.put, every_token=False)
-        num_running = len(requests)
+        for submission in submissions:
+            client.submit(submission, done.put, every_token=False)
+        num_running = len(submissions)
         while num_running:
             # What is not ready yet is looked for later: a reader that wakes up at every step would slow the engine.
             time.sleep(_LOOK_EVERY_S)
@@ -123,10 +126,10 @@ def run_batch(
             for request_id, num_tokens, *drafts in columns:
                 finished = request_id in step.ended
                 run.arrivals.append(Arrival(place[request_id], step.time, num_tokens, finished, *drafts))
-        for _ in requests:
+        for _ in submissions:
             if (output := done.get()).error is not None:
                 raise EngineError(output.error)
-            run.token_ids[place[output.request_id]] = output.token_ids
+            run.token_ids[output_place[output.request_id]] = output.token_ids
     return run
 
 

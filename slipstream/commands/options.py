@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from slipstream.config import EngineOptions
+from slipstream.errors import ConfigError
+from slipstream.load.settings import LoadSettings
 from slipstream.server.settings import ServerSettings
 from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
@@ -28,6 +30,7 @@ _PANELS: dict[type, str] = {
     SamplingParams: "Sampling",
     ServerSettings: "Server",
     TrainSettings: "Training",
+    LoadSettings: "Load",
 }
 
 # Engine options carry their help themselves; requests are plain data, so the words for them are here.
@@ -96,6 +99,16 @@ def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., 
     return decorate
 
 
+def refuse_options_before(context: typer.Context) -> None:
+    """A command with sub-commands has options of its own; they say nothing to a sub-command that follows."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            flag, sub = param.opts[-1], context.invoked_subcommand
+            path = context.command_path
+            raise ConfigError(f"{flag} is an option of '{path}'; put those of '{path} {sub}' after '{sub}'")
+
+
 def _option(field: Field[Any], annotation: Any, owner: type, default: Any) -> inspect.Parameter:
     flag = "--" + field.name.replace("_", "-")
     kind = _value_type(annotation)
@@ -105,7 +118,7 @@ def _option(field: Field[Any], annotation: Any, owner: type, default: Any) -> in
     }
     if default is MISSING or default == ():
         default = None
-    if kind is bool and default:
+    if kind is bool and default is not False:  # what depends can be switched either way
         flag += "/--no-" + field.name.replace("_", "-")
     elif kind is dict:
         settings |= {"parser": _parse_json, "metavar": "JSON"}

@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.commands.options import SAMPLING_HELP
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
+from slipstream.load.settings import LoadSettings
 from slipstream.server.settings import ServerSettings
 from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
@@ -38,7 +39,7 @@ def settings_table(owner: type) -> str:
     rows = [
         (
             _code(_flag(option)),
-            "none" if option.default in (None, "") else _code(str(option.default)),
+            "none" if option.default in (None, "", ()) else _code(str(option.default)),
             option.metadata["help"],
         )
         for option in fields(owner)
@@ -77,6 +78,7 @@ def tables() -> dict[str, str]:
         "configuration.md": engine_options_table(),
         "sampling.md": sampling_parameters_table(),
         "server.md": settings_table(ServerSettings),
+        "serving-benchmark.md": settings_table(LoadSettings),
         "training.md": settings_table(TrainSettings),
     }
 

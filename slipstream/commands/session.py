@@ -13,7 +13,7 @@ from rich.console import Console
 from slipstream.config import EngineOptions, speculation_of
 from slipstream.errors import RequestError
 from slipstream.models.hub import resolve_models, with_shipped_head
-from slipstream.types import SYNTHETIC_WARNING, RequestOutput
+from slipstream.output import SYNTHETIC_WARNING, RequestOutput
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -53,7 +53,7 @@ def show_stream(outputs: Iterable[RequestOutput]) -> RequestOutput:
             sys.stdout.flush()
             last = output
     finally:
-        if last is not None:
+        if last is not None and (last.text or last.error is None):  # nothing is to follow an error but its line
             sys.stdout.write("\n")
             sys.stdout.flush()
     if last is None:

@@ -30,13 +30,14 @@ from slipstream.kernels.tiles import (
     write_table,
 )
 from slipstream.kernels.tuning import Heads, compile_all, measure, measure_layer
-from slipstream.models.draft_head import open_head_checkpoint, read_head
+from slipstream.models.draft_head import read_head
 from slipstream.models.fused_head import head_weights
 from slipstream.models.fused_layer import layer_weights
+from slipstream.models.head_checkpoint import open_head_checkpoint
 from slipstream.models.hub import resolve_model
+from slipstream.models.load import open_decoder
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import HEAD_SHAPES, SHAPES, shape_config
-from slipstream.models.weights import open_checkpoint
 
 _DTYPE, _WIDTH = torch.bfloat16, 2  # float16 has the same width, and the same tiles
 
@@ -118,7 +119,7 @@ def _heads_of(config: ModelConfig) -> Heads:
 
 
 def _config_of(model: str) -> ModelConfig:
-    hf_config = shape_config(model) if model in SHAPES else open_checkpoint(resolve_model(model)).config
+    hf_config = shape_config(model) if model in SHAPES else open_decoder(resolve_model(model)).config
     config = architecture_of(hf_config).read_config(hf_config)
     if config.experts is not None:
         raise ConfigError(f"{model} has experts: their products are not cut by this table")

@@ -128,6 +128,30 @@ def test_option_that_does_not_fit(cli: RunCli, tiny_model: Path, option: str, va
     assert_one_line_error(cli("generate", "x", "--model", tiny_model, option, value), phrase)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "phrase"),
+    [
+        ("--port", "99999", "--port must be from 0 to 65535, not 99999"),
+        ("--port", "-1", "--port must be from 0 to 65535, not -1"),
+        ("--max-queue", "-1", "--max-queue must be at least 0, not -1"),
+        ("--max-connections", "0", "--max-connections must be at least 1, not 0"),
+        ("--api-server-count", "0", "--api-server-count must be from 1 to 64, not 0"),
+        ("--header-timeout-s", "nan", "--header-timeout-s must be at least 0.1, not nan"),
+        ("--api-key", "", "--api-key must be printable ASCII"),
+    ],
+)
+def test_server_option_out_of_range(cli: RunCli, option: str, value: str, phrase: str) -> None:
+    assert_one_line_error(cli("serve", "nothing", option, value), phrase)
+
+
+def test_serve_takes_the_model_as_an_option_too(cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+    monkeypatch.setattr("slipstream.server.run.serve", lambda engine, settings: served.append(engine.model) or 0)
+    assert cli("serve", "mine").code == cli("serve", "--model", "mine").code == 0
+    assert served == ["mine", "mine"]
+    assert_one_line_error(cli("serve", "mine", "--model", "other"), "two models are named, mine and other")
+
+
 COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llama-3.1-8b"), ("serve", "--port", "0")]
 
 

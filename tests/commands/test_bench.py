@@ -12,7 +12,7 @@ from rich.console import Console
 from slipstream.commands.bench import _table, case_name
 from slipstream.config import GIB
 from slipstream.models.shapes import SHAPES
-from slipstream.types import SYNTHETIC_NOTICE
+from slipstream.output import SYNTHETIC_NOTICE
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 SMALL = ("--prompt-len", 8, "--output-len", 12)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.llm import LLM
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.output import RequestOutput
+from slipstream.types import SamplingParams
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 SHORT = ("--max-tokens", 6, "--ignore-eos")

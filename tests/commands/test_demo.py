@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.commands.demo import PROMPTS, paint
-from slipstream.types import Completion, DraftStats, RequestOutput, RequestTimings
+from slipstream.output import Completion, DraftStats, RequestOutput, RequestTimings
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 

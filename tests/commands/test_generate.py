@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.commands.generate import drafts_line
 from slipstream.llm import LLM
-from slipstream.types import SYNTHETIC_NOTICE, DraftStats, RequestOutput
+from slipstream.output import SYNTHETIC_NOTICE, DraftStats, RequestOutput
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 
