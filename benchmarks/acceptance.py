@@ -27,7 +27,8 @@ from slipstream.commands.results import collect_results, prepare_folder, write_r
 from slipstream.llm import LLM
 from slipstream.models.hub import resolve_model
 from slipstream.models.weights import Checkpoint, open_checkpoint
-from slipstream.types import DraftStats, SamplingParams
+from slipstream.output import DraftStats
+from slipstream.types import SamplingParams
 
 _GROUP = 32  # weights that share a scale
 

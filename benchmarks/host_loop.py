@@ -36,10 +36,12 @@ from slipstream.commands.results import collect_results, prepare_folder, write_r
 from slipstream.config import EngineOptions, ModelConfig, RopeConfig
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.interface import Capture, GraphPool
+from slipstream.engine.admission import Submission
 from slipstream.engine.build import build_shape, decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import without_network
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.reader import OutputReader
 from slipstream.engine.resolve import resolve
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep
@@ -202,6 +204,7 @@ class Bench:
                 pass  # steps without drafts have no graph before that
             make_drafts_dear(self.core, max_batch)
         self.output = OutputProcessor(_NoText(), lambda _request_id: None, self.core.runner._config.speculative)
+        self._submissions: list[Submission] = []
         self._total = min(total, 2048)
 
     def begin(self, batch: int) -> list[Request]:
@@ -211,7 +214,10 @@ class Bench:
             # Lengths that differ, so that page borders are crossed at different steps.
             prompt = tuple((7 * i + j) % 64 for j in range(PROMPT_LEN - i % 16))
             request = Request(f"request-{batch}-{i}", prompt, params, (2,), self._total, time.monotonic())
-            self.output.register(request.request_id, [request], None, lambda _output: None, every_token=False)
+            submission = Submission(request.request_id, None, (request,))
+            reader = OutputReader(submission, lambda _output: None, every_token=False)
+            reader.begin(self.output.register(submission, reader))
+            self._submissions.append(submission)
             self.core.add(request)
             requests.append(request)
         for _ in range(60):
@@ -224,12 +230,11 @@ class Bench:
     def end(self, requests: list[Request]) -> None:
         for request in requests:
             self.core.finish(request.request_id)
-            self.output.forget(request.request_id)
+        for submission in self._submissions:
+            self.output.forget(submission)
+        self._submissions.clear()
         while self.core.has_work:
             self.core.step()
-
-    def close(self) -> None:
-        self.output.close()
 
 
 class _NoText:
@@ -383,7 +388,6 @@ def run(arguments: argparse.Namespace) -> None:
             stacks = sample_stacks(bench, max(batches), seconds=12)
             title = f"The host loop, batch {max(batches)}, device {arguments.device}, {sum(stacks.values())} samples"
             arguments.flame.write_text(draw_flames(stacks, title), encoding="utf-8")
-        bench.close()
     path = write_results(collect_results(rows, device=arguments.device), arguments.output_dir, "host-loop")
     Console(width=150).print(report(rows, arguments.device))
     print(f"written to {path}")

@@ -23,7 +23,7 @@ from result_files import Result, newest_first, select
 from slipstream.commands.results import Row
 from slipstream.errors import ConfigError
 from slipstream.models.shapes import FORCED_RATES
-from vllm_figures import EAGLE3, EAGLE3_K, NGRAM_OF_PLAIN, PLAIN, VERSION
+from vllm_figures import EAGLE3, EAGLE3_K, NGRAM_OF_PLAIN, PLAIN, SERVE, VERSION
 
 ROOT = Path(__file__).parents[1]
 GPU, CPU = "NVIDIA H200", "Intel Xeon Processor, 2 cores"
@@ -280,6 +280,36 @@ def _near_tie(tolerances: Collection[float | None]) -> str:
     )
 
 
+def serving(results: Results) -> str:
+    case = "smollm2-135m+serve"
+    found: dict[tuple[str, int], Row] = {}
+    for kind in (case, f"{case}+eagle3"):
+        for result in select(results, kind, GPU):
+            for row in result.rows:
+                found.setdefault((row["case"], row["batch"]), row)
+    batches = [batch for batch in SERVE if (case, batch) in found]
+    if not batches:
+        return ""
+    intro = (
+        f"Over HTTP, streamed chat with {NAMES['smollm2-135m']}, 128 output tokens, closed loop, on the same kind of "
+        "GPU with 16 cores (`slipstream bench serve --concurrency N`); vLLM with the same load:"
+    )
+    lines = []
+    for own, name in ((case, "Slipstream"), (f"{case}+eagle3", "Slipstream, EAGLE-3, k adapts")):
+        rows = [found.get((own, batch)) for batch in batches]
+        if any(rows):
+            lines.append([f"{name}: tokens per second", *(_rate(row) for row in rows)])
+            times = ["" if row is None else _first_ms(row["ttft_p50_ms"], row["ttft_p99_ms"]) for row in rows]
+            lines.append([f"{name}: first token, p50 / p99", *times])
+    lines.append([f"{VERSION}: tokens per second", *(number(SERVE[batch][0]) for batch in batches)])
+    lines.append([f"{VERSION}: first token, p50 / p99", *(_first_ms(*SERVE[batch][1:]) for batch in batches)])
+    return f"{wrapped(intro)}\n{table(['streams', *map(str, batches)], lines)}"
+
+
+def _first_ms(median: float, p99: float) -> str:
+    return f"{number(median)} / {number(p99)} ms"
+
+
 def startup(results: Results) -> str:
     for result in select(results, "startup", GPU):
         seconds: dict[str, list[float]] = {}
@@ -348,6 +378,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "adaptive lengths": adaptive_lengths,
     "ngram": ngram,
     "spec bench": spec_bench,
+    "serving": serving,
     "startup": startup,
     "cpu": cpu,
 }

@@ -19,7 +19,8 @@ import numpy as np
 from slipstream.commands.results import Row
 from slipstream.engine.client import EngineClient
 from slipstream.errors import EngineError
-from slipstream.types import Logprobs, RequestOutput, SamplingParams
+from slipstream.output import Logprobs, RequestOutput
+from slipstream.types import SamplingParams
 from spec_bench_runs import answers_to
 
 _NUM_LIKELY = 4  # tokens of each place: of one that is nearly certain the log probability hardly moves

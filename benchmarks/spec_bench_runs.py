@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from slipstream.engine.client import EngineClient
 from slipstream.errors import EngineError
-from slipstream.types import RequestOutput, SamplingParams, TokenUpdates
+from slipstream.output import RequestOutput
+from slipstream.types import SamplingParams, TokenUpdates
 
 
 class Answer(NamedTuple):

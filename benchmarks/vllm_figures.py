@@ -16,6 +16,15 @@ EAGLE3: dict[str, dict[int, int]] = {"llama-3.1-8b": {1: 388, 8: 2917, 64: 14579
 EAGLE3_K = "3"
 # Speed with n-gram drafts as a part of the plain one, SmolLM2-135M, by batch.
 NGRAM_OF_PLAIN = {1: 0.33, 8: 0.23, 32: 0.28}
+# Streamed chat over HTTP, SmolLM2-135M, 128 output tokens, closed loop, 512 rows: tokens per second, and milliseconds
+# to the first token (median, 99th percentile), by streams.
+SERVE: dict[int, tuple[int, int, int]] = {
+    1: (565, 14, 19),
+    8: (3958, 26, 30),
+    32: (8582, 71, 123),
+    128: (19750, 175, 253),
+    512: (13754, 2202, 3797),
+}
 
 
 def eagle3_peer(shape: str, k: str, batch: int) -> int | None:
