@@ -60,6 +60,21 @@ def test_defaults_are_filled_in() -> None:
     assert small.cache.num_usable_tokens == 160
 
 
+def test_a_context_of_millions_has_tables_for_what_the_cache_holds() -> None:
+    """No tensor bears out the length of the context; what a damaged file says of it must not take gigabytes."""
+    long = replace(MODEL, max_position=1 << 24)
+    position_bytes = 4 * (16 + 32 + 1)  # a rotary table in float32, and the tokens of 32 requests and a scratch row
+    small_cache = EngineOptions(kv_cache_memory_bytes=512 * 16 * 10)
+    assert resolve(small_cache, CPU, long).scheduler.max_model_len == (256 << 20) // position_bytes
+    large_cache = EngineOptions(kv_cache_memory_bytes=512 * 16 * 200_000)
+    assert resolve(large_cache, CPU, long).scheduler.max_model_len == 200_000 * 16
+    asked_for = EngineOptions(kv_cache_memory_bytes=512 * 16 * 10, max_model_len=1 << 22)
+    assert resolve(asked_for, CPU, long).scheduler.max_model_len == 1 << 22
+    windowed = replace(long, window_rope=RopeConfig(rotary_dim=16))
+    limit = resolve(small_cache, CPU, windowed).scheduler.max_model_len
+    assert limit == (256 << 20) // (position_bytes + 4 * 16)
+
+
 def test_a_type_that_crashes_is_refused() -> None:
     broken = Hardware(device="cpu", free_memory_bytes=2**30, dtype_works=False)
     with pytest.raises(ConfigError, match="bfloat16 matrix products crash on this CPU; use dtype float32"):

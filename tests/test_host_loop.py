@@ -42,4 +42,3 @@ def test_drafts_of_each_case(case: str, drafts: int, tokens: int) -> None:
             assert list(updates.num_drafts or (0, 0, 0)) == [drafts] * 3
             assert bench.core.scheduler.stats.draft_length == drafts
         bench.end(requests)
-        bench.close()

@@ -14,6 +14,7 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"commands"},
     {"server"},
+    {"load"},
     {"train"},
     {"llm"},
     {"engine"},
@@ -30,12 +31,14 @@ FLOORS: list[set[str]] = [
     {"config"},
     {"speculative_config"},
     {"speculative_config"},
+    {"output"},
     {"types"},
+    {"values"},
     {"errors"},
 ]
 RANK = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The scheduler is pure decision: it can be tested, and reasoned about, without a tensor library.
-NO_TORCH = ("scheduler", "types", "config", "speculative_config", "errors")
+NO_TORCH = ("scheduler", "load", "types", "config", "speculative_config", "errors")
 
 
 def room_of(path: Path) -> str:

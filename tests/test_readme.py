@@ -284,3 +284,20 @@ def test_a_quick_sweep_is_for_the_other_draft_lengths(tmp_path: Path) -> None:
     put(tmp_path, kind, [draft_row(450.0, k, 1) | {"num_runs": 1} for k in ("1", "3")], hour=2)
     found = plot_speculation.newest_rows(results(tmp_path), "llama-3.1-8b")
     assert {k: rows[1]["tok_s"] for k, rows in found.items()} == {"1": 450.0, "3": 500.0}
+
+
+# --- serving --------------------------------------------------------------------------------------
+
+
+def test_serving_beside_vllm(tmp_path: Path) -> None:
+    def row(streams: int, tok_s: float, case: str = "smollm2-135m+serve") -> dict[str, Any]:
+        return {"case": case, "batch": streams, "tok_s": tok_s, "ttft_p50_ms": 9.4, "ttft_p99_ms": 29.6}
+
+    put(tmp_path, "smollm2-135m+serve", [row(128, 100.0)], hour=1)
+    put(tmp_path, "smollm2-135m+serve", [row(128, 106_070.7), row(64, 5.0)], hour=2)
+    put(tmp_path, "smollm2-135m+serve+eagle3", [row(128, 120_000.0, "smollm2-135m+serve+eagle3")])
+    part = readme.serving(results(tmp_path))
+    assert "| streams | 128 |" in part, "64 streams have no figure of vLLM's beside them"
+    assert "| Slipstream: tokens per second | 106,071 |" in part and "| 9 / 30 ms |" in part
+    assert "120,000" in part and "19,750" in part and "175 / 253 ms" in part
+    assert readme.serving(results(tmp_path / "none")) == ""

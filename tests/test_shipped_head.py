@@ -5,7 +5,6 @@ Who gets it and who does not is in ``models/test_shipped_head.py``, with a stand
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -28,10 +27,10 @@ from slipstream.models.hub import DEFAULT_MODEL, shipped_head
 from slipstream.models.registry import architecture_of
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import open_checkpoint
-from slipstream.server.app import Server, create_app
 from slipstream.server.settings import ServerSettings
 from slipstream.train.export import default_taps
 from tests.commands.run_cli import RunCli, make_runner
+from tests.server.conftest import start_server
 
 MAX_BYTES = 32_000_000
 MAX_DRAFT_VOCAB = 16_000
@@ -192,17 +191,15 @@ def test_the_same_text_in_fewer_steps(llm: LLM) -> None:
         assert output.speculation.mean_length > LEAST_TOKENS_PER_STEP, output.text
 
 
-def test_the_same_text_over_http(llm: LLM) -> None:
-    # The engine that runs already, without a socket; those and the second process are for tests/server.
-    app = create_app(Server(llm._client, DEFAULT_MODEL, ServerSettings()))
+def test_the_same_text_over_http() -> None:
+    """As ``slipstream serve`` runs it, which takes the head without being asked to."""
     body = {"messages": [{"role": "user", "content": PROMPTS[0]}], **GREEDY}
-
-    async def ask() -> list[dict[str, Any]]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as http:
-            answers = [await http.post("/v1/chat/completions", json=body | more) for more in ({}, {"speculate": False})]
-        return [answer.json() for answer in answers]
-
-    drafted, plain = asyncio.run(ask())
+    server = start_server(Path(DEFAULT_MODEL))
+    try:
+        url = f"{server.url}/v1/chat/completions"
+        drafted, plain = (httpx.post(url, json=body | more, timeout=60).json() for more in ({}, {"speculate": False}))
+    finally:
+        server.stop()
     assert drafted["choices"][0]["message"] == plain["choices"][0]["message"]
     assert drafted["choices"][0]["speculation"]["mean_length"] > LEAST_TOKENS_PER_STEP
     assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0

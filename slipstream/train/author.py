@@ -20,12 +20,13 @@ import numpy as np
 
 from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError
+from slipstream.output import RequestOutput
 from slipstream.train.loops import Ids, end_without_loop
 from slipstream.train.phrases import DOCUMENTS, FOLLOW_UPS, FOREIGN_DOCUMENTS, LONG_TASKS, QUESTIONS, TRANSLATIONS
 from slipstream.train.prompts import Form, Opening
 from slipstream.train.settings import TrainSettings
 from slipstream.train.words import Words, words_of
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.types import SamplingParams
 
 _TURN_TEMPERATURES = (0.5, 0.7, 0.9)  # one after another, as the others
 _DOCUMENT_TEMPERATURES, _FOREIGN_TEMPERATURE = (0.7, 0.8, 0.9), 0.7  # small targets slip into English else

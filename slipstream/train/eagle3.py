@@ -12,8 +12,9 @@ import torch
 from slipstream.config import ModelConfig, writable_folder
 from slipstream.errors import ConfigError
 from slipstream.models.hub import resolve_model
+from slipstream.models.load import open_decoder
 from slipstream.models.registry import architecture_of
-from slipstream.models.weights import Checkpoint, open_checkpoint
+from slipstream.models.weights import Checkpoint
 from slipstream.train.author import Advance
 from slipstream.train.card import write_card
 from slipstream.train.curves import draw_curves
@@ -40,7 +41,7 @@ class Report:
 def train_eagle3(settings: TrainSettings, report: Report) -> Progress:
     out = writable_folder(Path(settings.out), "to --out", "folder")
     path = resolve_model(settings.model)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_decoder(path)
     target = architecture_of(checkpoint.config).read_config(checkpoint.config)
     taps = default_taps(target)
     if settings.max_len > target.max_position:

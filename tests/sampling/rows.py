@@ -13,10 +13,19 @@ from slipstream.types import Request, RowInit, SamplingParams
 from tests.test_config import MODEL
 
 
-def make_rows(requests: list[Request], histories: list[list[int]]) -> tuple[SamplingRows, Positions, SamplingNeeds]:
-    """Rows that hold the requests in reverse order, what selects them in order, and what the batch needs."""
+def make_rows(
+    requests: list[Request], histories: list[list[int]], before: tuple[Request, list[int]] | None = None
+) -> tuple[SamplingRows, Positions, SamplingNeeds]:
+    """Rows that hold the requests in reverse order, what selects them in order, and what the batch needs.
+
+    ``before``: a request, with its tokens, that has had all of these rows.
+    """
     options = EngineOptions(max_num_seqs=len(requests), max_model_len=128, max_num_batched_tokens=512)
     rows = RequestRows(resolve(options, Hardware("cpu", 2**30, True), MODEL), CpuDevice())
+    for row in range(len(requests) if before is not None else 0):
+        assert before is not None
+        rows.stage_init(RowInit(row, *before, 0))
+        rows.flush()
     needs = SamplingNeeds()
     for i, (request, history) in enumerate(zip(requests, histories, strict=True)):
         rows.stage_init(RowInit(len(requests) - 1 - i, request, history, 0))

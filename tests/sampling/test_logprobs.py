@@ -22,3 +22,14 @@ def test_equals_a_log_softmax_in_numpy(vocab: int) -> None:
         assert row.token_ids[1 : 1 + count] == order[:count].tolist()
         np.testing.assert_allclose(row.values[1 : 1 + count], logprobs[order[:count]], atol=1e-5)
         assert row.token_ids[1 + count :] == [-1] * (20 - count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_logits_of_few_bits_have_log_probabilities_of_many(dtype: torch.dtype) -> None:
+    """Those of the numbers as they are; a bfloat16 near -10 is off by 0.03."""
+    logits = (4.0 * torch.randn(3, 5000)).to(dtype)
+    expected = logits.double().log_softmax(1)
+    token_ids = torch.tensor([7, 4999, 2500])
+    rows = unpack_logprobs(pack_logprobs(logits, token_ids).numpy())
+    for row, own in zip(rows, expected, strict=True):
+        assert row.values == pytest.approx(own[row.token_ids].tolist(), abs=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ VOCAB = 60
 PARAMETERS: dict[str, list[Any]] = {
     "temperature": [0.0, 0.7, 1.5],
     "top_k": [0, 1, 7],
-    "top_p": [1.0, 0.6, 0.9],
+    "top_p": [1.0, 0.6, 0.9, 0.99],
     "min_p": [0.0, 0.05, 0.3],
     "repetition_penalty": [1.0, 1.3, 0.8],
     "frequency_penalty": [0.0, 0.5, -1.0],
@@ -69,7 +70,7 @@ def random_request(rng: random.Random, names: list[str]) -> tuple[Request, list[
     words = chosen.pop("bad_words", ())
     prompt = [rng.randrange(12) for _ in range(rng.randint(1, 10))]
     history = prompt + [rng.randrange(12) for _ in range(rng.randint(0, 9))]
-    return make_request(prompt, words, stop_token_ids=(2, 11), **{"temperature": 0.0, **chosen}), history
+    return make_request(prompt, words, stop_token_ids=(0, 2, 11), **{"temperature": 0.0, **chosen}), history
 
 
 def check(cases: list[tuple[Request, list[int]]], seed: int) -> None:
@@ -114,6 +115,20 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
         assert alone.token_ids[0] == together.token_ids[i]
 
 
+def test_a_row_is_its_requests_alone_whichever_had_it_before() -> None:
+    """What the last one has left in it, such as a longer list of biases or words, counts for nothing, even where a
+    neighbour makes the step look at every parameter."""
+    rng, needs = random.Random(4), SamplingNeeds(*[True] * len(fields(SamplingNeeds)))
+    for seed in range(20):
+        before, (request, history) = (random_request(rng, list(PARAMETERS)) for _ in range(2))
+        logits = torch.randn(1, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        found = []
+        for by in (None, before):
+            rows, at, _ = make_rows([request], [history], by)
+            found.append(process(logits, rows, at, needs, mask=None))
+        assert torch.equal(*found), request.params
+
+
 def test_the_mask_decides_what_may_stand_at_a_position() -> None:
     request = make_request([1, 2])
     rows, at, needs = make_rows([request], [[1, 2]])
@@ -128,6 +143,20 @@ def test_the_mask_decides_what_may_stand_at_a_position() -> None:
 
 def test_a_greedy_batch_needs_nothing() -> None:
     assert SamplingNeeds.of(make_request([1], top_k=5, top_p=0.5, min_p=0.1)) == SamplingNeeds()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("top_k", 1), ("top_p", 0.999), ("min_p", 0.001), ("logit_bias", {5: 0.01}), ("min_tokens", 1)),
+        *(("repetition_penalty", 0.999), ("frequency_penalty", -0.01), ("presence_penalty", 0.01), ("logprobs", 0)),
+    ],
+)
+def test_a_parameter_that_is_hardly_on_is_on(name: str, value: Any) -> None:
+    """Nothing else of the batch would make the step look at it."""
+    kind = "penalties" if name.endswith("_penalty") else name
+    request = make_request([1], temperature=0.01, **{name: value})
+    assert SamplingNeeds.of(request) == SamplingNeeds(noise=True, **{kind: True})
 
 
 def test_a_history_shorter_than_a_bad_word_does_not_complete_it() -> None:

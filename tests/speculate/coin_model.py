@@ -1,6 +1,8 @@
-"""A model that says the same at every position: tokens of a request are independent draws from one distribution.
+"""A model whose distribution is known: that of a token depends on the state it is drawn in, which the last token gives.
 
-So a whole engine, with its real drafter, rows, checks and noise, can be held to that distribution, token by token.
+So a whole engine, with its real drafter, rows, checks and noise, can be held to that distribution, token by token. With
+one state tokens are independent draws from one distribution. With several, drafts that follow each other are drawn from
+different ones, so that whatever mixes up their places is found too.
 """
 
 from __future__ import annotations
@@ -29,20 +31,21 @@ from tests.engine.drive import make_request, run
 VOCAB_SIZE = 512
 TEMPERATURE = 0.8
 NUM_DRAFTS = 3
+_PROMPT = [1] * 9
 _CONFIG = ModelConfig("coin", VOCAB_SIZE, 2, 2, 1, 1, 1, 16, 1e-5, 4096, RopeConfig(rotary_dim=2), dtype="float32")
 
 
 class CoinModel:
     def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
+        self._logits = logits  # [num_states, vocab]
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        hidden = input_ids.float().unsqueeze(1).repeat(1, _CONFIG.hidden_size)
+        hidden = _hidden_of(input_ids)
         context.tap(_CONFIG.num_layers, hidden)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._logits.expand(hidden.shape[0], -1).contiguous()
+        return self._logits.index_select(0, hidden[:, 0].long() % len(self._logits))
 
 
 class CoinHead(CoinModel):
@@ -51,7 +54,7 @@ class CoinHead(CoinModel):
     taps = (_CONFIG.num_layers,)
 
     def __init__(self, logits: Tensor, target_ids: Tensor) -> None:
-        super().__init__(logits[target_ids])
+        super().__init__(logits[:, target_ids])
         self.config = replace(_CONFIG, vocab_size=len(target_ids))
         self.target_ids: Tensor | None = target_ids.int()
 
@@ -61,20 +64,25 @@ class CoinHead(CoinModel):
     def forward(  # type: ignore[override]
         self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext
     ) -> Tensor:
-        return hidden.clone()
+        return _hidden_of(input_ids)
 
 
-def make_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's and the drafter's, which is about right."""
-    made = torch.Generator().manual_seed(0)
-    target = (2.0 * torch.randn(VOCAB_SIZE, generator=made)).to(dtype)
-    return target, (target.float() + torch.randn(VOCAB_SIZE, generator=made)).to(dtype)
+def _hidden_of(input_ids: Tensor) -> Tensor:
+    """The token itself, which float32 holds exactly."""
+    return input_ids.float().unsqueeze(1).repeat(1, _CONFIG.hidden_size)
 
 
-def likely_ids(dtype: torch.dtype, size: int) -> Tensor:
+def make_logits(dtype: torch.dtype, num_states: int = 1) -> tuple[Tensor, Tensor]:
+    """[num_states, vocab]: the target's and the drafter's, which is about right."""
+    made, shape = torch.Generator().manual_seed(0), (num_states, VOCAB_SIZE)
+    target = (2.0 * torch.randn(shape, generator=made)).to(dtype)
+    return target, (target.float() + torch.randn(shape, generator=made)).to(dtype)
+
+
+def likely_ids(dtype: torch.dtype, size: int, num_states: int = 1) -> Tensor:
     """Tokens of a reduced draft vocabulary: most of the likely ones, and some that are not."""
-    target, _ = make_logits(dtype)
-    liked = target.float() + 2.0 * torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    target, _ = make_logits(dtype, num_states)
+    liked = target.float().amax(0) + 2.0 * torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     return liked.topk(size).indices.sort().values
 
 
@@ -84,6 +92,7 @@ def make_core(
     num_rows: int,
     purpose: int = DRAFT_NOISE,
     draft_ids: Tensor | None = None,  # given: a head over these tokens drafts, else a draft model over all
+    num_states: int = 1,
 ) -> EngineCore:
     device = open_device(device_name)
     options = EngineOptions(
@@ -103,7 +112,7 @@ def make_core(
             "verify": "rejection",
         },
     )
-    target_logits, draft_logits = (logits.to(device.torch_device) for logits in make_logits(dtype))
+    target_logits, draft_logits = (logits.to(device.torch_device) for logits in make_logits(dtype, num_states))
     head = None if draft_ids is None else CoinHead(draft_logits, draft_ids.to(device.torch_device))
     draft = DraftModel(_CONFIG if head is None else head.config)
     config = resolve(options, device.hardware("float32"), _CONFIG, draft=draft)
@@ -124,8 +133,9 @@ def make_core(
 
 
 def expected_acceptance(dtype: torch.dtype, draft_ids: Tensor) -> float:
-    """The share of drafts that speculative sampling accepts: each with what the two distributions have in common."""
-    target, draft = (logits.double() / TEMPERATURE for logits in make_logits(dtype))
+    """The share of drafts that speculative sampling accepts, where there is one state: each is accepted with what the
+    two distributions have in common."""
+    target, draft = (logits[0].double() / TEMPERATURE for logits in make_logits(dtype))
     draft_probs = torch.zeros(VOCAB_SIZE, dtype=torch.float64)
     draft_probs[draft_ids] = draft[draft_ids].softmax(0)
     common = float(torch.minimum(target.softmax(0), draft_probs).sum())
@@ -133,25 +143,42 @@ def expected_acceptance(dtype: torch.dtype, draft_ids: Tensor) -> float:
     return sum(common**i for i in range(1, NUM_DRAFTS + 1)) / NUM_DRAFTS
 
 
-def sigmas_off(core: EngineCore, dtype: torch.dtype, num_tokens: int, num_rows: int) -> float:
-    """Run requests until so many tokens are drawn; how far the counts are from the target's distribution."""
+def sigmas_off(
+    core: EngineCore, dtype: torch.dtype, num_tokens: int, num_rows: int, num_states: int = 1, num_greedy: int = 0
+) -> float:
+    """Run requests until so many tokens are drawn; how far the counts are from the target's distributions.
+
+    Of every batch the first ``num_greedy`` requests are greedy, and not counted.
+    """
     output_len = 60
-    counts = torch.zeros(VOCAB_SIZE, dtype=torch.int64)
+    counts = torch.zeros(num_states * VOCAB_SIZE, dtype=torch.int64)
     seed = 0
     while int(counts.sum()) < num_tokens:
         requests = [
-            make_request(f"r{seed + i}", [1] * 9, output_len, seed=seed + i, temperature=TEMPERATURE)
+            make_request(
+                *(f"r{seed + i}", _PROMPT, output_len), seed=seed + i, temperature=TEMPERATURE * (i >= num_greedy)
+            )
             for i in range(num_rows)
         ]
         seed += num_rows
-        for outcome in run(core, requests).values():
-            counts += torch.bincount(torch.tensor(outcome.token_ids), minlength=VOCAB_SIZE)
-    expected = (make_logits(dtype)[0].double() / TEMPERATURE).softmax(0) * counts.sum()
+        for outcome in [*run(core, requests).values()][num_greedy:]:
+            before, drawn = torch.tensor([_PROMPT[-1], *outcome.token_ids[:-1]]), torch.tensor(outcome.token_ids)
+            counts += torch.bincount(before % num_states * VOCAB_SIZE + drawn, minlength=len(counts))
+    parts = [
+        _chi_square(of_state, logits)
+        for of_state, logits in zip(counts.view(num_states, -1), make_logits(dtype, num_states)[0], strict=True)
+    ]
+    chi_square, degrees = (sum(part) for part in zip(*parts, strict=True))
+    return (chi_square - degrees) / (2 * degrees) ** 0.5
+
+
+def _chi_square(counts: Tensor, logits: Tensor) -> tuple[float, int]:
+    """The statistic and its degrees of freedom, of the tokens that were drawn in one state."""
+    expected = (logits.double() / TEMPERATURE).softmax(0) * counts.sum()
     order = expected.argsort(descending=True)
     counts, expected = counts[order].double(), expected[order]
     # The rare ones are one bin, so that every bin expects enough.
     num_kept = int((expected >= 20).sum())
     counts = torch.cat([counts[:num_kept], counts[num_kept:].sum().unsqueeze(0)])
     expected = torch.cat([expected[:num_kept], expected[num_kept:].sum().unsqueeze(0)])
-    chi_square, degrees = float(((counts - expected) ** 2 / expected).sum()), num_kept
-    return (chi_square - degrees) / (2 * degrees) ** 0.5
+    return float(((counts - expected) ** 2 / expected).sum()), num_kept

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from slipstream.speculate.rejection import DRAFT_NOISE, RESIDUAL_NOISE
-from tests.speculate.coin_model import expected_acceptance, likely_ids, make_core, sigmas_off
+from slipstream.speculate import verify
+from slipstream.speculate.rejection import DRAFT_NOISE, RESIDUAL_NOISE, judge_drafts
+from tests.speculate.coin_model import NUM_DRAFTS, expected_acceptance, likely_ids, make_core, sigmas_off
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -51,3 +55,41 @@ def test_drafts_and_residual_of_one_noise_are_found() -> None:
     core = make_core("cpu", torch.float32, num_rows=64, purpose=RESIDUAL_NOISE)
     assert sigmas_off(core, torch.float32, 50_000, num_rows=64) > 12
     assert DRAFT_NOISE != RESIDUAL_NOISE
+
+
+NUM_STATES = 5
+
+
+def sigmas_by_state(draft_vocab_size: int | None, num_tokens: int, num_greedy: int = 0) -> float:
+    """Where a token's distribution depends on the one before it, so that no two places of a row's drafts are alike."""
+    ids = None if draft_vocab_size is None else likely_ids(torch.float32, draft_vocab_size, NUM_STATES)
+    core = make_core("cpu", torch.float32, num_rows=64, draft_ids=ids, num_states=NUM_STATES)
+    return sigmas_off(core, torch.float32, num_tokens, 64, NUM_STATES, num_greedy)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 200], ids=["a draft model", "a head"])
+@pytest.mark.parametrize(
+    "num_tokens", [12_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_tokens_that_depend_on_the_last_are_draws_from_the_target(
+    draft_vocab_size: int | None, num_tokens: int
+) -> None:
+    assert abs(sigmas_by_state(draft_vocab_size, num_tokens)) < 6
+
+
+def test_greedy_requests_beside_them_change_nothing() -> None:
+    """Those that come first in the batch: neither drafts nor tokens are drawn as they are."""
+    assert abs(sigmas_by_state(None, 12_000, num_greedy=2)) < 6
+
+
+@pytest.mark.parametrize("places_off", [-1, 1])
+@pytest.mark.parametrize("draft_vocab_size", [None, 200], ids=["a draft model", "a head"])
+def test_drafts_that_are_judged_by_their_neighbours_logits_are_found(
+    draft_vocab_size: int | None, places_off: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misplaced(logits: Tensor, draft_ids: Tensor, rows: Tensor, draft_idx: Tensor, *rest: Any) -> Any:
+        other_idx = (draft_idx + places_off).clamp(0, NUM_DRAFTS - 1)
+        return judge_drafts(logits, draft_ids, rows, other_idx, *rest)
+
+    monkeypatch.setattr(verify, "judge_drafts", misplaced)
+    assert sigmas_by_state(draft_vocab_size, 6_000) > 12

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.sampling.logprobs import unpack_logprobs
 from slipstream.sampling.sampler import Positions, SamplingNeeds
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import Drafted, Verifier, accept_drafts
@@ -50,6 +51,8 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
         if len(taken) < count:
             assert found[0][i, len(taken)] == target[at + len(taken)]
             assert bool(found[2][i]) == failed[at + len(taken)]
+        if not count:
+            assert not found[2][i], "padding does not fail"
 
 
 def drafted(position: int, drafts: list[int], num_places: int) -> Drafted:
@@ -181,3 +184,31 @@ def test_log_probabilities_are_the_targets_of_the_tokens_taken(mode: VerifyMode)
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [3, 5, 1], 3), needs)
     assert found.logprobs is not None
     assert found.logprobs[:3, 1].tolist() == [3, 5, 6]
+
+
+@pytest.mark.parametrize("mode", ["match", "rejection"])
+def test_log_probabilities_are_the_models_own_whatever_the_request_draws_from(mode: VerifyMode) -> None:
+    """Neither bias nor temperature nor a cut of the distribution is in them, as without drafts."""
+    drawn = {"logit_bias": {3: 60.0, 5: 59.0}, "temperature": 0.5, "top_k": 1, "repetition_penalty": 1.5}
+    rows, _, needs = make_rows([make_request([1, 2], logprobs=2, **drawn)], [[1, 2, 3]])
+    verifier = Verifier(SpeculativeConfig("ngram", 1, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
+    logits = torch.linspace(0.0, 3.5, 16).view(2, 8)
+    found = verifier.verify(logits, rows, drafted(2, [3], 1), needs)
+    assert found.new_ids.tolist() == [[3, 5]] and found.num_accepted.tolist() == [1]
+    assert found.logprobs is not None
+    expected = logits.double().log_softmax(1)
+    for row, token_id, own in zip(unpack_logprobs(found.logprobs.numpy()), (3, 5), expected, strict=True):
+        assert row.token_ids[:3] == [token_id, 7, 6]
+        assert row.values[:3] == pytest.approx(own[[token_id, 7, 6]].tolist(), abs=1e-5)
+        assert row.rank == 8 - token_id
+
+
+def test_log_probabilities_of_forced_drafts_are_those_of_the_tokens_taken() -> None:
+    """Where no draft is there, acceptance cannot be forced, and the token is the target's own."""
+    rows, _, needs = make_rows([make_request([1, 2], logprobs=1)], [[1, 2, 0]])
+    config = SpeculativeConfig("ngram", 3, "synthetic", acceptance_rates=(1.0, 1.0, 1.0))
+    verifier = Verifier(config, 1, torch.tensor([2, 0], dtype=torch.int32))
+    found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [0], 3), needs)
+    assert found.new_ids[0, :2].tolist() == [0, 5]
+    assert found.logprobs is not None
+    assert [row.token_ids[0] for row in unpack_logprobs(found.logprobs.numpy())[:2]] == [0, 5]

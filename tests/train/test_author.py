@@ -11,10 +11,11 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import Completion, RequestOutput, RequestTimings
 from slipstream.train.author import Author, Written, _held_out, whole_sentences
 from slipstream.train.prompts import form_of
 from slipstream.train.settings import TrainSettings
-from slipstream.types import Completion, RequestOutput, RequestTimings, SamplingParams
+from slipstream.types import SamplingParams
 from tests import tiny_models
 
 TEXT = "Number <{}> is here. It is a text"
