@@ -85,13 +85,13 @@ def make_forward() -> Callable[[int, int], float]:
     """Seconds of one forward pass over one and over four tokens of a request with 128 tokens before them."""
     import torch
 
-    from slipstream.attention.backend import AttentionContext
+    from slipstream.attention.context import StepTokens
     from slipstream.attention.metadata import CommonAttentionMetadata
     from slipstream.config import EngineOptions
     from slipstream.engine.build import build_engine
 
     runner = build_engine(EngineOptions(model=MODEL, dtype="float32", max_num_seqs=1)).core.runner
-    backend, model = runner.program.backend, runner.program.model
+    model = runner.program.model
 
     @torch.inference_mode()
     def forward(num_query: int) -> float:
@@ -110,7 +110,7 @@ def make_forward() -> Callable[[int, int], float]:
             block_table=torch.arange(1, 11, dtype=torch.int32)[None],
             slot_mapping=positions + 16,
         )
-        context = AttentionContext(backend, backend.build(common), runner.kv_caches, positions, common.slot_mapping)
+        context = runner.caches.begin(StepTokens(positions, common.slot_mapping, common))
         hidden = model.forward(torch.full((num_query,), 7, dtype=torch.int32), context)
         model.compute_logits(hidden)
         return time.perf_counter() - start

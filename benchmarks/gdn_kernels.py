@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from slipstream.attention.gdn import DeltaNetSpec
 from slipstream.commands.results import collect_results, prepare_folder, write_results
-from slipstream.config import DeltaNetConfig
 from slipstream.device.operation import Operation
 from slipstream.kernels.causal_conv import causal_conv
 from slipstream.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule
@@ -37,7 +37,7 @@ from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import shape_config
 
 SHAPE, NUM_DRAFTS = "qwen3-next-16l-64e", 3
-SMALL = DeltaNetConfig(num_k_heads=1, num_v_heads=2, k_dim=16, v_dim=16, conv_width=4, layer_ids=(0,))
+SMALL = DeltaNetSpec(num_k_heads=1, num_v_heads=2, k_dim=16, v_dim=16, conv_width=4)
 BANDWIDTH = 4.8e12  # bytes a second
 ROTATED_BYTES, MAX_POOLS = 200e6, 48  # several times what the second-level cache holds
 MIN_LAUNCHES, NUM_ROUNDS = 10, 20
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
 
     device: str
     dtype: torch.dtype
-    net: DeltaNetConfig
+    net: DeltaNetSpec
     batches: list[int]
     prompt_lens: list[int]
 
@@ -59,8 +59,8 @@ def setting_for(arguments: argparse.Namespace) -> Setting:
     if arguments.device == "cpu":
         return Setting("cpu", torch.float32, SMALL, [1, 3], [100])
     config = shape_config(SHAPE)
-    net = architecture_of(config).read_config(config).delta_net
-    assert net is not None
+    net = architecture_of(config).read_config(config).cache_specs[0]
+    assert isinstance(net, DeltaNetSpec)
     sizes = [[int(size) for size in text.split(",")] for text in (arguments.batch, arguments.prompt_len)]
     return Setting("cuda", torch.bfloat16, net, *sizes)
 

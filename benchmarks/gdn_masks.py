@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.attention.gdn import GDNAttentionMetadata, Parts, spec_sequence_masks
+from slipstream.attention.gdn import GDNAttentionMetadata, GDNBackend, Parts, spec_sequence_masks
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
@@ -209,8 +209,8 @@ VARIANTS = {
 @contextmanager
 def planted(core: EngineCore, variant: Variant) -> Iterator[list[int]]:
     """Builders of a variant in an engine that has all its graphs; gives how often one ran."""
-    graphs, gdn = core.runner.graphs, core.runner.gdn
-    assert gdn is not None
+    graphs, backends = core.runner.graphs, [group.backend for group in core.runner.caches.groups]
+    (gdn,) = (backend for backend in backends if isinstance(backend, GDNBackend))
     run, num_built = graphs.run, [0]
     launched = variant.in_launched or GDNAttentionMetadata.build
 

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from slipstream.attention.choice import open_caches
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions, ModelConfig, RopeConfig
@@ -91,9 +92,9 @@ def instant_core(options: EngineOptions) -> EngineCore:
     device = InstantDevice()
     config = replace(resolve(options, device.hardware("float32"), TINY), cudagraph_mode="full", steps_in_flight=2)
     config = replace(config, poison=False)  # what a step leaves stands there for all
-    backend = ReferenceBackend()
-    draft_length, _ = decide_draft_length(config, backend)
-    runner = Runner(config, device, NoModel(), backend, without_network(config))
+    caches = open_caches(config, config.model, device, attention=ReferenceBackend())
+    draft_length, _ = decide_draft_length(config, caches.caps)
+    runner = Runner(config, device, NoModel(), caches, without_network(config))
     runner.graphs._manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
     # Status, drafts checked, drafts accepted, none foreseen, tokens: what every step leaves.
     k = 0 if draft_length is not None else config.num_drafts

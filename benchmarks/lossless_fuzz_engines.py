@@ -9,7 +9,7 @@ from unittest import mock
 
 from lossless_fuzz_models import CONTEXT, Folders
 from lossless_fuzz_requests import MAX_TOTAL
-from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
@@ -113,7 +113,7 @@ def build_fuzzed(choice: EngineChoice, folders: Folders, device: str) -> Engine:
             speculative["model"] = str(getattr(folders, drafter.model))
         given["speculative_config"] = speculative
 
-    def decide(config: EngineConfig, _backend: AttentionBackend) -> tuple[DraftLength | None, OnCost | None]:
+    def decide(config: EngineConfig, _caps: Caps) -> tuple[DraftLength | None, OnCost | None]:
         return _decide_length(config, choice), None
 
     with mock.patch.object(build, "decide_draft_length", decide):

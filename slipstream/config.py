@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from slipstream.cache_spec import CacheSpec, GroupedQuerySpec, TokenStates, page_bytes, row_bytes
 from slipstream.errors import ConfigError, nearest
 from slipstream.speculative_config import SpeculativeConfig, read_speculative
 
@@ -195,35 +196,6 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
-class DeltaNetConfig:
-    """Gated delta nets: layers that keep a state of fixed size for each request where others keep keys."""
-
-    num_k_heads: int
-    num_v_heads: int
-    k_dim: int
-    v_dim: int
-    conv_width: int
-    layer_ids: tuple[int, ...]  # the other layers have attention
-
-    @property
-    def num_channels(self) -> int:
-        """Of queries, keys and values, which go through the convolution."""
-        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
-
-    def ring_lengths(self, num_drafts: int) -> tuple[int, int]:
-        """Of inputs and of states, so that a step which begins behind any of the last one's tokens finds its own."""
-        num_states = 1 + num_drafts
-        return self.conv_width - 1 + num_states, num_states
-
-    def request_bytes(self, dtype: str, num_drafts: int) -> int:
-        """Of one request, in all layers."""
-        num_inputs, num_states = self.ring_lengths(num_drafts)
-        state = self.num_v_heads * self.k_dim * self.v_dim * max(DTYPE_BYTES[dtype], DTYPE_BYTES["float32"])
-        inputs = num_inputs * self.num_channels * DTYPE_BYTES[dtype]
-        return len(self.layer_ids) * (inputs + num_states * state)
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder, whatever format it came in."""
 
@@ -250,7 +222,8 @@ class ModelConfig:
     window_rope: RopeConfig | None = None  # of layers with a window, where it differs from the others'
     experts: ExpertsConfig | None = None
     attention_gate: bool = False  # whether a head's result is multiplied by the sigmoid of a gate of its own
-    delta_net: DeltaNetConfig | None = None
+    # What each layer keeps of requests; empty: keys and values of grouped-query attention, in all of them.
+    layer_caches: tuple[CacheSpec, ...] = ()
     dtype: str = "float32"  # as stored in the checkpoint
 
     def window(self, layer_idx: int) -> int:
@@ -259,26 +232,29 @@ class ModelConfig:
     def has_experts(self, layer_idx: int) -> bool:
         return self.experts is not None and layer_idx in self.experts.layer_ids
 
-    def is_recurrent(self, layer_idx: int) -> bool:
-        """Whether the layer has a state in place of keys."""
-        return self.delta_net is not None and layer_idx in self.delta_net.layer_ids
+    @property
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps of requests."""
+        return self.layer_caches or (self.keys_and_values,) * self.num_layers
 
-    def memory_idx(self, layer_idx: int) -> int:
-        """Which of the key caches is the layer's, or which of the states: each kind is counted for itself."""
-        kind = self.is_recurrent(layer_idx)
-        return sum(self.is_recurrent(idx) == kind for idx in range(layer_idx))
+    @property
+    def keys_and_values(self) -> GroupedQuerySpec:
+        """What a layer with grouped-query attention keeps."""
+        return GroupedQuerySpec(self.num_kv_heads, self.head_dim)
 
     @property
     def is_plain(self) -> bool:
-        """Whether all layers have attention, and nothing stands between it and the product behind it."""
-        return self.delta_net is None and not self.attention_gate
+        """Whether all layers have grouped-query attention, and nothing is between it and the product after it."""
+        return not self.layer_caches and not self.attention_gate
 
     @property
     def num_attention_layers(self) -> int:
-        return self.num_layers - (len(self.delta_net.layer_ids) if self.delta_net else 0)
+        """Of grouped-query attention."""
+        return sum(isinstance(spec, GroupedQuerySpec) for spec in self.cache_specs)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Of a token in the pages of all layers."""
+        return page_bytes(self.cache_specs, 1, dtype)
 
 
 # --- what the components get ----------------------------------------------------------------------
@@ -345,14 +321,19 @@ class EngineConfig:
     def num_drafts(self) -> int:
         return self.scheduler.num_drafts
 
+    def for_clients(self) -> EngineConfig:
+        """Without what layers keep: a message cannot know all kinds of that, and only the engine asks."""
+        draft = None if self.draft_model is None else replace(self.draft_model, layer_caches=())
+        return replace(self, model=replace(self.model, layer_caches=()), draft_model=draft)
+
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values, the draft model's included, and of states."""
-        of_a_token = self.model.kv_bytes_per_token(self.dtype)
+        """Of all that is kept of requests, the drafter's included."""
+        specs = self.model.cache_specs
         if self.draft_model is not None:
-            of_a_token += draft_bytes_per_token(self.draft_model, self.num_draft_modules, self.dtype)
-        states = state_bytes(self.model, self.dtype, self.scheduler)
-        return self.cache.num_pages * self.cache.page_size * of_a_token + states
+            specs += draft_cache_specs(self.draft_model, self.num_draft_modules)
+        pages = self.cache.num_pages * page_bytes(specs, self.cache.page_size, self.dtype)
+        return pages + (self.scheduler.max_num_seqs + 1) * row_bytes(specs, self.num_drafts, self.dtype)
 
 
 class DraftModel(NamedTuple):
@@ -363,16 +344,9 @@ class DraftModel(NamedTuple):
     num_modules: int = 1  # of a head, one for each draft until their turn comes again
 
 
-def draft_bytes_per_token(model: ModelConfig, num_modules: int, dtype: str) -> int:
-    """Keys and values, and what each module but the last leaves for the next one."""
-    return model.kv_bytes_per_token(dtype) + (num_modules - 1) * model.hidden_size * DTYPE_BYTES[dtype]
-
-
-def state_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerConfig) -> int:
-    """Of all request rows, the scratch row included, in layers that keep no keys."""
-    if model.delta_net is None:
-        return 0
-    return (scheduler.max_num_seqs + 1) * model.delta_net.request_bytes(dtype, scheduler.num_drafts)
+def draft_cache_specs(model: ModelConfig, num_modules: int) -> tuple[CacheSpec, ...]:
+    """What a drafter keeps: that of its layers, and what each module but the last leaves for the next one."""
+    return (*model.cache_specs, *[TokenStates(model.hidden_size)] * (num_modules - 1))
 
 
 def speculation_of(options: EngineOptions) -> SpeculativeConfig | None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import DeltaNetConfig, EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir
+from slipstream.attention.gdn import DeltaNetSpec
+from slipstream.cache_spec import row_bytes
+from slipstream.config import EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir
 from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
 
@@ -136,21 +138,21 @@ def test_what_a_gpu_cannot_do(options: dict[str, Any], message: str) -> None:
         resolve(EngineOptions.from_dict(options), GPU, MODEL)
 
 
+KEYS = MODEL.keys_and_values
 HYBRID = replace(
     MODEL,
     num_layers=4,
     attention_gate=True,
-    delta_net=DeltaNetConfig(num_k_heads=2, num_v_heads=4, k_dim=8, v_dim=16, conv_width=4, layer_ids=(0, 1, 2)),
+    layer_caches=(*[DeltaNetSpec(num_k_heads=2, num_v_heads=4, k_dim=8, v_dim=16, conv_width=4)] * 3, KEYS),
 )
 # Of a request without drafts: the last three inputs and one more, 96 channels of two bytes, and one state in float32.
 STATE_BYTES = 3 * (4 * 96 * 2 + 4 * 8 * 16 * 4)
 
 
 def test_states_and_pages_are_sized_together() -> None:
-    assert HYBRID.delta_net is not None
-    assert HYBRID.delta_net.request_bytes("bfloat16", 0) == STATE_BYTES
+    assert row_bytes(HYBRID.cache_specs, 0, "bfloat16") == STATE_BYTES
     # With three drafts a row keeps four states, and three inputs more.
-    assert HYBRID.delta_net.request_bytes("bfloat16", 3) == 3 * (7 * 96 * 2 + 4 * 4 * 8 * 16 * 4)
+    assert row_bytes(HYBRID.cache_specs, 3, "bfloat16") == 3 * (7 * 96 * 2 + 4 * 4 * 8 * 16 * 4)
     assert HYBRID.kv_bytes_per_token("bfloat16") == MODEL.kv_bytes_per_token("bfloat16") // 2, "one layer has keys"
     page_bytes = 16 * HYBRID.kv_bytes_per_token("bfloat16")
     given = {"dtype": "bfloat16", "max_num_seqs": 31, "max_model_len": 512}

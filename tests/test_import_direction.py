@@ -29,8 +29,7 @@ FLOORS: list[set[str]] = [
     {"distributed"},
     {"device"},
     {"config"},
-    {"speculative_config"},
-    {"speculative_config"},
+    {"cache_spec", "speculative_config"},
     {"output"},
     {"types"},
     {"values"},
@@ -38,7 +37,7 @@ FLOORS: list[set[str]] = [
 ]
 RANK = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The scheduler is pure decision: it can be tested, and reasoned about, without a tensor library.
-NO_TORCH = ("scheduler", "load", "types", "config", "speculative_config", "errors")
+NO_TORCH = ("scheduler", "load", "types", "config", "cache_spec", "speculative_config", "errors")
 
 
 def room_of(path: Path) -> str:

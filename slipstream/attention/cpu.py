@@ -57,7 +57,10 @@ class CpuBackend:
     """
 
     caps: ClassVar[Caps] = Caps(
-        dtypes=("float64", "float32", "bfloat16", "float16"), host_lengths="bound", graph_support="never"
+        dtypes=("float64", "float32", "bfloat16", "float16"),
+        host_lengths="bound",
+        graph_support="never",
+        stacks_layers=True,
     )
 
     def __init__(self, page_size: int, in_place: bool = False, head_dim: int = 1) -> None:
@@ -80,6 +83,9 @@ class CpuBackend:
 
     def starting_at(self, metadata: object, seq_starts: Tensor) -> NoReturn:
         raise RuntimeError("a step's metadata is shared between recordings, and a CPU has none")
+
+    def in_place(self, metadata: list[Slice] | InPlace) -> CommonAttentionMetadata | None:
+        return metadata.common if isinstance(metadata, InPlace) else None
 
     def _slice(self, common: CommonAttentionMetadata, query_lens: np.ndarray, first: int, end: int) -> Slice:
         own = query_lens[first:end]

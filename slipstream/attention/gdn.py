@@ -9,26 +9,78 @@ The host knows which requests may have drafts and how many tokens each has at mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.attention.backend import Caps
+from slipstream.attention.context import StepTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.config import EngineConfig
+from slipstream.cache_spec import CacheSpec, Shape
 from slipstream.kernels.causal_conv import causal_conv
 from slipstream.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec(CacheSpec):
+    """The shape of such a layer: what it computes with, and what it keeps of a request."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
+
+    prefix_refusal: ClassVar[str] = (
+        "the model's recurrent layers keep one state of a request, at its end, so a page that is found again has no "
+        "state to go on from"
+    )
+
+    @property
+    def num_channels(self) -> int:
+        """Of queries, keys and values, which go through the convolution."""
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+    def ring_lengths(self, num_drafts: int) -> tuple[int, int]:
+        """Of inputs and of states, so that a step which begins after any of the last one's tokens finds its own."""
+        num_states = 1 + num_drafts
+        return self.conv_width - 1 + num_states, num_states
+
+    def row_shapes(self, num_drafts: int) -> tuple[Shape, ...]:
+        num_inputs, num_states = self.ring_lengths(num_drafts)
+        inputs = Shape((num_inputs, self.num_channels))  # as they came
+        # A state sums up a whole text, which 16 bits could not.
+        return inputs, Shape((num_states, self.num_v_heads, self.k_dim, self.v_dim), "wide")
+
+    def working_values(self) -> int:
+        """The product in front, what is convolved, the heads; and what a token sees of the 64 of its chunk, twice in
+        the model's type and once in float32.
+        """
+        return 2 * self.num_channels + 3 * self.num_v_heads * self.v_dim + 4 * 64 * self.num_v_heads
+
+    def open(self, setting: Any) -> Any:
+        return GDNBackend(setting.memory)
 
 
 class GDNLayer(NamedTuple):
     """What is fixed about one layer of a model."""
 
-    idx: int  # among the layers of its kind
+    idx: int
     conv_weight: Tensor  # [channels, width]
     a_log: Tensor  # [v_heads]
     dt_bias: Tensor  # [v_heads]
+
+
+class DeltaInputs(NamedTuple):
+    """What a layer's projection makes of the tokens."""
+
+    qkv: Tensor  # [num_tokens, channels]
+    a: Tensor  # [num_tokens, v_heads]: how much is forgotten
+    b: Tensor  # [num_tokens, v_heads]: how much is learnt
 
 
 class Parts(NamedTuple):
@@ -91,49 +143,67 @@ def _count(lens: Tensor, mask: Tensor) -> Parts:
 class GDNBackend:
     """The states of all rows, and the layers' work on them."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        net = config.model.delta_net
-        assert net is not None
-        dtype = getattr(torch, config.dtype)
-        num_rows = config.scheduler.max_num_seqs + 1
-        num_inputs, self.num_states = net.ring_lengths(config.num_drafts)
-        inputs_shape = (num_rows, num_inputs, net.num_channels)
-        states_shape = (num_rows, self.num_states, net.num_v_heads, net.k_dim, net.v_dim)
-        # Inputs are kept as they came. A state sums up a whole text, which 16 bits could not.
-        wide = torch.promote_types(dtype, torch.float32)
-        self.inputs = [torch.zeros(inputs_shape, dtype=dtype, device=device) for _ in net.layer_ids]
-        self.states = [torch.zeros(states_shape, dtype=wide, device=device) for _ in net.layer_ids]
+    caps: ClassVar[Caps] = Caps(
+        dtypes=("float64", "float32", "bfloat16", "float16"), host_lengths="bound", graph_support="always"
+    )
+
+    def __init__(self, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        self.memory = memory  # by layer: the last inputs and the states of each row
+        self.num_states = next(iter(memory.values()))[1].shape[1]
+
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        return ()
 
     def build(self, common: CommonAttentionMetadata) -> GDNAttentionMetadata:
         return GDNAttentionMetadata.build(common, self.num_states)
 
-    def run(self, layer: GDNLayer, qkv: Tensor, a: Tensor, b: Tensor, metadata: GDNAttentionMetadata) -> Tensor:
+    def begin(self, tokens: StepTokens, shared: Any = None) -> GDNStep:
+        assert tokens.common is not None, "tokens without a batch have no states to go on from"
+        return GDNStep(self, tokens.common)
+
+    def can_share(self, other: Any) -> bool:
+        return False
+
+    def adapt(self, shared: Any, seq_starts: Tensor) -> NoReturn:
+        raise RuntimeError("states follow the text from its first token; a drafter that joins later has none")
+
+    def run(self, layer: GDNLayer, inputs: DeltaInputs, metadata: GDNAttentionMetadata) -> Tensor:
         """[num_tokens, v_heads, v_dim]; zero for dead tokens."""
+        qkv, a, b = inputs
+        own_inputs, states = self.memory[layer.idx]
         requests = (metadata.slots, metadata.starts, metadata.counts, metadata.positions)
-        mixed = causal_conv(qkv, layer.conv_weight, None, self.inputs[layer.idx], *requests, metadata.max_count)
-        arrays = (mixed, a, b, layer.a_log, layer.dt_bias, self.states[layer.idx], *requests)
+        mixed = causal_conv(qkv, layer.conv_weight, None, own_inputs, *requests, metadata.max_count)
+        arrays = (mixed, a, b, layer.a_log, layer.dt_bias, states, *requests)
         if metadata.in_chunks:
             return chunked_delta_rule(*arrays)
         return recurrent_delta_rule(*arrays, metadata.max_count)
 
 
 @dataclass(slots=True)
-class Recurrence:
-    """A step's work of this kind. Its metadata is made by the first layer, so that whatever records it records that."""
+class GDNStep:
+    """One pass. Its metadata is made by the first layer, so that a recording of that layer records it too."""
 
     backend: GDNBackend
     common: CommonAttentionMetadata
+    shared: None = None
+    is_recorded: bool = True  # every length is read on the device
     _metadata: GDNAttentionMetadata | None = None
 
     @property
     def metadata(self) -> GDNAttentionMetadata:
-        self.prepare()
-        assert self._metadata is not None
+        if self._metadata is None:
+            self._metadata = self.backend.build(self.common)
         return self._metadata
 
     def prepare(self) -> None:
-        if self._metadata is None:
-            self._metadata = self.backend.build(self.common)
+        """What the layers share, before the product in front of the first one's.
 
-    def run(self, layer: GDNLayer, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self.backend.run(layer, qkv, a, b, self.metadata)
+        Kernels after that product start early and count on what is written before it, not on what comes between.
+        """
+        _ = self.metadata
+
+    def run(self, layer: GDNLayer, inputs: DeltaInputs) -> Tensor:
+        return self.backend.run(layer, inputs, self.metadata)
+
+    def make_output(self, inputs: DeltaInputs) -> NoReturn:
+        raise RuntimeError("layers with states are part of a recorded piece")

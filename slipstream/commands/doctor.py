@@ -216,8 +216,8 @@ def _attention_choice() -> Iterator[Finding]:
     """What auto takes here and why; what FlashInfer would do for a model of the usual shape."""
     import torch
 
+    from slipstream.attention.choice import choose_backend
     from slipstream.attention.flashinfer_paths import Features, HeadShape, choose_paths, is_installed
-    from slipstream.engine.backends import choose_backend
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name, reason = choose_backend("auto", device)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.backend import Caps
+from slipstream.attention.choice import open_caches
 from slipstream.config import DTYPE_BYTES, GIB, DraftModel, EngineConfig, EngineOptions, speculation_of
 from slipstream.device import open_device
 from slipstream.device.interface import Device
-from slipstream.engine.backends import make_backend
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import open_drafter, without_network
 from slipstream.engine.resolve import resolve
@@ -111,12 +111,11 @@ def _assemble(
                 load_weights(model, checkpoint.tensors())
             make_speculator = without_network(config)
             if drafter is not None and config.draft_model is not None:
-                own_backend = make_backend(config, config.draft_model, device, for_drafter=True)
-                make_speculator = drafter.build(config, device, model, own_backend)
+                make_speculator = drafter.build(config, device, model)
             model.pack()
-            backend = make_backend(config, config.model, device)
-            draft_length, on_cost = decide_draft_length(config, backend)
-            runner = Runner(config, device, model, backend, make_speculator, on_cost)
+            caches = open_caches(config, config.model, device)
+            draft_length, on_cost = decide_draft_length(config, caches.caps)
+            runner = Runner(config, device, model, caches, make_speculator, on_cost)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the GPU's memory ran out while the engine was built: lower gpu_memory_utilization (now "
@@ -128,12 +127,12 @@ def _assemble(
     return Engine(config, tokenizer, defaults, eos_token_ids, core)
 
 
-def decide_draft_length(config: EngineConfig, backend: AttentionBackend) -> tuple[DraftLength | None, OnCost | None]:
+def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength | None, OnCost | None]:
     """Who decides how many drafts are made, if that is not settled, and who is to be told what steps cost."""
     speculative = config.speculative
     if speculative is None or not speculative.adaptive:
         return None, None
-    mode = usable_mode(CUDAGraphMode(config.cudagraph_mode), backend.caps)
+    mode = usable_mode(CUDAGraphMode(config.cudagraph_mode), caps)
     costs = StepCosts(in_graphs=mode.decode_mode() is CUDAGraphMode.FULL)
     lengths = (speculative.lengths, speculative.initial_length)
     num_rows = config.scheduler.max_num_seqs

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.choice import open_caches
 from slipstream.config import DraftModel, EngineConfig, EngineOptions, ModelConfig, speculation_of
 from slipstream.device.interface import Device
 from slipstream.errors import ConfigError
@@ -44,7 +44,7 @@ class Drafter(Protocol):
     @property
     def model(self) -> DraftModel: ...
 
-    def build(self, config: EngineConfig, device: Device, target: Decoder, backend: AttentionBackend) -> MakeSpeculator:
+    def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
         """Read its weights; the target has its own, as they are in the checkpoint."""
         ...
 
@@ -57,11 +57,12 @@ class DraftModelDrafter:
     architecture: Architecture
     checkpoint: Checkpoint
 
-    def build(self, config: EngineConfig, device: Device, target: Decoder, backend: AttentionBackend) -> MakeSpeculator:
+    def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
         network = build_model(self.architecture, config, device.torch_device, self.model.config)
         load_weights(network, self.checkpoint.tensors())
         network.pack()
-        return lambda rows: DraftModelSpeculator(config, device, network, backend, rows)
+        caches = open_caches(config, self.model.config, device, for_drafter=True)
+        return lambda rows: DraftModelSpeculator(config, device, network, caches, rows)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class HeadDrafter:
     plan: HeadPlan
     tensors: Callable[[], Iterable[tuple[str, Tensor]]] | None  # None: random ones, for benchmarks of a shape
 
-    def build(self, config: EngineConfig, device: Device, target: Decoder, backend: AttentionBackend) -> MakeSpeculator:
+    def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
         with built_under(config, device.torch_device):
             head = build_head(self.plan, target, config.scheduler.max_model_len)
         if self.tensors is None:
@@ -80,7 +81,8 @@ class HeadDrafter:
         else:
             load_head(head, self.tensors())
         head.pack()
-        return lambda rows: EagleSpeculator(config, device, head, backend, rows)
+        caches = open_caches(config, self.model.config, device, for_drafter=True)
+        return lambda rows: EagleSpeculator(config, device, head, caches, rows)
 
 
 def open_drafter(
@@ -141,7 +143,7 @@ def _open_draft_model(model: str, hf_config: dict[str, Any], tokenizer: Tokenize
         )
     architecture = architecture_of(draft.config)
     config = architecture.read_config(draft.config)
-    if config.delta_net is not None:
+    if any(spec.row_shapes(0) for spec in config.cache_specs):
         raise ConfigError(
             f"the draft model {model} has recurrent layers, whose states would have to follow every draft; "
             "use a draft model with attention alone, or ngram"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 from slipstream.attention.cascade import least_saved
+from slipstream.attention.choice import BACKENDS, CASCADING, RECORDS_PROMPTS, choose_backend, exact_lengths
+from slipstream.cache_spec import page_bytes, row_bytes
 from slipstream.config import (
     DTYPE_BYTES,
     GIB,
@@ -20,12 +21,10 @@ from slipstream.config import (
     Hardware,
     ModelConfig,
     SchedulerConfig,
-    draft_bytes_per_token,
+    draft_cache_specs,
     poison_enabled,
     speculation_of,
-    state_bytes,
 )
-from slipstream.engine.backends import BACKENDS, CASCADING, choose_backend, flashinfer_paths
 from slipstream.errors import ConfigError, nearest
 from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
 from slipstream.speculative_config import SpeculativeConfig
@@ -77,7 +76,7 @@ def resolve(
         ),
         prefix_caching=options.enable_prefix_caching and not refusal,
         prefix_caching_refused=refusal,
-        exact_lengths=_exact_lengths(backend, options, hardware, model, dtype, num_drafts),
+        exact_lengths=exact_lengths(backend, model, hardware, dtype, options.block_size, num_drafts),
         least_saved=None if refusal else _least_saved(options, backend, model, dtype, graph_mode),
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if draft is not None else 0,
@@ -125,7 +124,7 @@ def _check_choices(options: EngineOptions) -> None:
 
 def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str, backend: str) -> int | None:
     # Others run mixed batches in pieces at most, with drafts made behind them.
-    in_graphs = graph_mode == "full" and backend == "triton"
+    in_graphs = graph_mode == "full" and backend in RECORDS_PROMPTS
     if speculative is None or not speculative.adaptive or not in_graphs:
         return None
     return speculative.num_made(speculative.initial_length)
@@ -133,12 +132,10 @@ def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: st
 
 def _prefix_refusal(options: EngineOptions, model: ModelConfig) -> str:
     """Why pages cannot be shared, if they were to be."""
-    if model.delta_net is None or not options.enable_prefix_caching:
+    reasons = dict.fromkeys(spec.prefix_refusal for spec in model.cache_specs if spec.prefix_refusal)
+    if not reasons or not options.enable_prefix_caching:
         return ""
-    return (
-        "prefix caching is off: the model's recurrent layers keep one state of a request, at its end, so a page that "
-        "is found again has no state to go on from; set enable_prefix_caching to false to say so yourself"
-    )
+    return f"prefix caching is off: {'; '.join(reasons)}; set enable_prefix_caching to false to say so yourself"
 
 
 def _resolve_budget(options: EngineOptions, max_num_seqs: int, num_drafts: int, usual: int) -> int:
@@ -155,15 +152,6 @@ def _resolve_budget(options: EngineOptions, max_num_seqs: int, num_drafts: int, 
     return budget
 
 
-def _exact_lengths(
-    backend: str, options: EngineOptions, hardware: Hardware, model: ModelConfig, dtype: str, num_drafts: int
-) -> Literal["never", "prefill", "always"]:
-    """For which steps FlashInfer plans on the host; refuses what it cannot do at all."""
-    if backend != "flashinfer":
-        return "never"
-    return flashinfer_paths(model, hardware, dtype, options.block_size, num_drafts).check().exact_lengths
-
-
 def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype: str, graph_mode: str) -> int | None:
     """From how many tokens on a common beginning is read once; None: never, for nothing can do it or nobody shares."""
     if options.cascade == "always" and backend not in CASCADING:
@@ -175,7 +163,9 @@ def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype
     if options.cascade == "always":
         return 1
     num_layers = model.num_attention_layers
-    layer_bytes = model.kv_bytes_per_token(dtype) // num_layers
+    if not num_layers:
+        return None
+    layer_bytes = page_bytes([model.keys_and_values], 1, dtype)
     return least_saved(layer_bytes, num_layers, sum(map(bool, model.windows)), graph_mode)
 
 
@@ -238,11 +228,11 @@ def _resolve_cache(
     num_params: int,
     draft: DraftModel | None,
 ) -> CacheConfig:
-    token_bytes = model.kv_bytes_per_token(dtype)
+    specs = model.cache_specs
     if draft is not None:
-        num_modules = min(draft.num_modules, scheduler.num_drafts)
-        token_bytes += draft_bytes_per_token(draft.config, num_modules, dtype)
-    page_bytes = token_bytes * options.block_size
+        specs += draft_cache_specs(draft.config, min(draft.num_modules, scheduler.num_drafts))
+    of_a_page = page_bytes(specs, options.block_size, dtype)
+    of_a_row = row_bytes(specs, scheduler.num_drafts, dtype)
     if options.num_gpu_blocks_override is not None:
         num_pages = _positive("num_gpu_blocks_override", options.num_gpu_blocks_override, 0)
     else:
@@ -250,26 +240,25 @@ def _resolve_cache(
         if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
             wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, num_params, draft)
         memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
-        memory = _without_states(memory, page_bytes, model, dtype, scheduler)
+        memory = _without_rows(memory, of_a_page, of_a_row, scheduler)
         pages_per_request = -(-scheduler.max_model_len // options.block_size)
-        num_pages = min(memory // page_bytes, scheduler.max_num_seqs * pages_per_request)
+        num_pages = min(memory // of_a_page, scheduler.max_num_seqs * pages_per_request)
         if num_pages < 1:
             raise ConfigError(
-                f"the KV cache of {memory} bytes holds no page of {page_bytes} bytes; raise kv_cache_memory_bytes"
+                f"the KV cache of {memory} bytes holds no page of {of_a_page} bytes; raise kv_cache_memory_bytes"
             )
     return CacheConfig(page_size=options.block_size, num_pages=num_pages + 1)
 
 
-def _without_states(memory: int, page_bytes: int, model: ModelConfig, dtype: str, scheduler: SchedulerConfig) -> int:
-    """What is left for pages when every row has the states of its recurrent layers."""
-    taken = state_bytes(model, dtype, scheduler)
-    if taken == 0 or taken + page_bytes <= memory:
+def _without_rows(memory: int, of_a_page: int, of_a_row: int, scheduler: SchedulerConfig) -> int:
+    """What is left for pages when every request row, the scratch row included, has the states of its layers."""
+    taken = (scheduler.max_num_seqs + 1) * of_a_row
+    if taken == 0 or taken + of_a_page <= memory:
         return memory - taken
-    of_a_row = taken // (scheduler.max_num_seqs + 1)
     raise ConfigError(
         f"the states of {scheduler.max_num_seqs} requests with {scheduler.num_drafts} drafts take "
         f"{taken / GIB:.2f} GiB of the {memory / GIB:.2f} GiB for states and KV cache, and leave no page: lower "
-        f"max_num_seqs (at most {max(0, (memory - page_bytes) // of_a_row - 1)} fit), draft fewer tokens, or raise "
+        f"max_num_seqs (at most {max(0, (memory - of_a_page) // of_a_row - 1)} fit), draft fewer tokens, or raise "
         "gpu_memory_utilization or kv_cache_memory_bytes"
     )
 
@@ -315,10 +304,7 @@ def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerCon
     if model.experts is not None:
         widest = max(widest, model.experts.num_experts_per_token * (3 * model.experts.intermediate_size))
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    if (net := model.delta_net) is not None:
-        # The product in front, what is convolved, the heads; and what a token sees of the 64 of its chunk, twice in
-        # the model's type and once in float32.
-        heads = max(heads, 2 * net.num_channels + 3 * net.num_v_heads * net.v_dim + 4 * 64 * net.num_v_heads)
+    heads = max(heads, *(spec.working_values() for spec in set(model.cache_specs)))
     activations = tokens * (4 * model.hidden_size + heads + 2 * widest) * DTYPE_BYTES[dtype]
     # Float32, and copies that sampling parameters make.
     logits = 6 * rows * (1 + scheduler.num_drafts) * model.vocab_size * 4

@@ -124,7 +124,7 @@ class Worker:
             return 2
         self._core = engine.core
         self._driver = Driver(engine.core, self._receive, self._deliver)
-        self._watch.send_multipart(encode(Ready(engine.config, engine.defaults, engine.eos_token_ids)))
+        self._watch.send_multipart(encode(Ready(engine.config.for_clients(), engine.defaults, engine.eos_token_ids)))
         try:
             self._driver.run()
         except HostSyncError:

@@ -1,4 +1,4 @@
-"""A forward pass in pieces: what lies between attention layers is recorded, attention is launched anew each step.
+"""A forward pass in pieces: what is between attention layers is recorded, attention is launched anew in each step.
 
 For backends whose attention no graph can hold, and for batches whose attention must know the step's true shape.
 """
@@ -8,40 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext, AttentionLayer, HeadNorms
+from slipstream.attention.context import AttentionContext, CacheLayer, GroupStep
 from slipstream.device.interface import Capture, Device, Graph, GraphPool
 
 
 class _Break(NamedTuple):
-    """An attention layer between two pieces, with the addresses that the pieces use."""
+    """A layer between two pieces, with the addresses that the pieces use."""
 
-    layer: AttentionLayer
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cos_sin: Tensor
-    norms: HeadNorms | None
+    layer: CacheLayer
+    inputs: Any  # the piece before writes its tensors
     out: Tensor  # the next piece reads it
 
 
 @dataclass(slots=True)
 class _SplittingContext(AttentionContext):
-    """Ends a piece where attention begins, and starts the next one behind it."""
+    """Ends a piece where a layer begins that is launched anew in every step, and starts the next one after it."""
 
     recorder: PiecewiseForward | None = None
 
-    def attend(
-        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None
-    ) -> Tensor:
+    def run(self, layer: CacheLayer, inputs: Any) -> Tensor:
+        step: GroupStep = self.at(layer)
+        if step.is_recorded:
+            return step.run(layer, inputs)
         assert self.recorder is not None
         self.recorder.end_piece()
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        self.recorder.breaks.append(_Break(layer, q, k, v, cos_sin, norms, out))
+        out = step.make_output(inputs)
+        self.recorder.breaks.append(_Break(layer, inputs, out))
         self.recorder.begin_piece()
         return out
 
@@ -58,9 +54,7 @@ class PiecewiseForward:
     def record(self, forward: Callable[[AttentionContext], Tensor], context: AttentionContext) -> None:
         """Record a pass. Attention does not run, so neither do its inputs need to be there."""
         splitting = _SplittingContext(
-            *(context.backend, context.metadata, context.kv_caches, context.positions, context.slot_mapping),
-            taps=context.taps,
-            recurrence=context.recurrence,  # goes into the pieces: it reads every length on the device
+            *(context.group_steps, context.group_of_layer, context.positions, context.slot_mapping, context.taps),
             recorder=self,
         )
         self.begin_piece()
@@ -89,7 +83,7 @@ class PiecewiseForward:
         for i, piece in enumerate(self._pieces):
             piece.replay()
             if i < len(self.breaks):
-                layer, q, k, v, cos_sin, norms, out = self.breaks[i]
-                out.copy_(context.attend(layer, q, k, v, cos_sin, norms))
+                layer, inputs, out = self.breaks[i]
+                out.copy_(context.run(layer, inputs))
         assert self.output is not None
         return self.output

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
-from slipstream.attention.backend import NORMED, AttentionContext
-from slipstream.attention.cpu import InPlace
+from slipstream.attention.context import NORMED, AttentionContext
+from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
@@ -25,9 +25,14 @@ class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = GatedDeltaNet(config, idx) if config.is_recurrent(idx) else Attention(config, idx)
+        self.self_attn = self.make_mixer(config, idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Experts(config) if config.has_experts(idx) else FeedForward(config)
+
+    @classmethod
+    def make_mixer(cls, config: ModelConfig, idx: int) -> nn.Module:
+        """What mixes tokens. An architecture with layers of other kinds overrides this."""
+        return Attention(config, idx)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, context: AttentionContext, cos_sin: Tensor
@@ -77,8 +82,10 @@ class Decoder(nn.Module):
             context.tap(NORMED, normed)
             return normed
         hidden: Tensor = embed(input_ids)
-        if self._stack is not None and isinstance(context.metadata, InPlace):
-            return self._forward_at_once(self._stack, hidden, context, context.metadata.common)
+        if self._stack is not None:
+            step = cast(GroupedQueryStep, context.group_steps[0])  # layers of a stack all keep the same
+            if (common := step.in_place()) is not None:
+                return self._forward_at_once(self._stack, hidden, context, step, common)
         residual: Tensor | None = None
         for idx, (layer, cos_sin) in enumerate(zip(self.model.layers, self.cos_sin, strict=True)):
             context.tap(idx, hidden, residual)
@@ -93,11 +100,16 @@ class Decoder(nn.Module):
         return normed
 
     def _forward_at_once(
-        self, stack: DecoderStack, hidden: Tensor, context: AttentionContext, common: CommonAttentionMetadata
+        self,
+        stack: DecoderStack,
+        hidden: Tensor,
+        context: AttentionContext,
+        step: GroupedQueryStep,
+        common: CommonAttentionMetadata,
     ) -> Tensor:
-        turn = context.rotation(self.cos_sin[0], hidden.dtype)
+        turn = step.rotation(self.cos_sin[0], hidden.dtype)
         tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
-        arrays = (context.kv_caches, *turn, *context.slots, *tables)
+        arrays = (step.caches.in_order, *turn, *step.slots, *tables)
         # In one go, or up to each layer that a drafter wants to look behind.
         begin, num_layers = 0, self.config.num_layers
         residual: Tensor | None = None

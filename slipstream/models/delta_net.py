@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext
-from slipstream.attention.gdn import GDNLayer
-from slipstream.config import DeltaNetConfig, ModelConfig
+from slipstream.attention.context import AttentionContext
+from slipstream.attention.gdn import DeltaInputs, DeltaNetSpec, GDNLayer, GDNStep
+from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.kernels.gated_norm import gated_norm
 from slipstream.models.layers import Layer, Linear, RMSNorm
@@ -18,9 +18,9 @@ from slipstream.models.layers import Layer, Linear, RMSNorm
 class GatedDeltaNet(Layer):
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__()
-        net = config.delta_net
-        assert net is not None
-        self.idx, self.heads = config.memory_idx(idx), (net.num_v_heads, net.v_dim)
+        net = config.cache_specs[idx]
+        assert isinstance(net, DeltaNetSpec)
+        self.idx, self.heads = idx, (net.num_v_heads, net.v_dim)
         size = net.num_v_heads * net.v_dim
         # One product makes all of a token: what is convolved, the gate behind, how much is learnt and forgotten.
         parts = {
@@ -40,10 +40,11 @@ class GatedDeltaNet(Layer):
         self.out_proj = Linear(size, {"out_proj": config.hidden_size})
 
     def forward(self, x: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
-        context.prepare_states()
-        qkv, gate, b, a = torch.split(self.in_proj(x), self.sizes, dim=1)
         layer = GDNLayer(self.idx, self.conv_weight, self.a_log, self.dt_bias)
-        heads = context.recur(layer, qkv, a, b)
+        step: GDNStep = context.at(layer)
+        step.prepare()
+        qkv, gate, b, a = torch.split(self.in_proj(x), self.sizes, dim=1)
+        heads = context.run(layer, DeltaInputs(qkv, a, b))
         mixed = gated_norm(heads, gate.view(-1, *self.heads), self.norm.weight, self.norm.eps)
         out: Tensor = self.out_proj(mixed.flatten(1))
         return out
@@ -55,7 +56,7 @@ class GatedDeltaNet(Layer):
         yield f"{prefix}dt_bias", self.dt_bias
 
 
-def split_projection(name: str, tensor: Tensor, net: DeltaNetConfig) -> Iterator[tuple[str, Tensor]]:
+def split_projection(name: str, tensor: Tensor, net: DeltaNetSpec) -> Iterator[tuple[str, Tensor]]:
     """A product that some checkpoints store by key head, queries beside keys beside values, by kind.
 
     Any other tensor of a delta net passes through.
@@ -76,7 +77,7 @@ def split_projection(name: str, tensor: Tensor, net: DeltaNetConfig) -> Iterator
         yield name, tensor
 
 
-def _by_kind(name: str, tensor: Tensor, net: DeltaNetConfig, sizes: list[int]) -> list[Tensor]:
+def _by_kind(name: str, tensor: Tensor, net: DeltaNetSpec, sizes: list[int]) -> list[Tensor]:
     rows = net.num_k_heads * sum(sizes)
     if tensor.ndim != 2 or tensor.shape[0] != rows:
         raise ModelError(f"tensor '{name}' has shape {list(tensor.shape)}, the config says {rows} rows")

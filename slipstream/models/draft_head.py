@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
 from slipstream.kernels.draft_states import join_states
@@ -155,7 +155,7 @@ class DraftHead(nn.Module, ABC):
             self.forward(0, input_ids, hidden, context)
             return
         if few := self.fused_for(0, hidden) is not None:
-            prepare_attention(context, [cos_sin], hidden.dtype)
+            prepare_attention(context, [attention], [cos_sin], hidden.dtype)
         attention.store(self.attended(input_ids, hidden, context, few), context, cos_sin, few)
 
     @abstractmethod

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.kernels.fused_linear import linear_few
@@ -19,7 +19,7 @@ from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
 from slipstream.models.fields import Fields
 from slipstream.models.fused_head import head_weights
-from slipstream.models.fused_layer import fuse_parts, layer_parts, prepare_attention, stored
+from slipstream.models.fused_layer import fuse_parts, layer_parts, stored
 from slipstream.models.hf_config import require
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 from slipstream.values import describe_value
@@ -167,7 +167,7 @@ class Eagle3Head(DraftHead):
         first, cos_sin, normed = self.layers[0], self.cos_sin, self.plan.norm_output
         assert isinstance(first, FirstLayer)
         if (fused := self.fused_for(0, hidden)) is not None:
-            prepare_attention(context, cos_sin, hidden.dtype)
+            fused.prepare(context, cos_sin, hidden.dtype)
         joined = self.join(input_ids, hidden, (first.input_layernorm, first.hidden_norm))
         residual = joined[:, hidden.shape[1] :] if self.plan.norm_before_residual else hidden
         if fused is not None:

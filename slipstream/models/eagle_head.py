@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.kernels.fused_linear import linear_few
@@ -19,7 +19,7 @@ from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
 from slipstream.models.fields import Fields
 from slipstream.models.fused_head import head_weights
-from slipstream.models.fused_layer import fuse_parts, layer_parts, prepare_attention, stored
+from slipstream.models.fused_layer import fuse_parts, layer_parts, stored
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 
 _KNOWN = ("eagle_fc_bias", "parallel_draft_heads_num_layers")
@@ -77,7 +77,7 @@ class EagleHead(DraftHead):
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
         cos_sin = self.cos_sin
         if (fused := self.fused_for(0, hidden)) is not None:
-            prepare_attention(context, cos_sin, hidden.dtype)
+            fused.prepare(context, cos_sin, hidden.dtype)
         joined = self.join(input_ids, hidden, None)
         if fused is not None:
             x = linear_few(joined, stored(self.fc), self.fc.bias)

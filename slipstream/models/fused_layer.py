@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
+from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.config import ModelConfig
 from slipstream.kernels.fused_linear import (
     embed_scaled,
@@ -36,13 +37,17 @@ class FusedLayers(NamedTuple):
     layers: list[FusedLayer]
     max_tokens: int
 
+    def prepare(self, context: AttentionContext, cos_sin: Iterable[Tensor], dtype: torch.dtype) -> None:
+        """What all layers share, before the first product: nothing of it is to be launched between two."""
+        prepare_attention(context, [layer.attention for layer in self.layers], cos_sin, dtype)
+
     def forward(
         self, embed: Embedding, input_ids: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]
     ) -> Tensor:
         """The residual stream behind the last layer: [num_tokens, hidden]."""
         before = self.layers[0].before
         assert before is not None
-        prepare_attention(context, cos_sin, embed.weight.dtype)
+        self.prepare(context, cos_sin, embed.weight.dtype)
         if embed.scale == 1.0:
             x, *scaled = embed_scaled(embed.weight, input_ids, before.weight)
             stream = Stream(x, (scaled[0], scaled[1]))
@@ -93,11 +98,12 @@ def layer_weights(config: ModelConfig, width: int) -> tuple[Weight, ...]:
     )
 
 
-def prepare_attention(context: AttentionContext, cos_sin: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """What all layers share, before the first product: nothing of it is to stand between two."""
-    for table in cos_sin:
-        context.rotation(table, dtype)
-    assert context.slots
+def prepare_attention(
+    context: AttentionContext, layers: Iterable[Attention], cos_sin: Iterable[Tensor], dtype: torch.dtype
+) -> None:
+    for attention, table in zip(layers, cos_sin, strict=True):
+        step: GroupedQueryStep = context.at(attention.layer)
+        step.rotation(table, dtype)
 
 
 def fuse(layers: Iterable[nn.Module], config: ModelConfig) -> FusedLayers | None:

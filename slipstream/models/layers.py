@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext, AttentionLayer, HeadNorms
+from slipstream.attention.backend import AttentionLayer, HeadNorms
+from slipstream.attention.context import AttentionContext
+from slipstream.attention.grouped_query import GroupedQueryStep, NewHeads
 from slipstream.config import ModelConfig
 from slipstream.kernels.fused_linear import linear_few
 from slipstream.kernels.geglu import geglu
@@ -99,7 +101,7 @@ class Attention(Layer):
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self.layer = AttentionLayer(config.memory_idx(idx), heads, kv_heads, head_dim, scale, config.window(idx))
+        self.layer = AttentionLayer(idx, heads, kv_heads, head_dim, scale, config.window(idx))
         parts = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         self.has_gate = config.attention_gate
         if self.has_gate:
@@ -116,7 +118,7 @@ class Attention(Layer):
     def mix(self, qkv: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
         """What lies between the two products: [num_tokens, all heads] -> [num_tokens, query heads]."""
         q, k, v, *gate = self._heads(qkv)
-        mixed = context.attend(self.layer, q, k, v, cos_sin, self._norms())
+        mixed = context.run(self.layer, NewHeads(q, k, v, cos_sin, self._norms()))
         return (mixed * torch.sigmoid(gate[0]) if gate else mixed).flatten(1)
 
     def store(self, x: Tensor, context: AttentionContext, cos_sin: Tensor, few: bool) -> None:
@@ -129,7 +131,8 @@ class Attention(Layer):
             k, v = made.view(made.shape[0], -1, layer.head_dim).chunk(2, dim=1)
         else:  # packed for a CPU, where the whole product costs little
             _, k, v, *_ = self._heads(qkv(x))
-        context.store(layer, k, v, cos_sin, self._norms())
+        step: GroupedQueryStep = context.at(layer)
+        step.store(layer, k, v, cos_sin, self._norms())
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there are any, gates: [num_tokens, heads, head_dim] each."""

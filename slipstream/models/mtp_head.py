@@ -16,7 +16,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
+from slipstream.cache_spec import CacheSpec
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.kernels.fused_linear import linear_few, linear_scaled
@@ -24,7 +25,7 @@ from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DEEPSEEK_COUNT, QWEN_COUNT, DraftHead, HeadPlan
 from slipstream.models.fields import Fields
 from slipstream.models.fused_head import head_weights
-from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, prepare_attention, stored
+from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, stored
 from slipstream.models.hf_config import MAX_LAYERS, read_architecture_name
 from slipstream.models.layers import Attention, Layer, Linear, RMSNorm
 from slipstream.values import describe_value
@@ -54,15 +55,25 @@ def read(hf: Fields, target: ModelConfig) -> HeadPlan:
     return HeadPlan(
         kind="mtp",
         # What ties the target's matrices says nothing of an embedding that the layers may bring.
-        # Whatever the target's other layers keep, these have attention.
         config=replace(
-            target, num_layers=count, windows=windows, experts=experts, delta_net=None, tie_embeddings=False
+            target,
+            num_layers=count,
+            windows=windows,
+            experts=experts,
+            layer_caches=_layer_caches(target, count),
+            tie_embeddings=False,
         ),
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         target_num_layers=target.num_layers,
         mtp_style=style,
     )
+
+
+def _layer_caches(target: ModelConfig, count: int) -> tuple[CacheSpec, ...]:
+    """As the target's last layer, unless that keeps states of rows, which could not follow drafts: then attention."""
+    last = target.cache_specs[-1]
+    return () if last.row_shapes(0) else (last,) * count
 
 
 def _style_and_count(hf: Fields) -> tuple[Literal["deepseek", "qwen3_next"], int]:
@@ -123,7 +134,7 @@ class MtpHead(DraftHead):
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
         module, cos_sin = self.module(module_idx), self.cos_sin[module_idx]
         if (fused := self.fused_for(module_idx, hidden)) is not None:
-            prepare_attention(context, [cos_sin], hidden.dtype)
+            fused.prepare(context, [cos_sin], hidden.dtype)
         joined = self.join(input_ids, hidden, module.norms, context.positions if self.leaves_first_out else None)
         if fused is None:
             out, residual = module.body(module.mix(joined), None, context, cos_sin)

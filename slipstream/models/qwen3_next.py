@@ -6,15 +6,18 @@ Qwen3.5's text models differ in how their checkpoints store a delta net's produc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slipstream.config import DeltaNetConfig, ExpertsConfig, ModelConfig
+from slipstream.attention.gdn import DeltaNetSpec
+from slipstream.cache_spec import CacheSpec, GroupedQuerySpec
+from slipstream.config import ExpertsConfig, ModelConfig
 from slipstream.errors import ModelError
-from slipstream.models.decoder import Decoder
-from slipstream.models.delta_net import split_projection
+from slipstream.models.decoder import Decoder, DecoderLayer
+from slipstream.models.delta_net import GatedDeltaNet, split_projection
 from slipstream.models.fields import Fields
 from slipstream.models.hf_config import (
     MAX_LAYERS,
@@ -38,35 +41,39 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+class Qwen3NextLayer(DecoderLayer):
+    @classmethod
+    def make_mixer(cls, config: ModelConfig, idx: int) -> nn.Module:
+        if _is_delta_net(config, idx):
+            return GatedDeltaNet(config, idx)
+        return super().make_mixer(config, idx)
+
+
 class Qwen3Next(Decoder):
+    layer_class = Qwen3NextLayer
+
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
         fields = Fields.of(hf).with_defaults(_DEFAULTS)
         bias, experts = fields.flag("attention_bias"), _experts(fields)
         if experts is not None:  # no layer may be dense
             fields = fields.with_defaults({"intermediate_size": experts.intermediate_size})
-        return read_decoder_config(
-            fields,
-            qk_norm=True,
-            qkv_bias=bias,
-            output_bias=bias,
-            attention_gate=True,
-            delta_net=_delta_net(fields),
-            experts=experts,
+        config = read_decoder_config(
+            fields, qk_norm=True, qkv_bias=bias, output_bias=bias, attention_gate=True, experts=experts
         )
+        return replace(config, layer_caches=_layer_caches(fields, config.keys_and_values))
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         for name, slot in super().slots():
-            yield (name.replace(".self_attn.", ".linear_attn.") if self._is_recurrent(name) else name), slot
-
-    def _is_recurrent(self, name: str) -> bool:
-        parts = name.split(".")
-        return parts[:2] == ["model", "layers"] and self.config.is_recurrent(int(parts[2]))
+            parts = name.split(".")
+            if parts[:2] == ["model", "layers"] and _is_delta_net(self.config, int(parts[2])):
+                name = name.replace(".self_attn.", ".linear_attn.")
+            yield name, slot
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        if ".linear_attn." in name:
-            assert self.config.delta_net is not None
-            return split_projection(name, tensor, self.config.delta_net)
+        nets = [spec for spec in self.config.cache_specs if isinstance(spec, DeltaNetSpec)]
+        if ".linear_attn." in name and nets:
+            return split_projection(name, tensor, nets[0])
         if "norm" in name:
             # Checkpoints store how far a weight is from one. In 16 bits the sum would be rounded once too often.
             return [(name, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + 1)]
@@ -88,7 +95,12 @@ class Qwen3Next(Decoder):
         return [(name, q), (name.replace(".q_proj.", ".q_proj_gate."), gate)]
 
 
-def _delta_net(fields: Fields) -> DeltaNetConfig | None:
+def _is_delta_net(config: ModelConfig, layer_idx: int) -> bool:
+    return isinstance(config.cache_specs[layer_idx], DeltaNetSpec)
+
+
+def _layer_caches(fields: Fields, attention: GroupedQuerySpec) -> tuple[CacheSpec, ...]:
+    """What each layer keeps; empty where all have attention."""
     if fields.has("layer_types"):
         kinds = read_layer_types(fields, _KINDS)
     else:
@@ -99,11 +111,11 @@ def _delta_net(fields: Fields) -> DeltaNetConfig | None:
     num_k_heads, num_v_heads = require(fields, "linear_num_key_heads"), require(fields, "linear_num_value_heads")
     if num_v_heads % num_k_heads:
         raise ModelError(f"{fields.source} has {num_v_heads} value heads for {num_k_heads} key heads of a delta net")
-    layer_ids = tuple(idx for idx, kind in enumerate(kinds) if kind == _KINDS[0])
-    if not layer_ids:
-        return None
+    if _KINDS[0] not in kinds:
+        return ()
     dims = (require(fields, "linear_key_head_dim"), require(fields, "linear_value_head_dim"))
-    return DeltaNetConfig(num_k_heads, num_v_heads, *dims, require(fields, "linear_conv_kernel_dim"), layer_ids)
+    net = DeltaNetSpec(num_k_heads, num_v_heads, *dims, require(fields, "linear_conv_kernel_dim"))
+    return tuple(net if kind == _KINDS[0] else attention for kind in kinds)
 
 
 def _experts(fields: Fields) -> ExpertsConfig | None:

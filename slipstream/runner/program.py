@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionContext
-from slipstream.attention.gdn import GDNBackend, Recurrence
+from slipstream.attention.context import AttentionContext, StepTokens
+from slipstream.attention.groups import CacheGroups
 from slipstream.kernels.commit import commit
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.request_state import RequestRows
@@ -41,29 +41,20 @@ class TargetOutput(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepProgram:
     model: Model
-    backend: AttentionBackend
+    caches: CacheGroups
     rows: RequestRows
     buffers: InputBuffers
-    kv_caches: list[Tensor]
     verifier: Verifier
     speculator: Speculator
     out: Tensor  # [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32
-    gdn: GDNBackend | None = None  # where layers keep states and no keys
 
     def context(self, batch: InputBatch, drafts: bool) -> AttentionContext:
         """The step's attention. Building its metadata may launch work, and must not wait for any.
 
         Where nobody drafts behind the step, nobody wants to know what the target thought.
         """
-        return AttentionContext(
-            backend=self.backend,
-            metadata=self.backend.build(batch.attention),
-            kv_caches=self.kv_caches,
-            positions=batch.positions,
-            slot_mapping=batch.attention.slot_mapping,
-            taps=self.speculator.taps(batch.input_ids.shape[0]) if drafts else {},
-            recurrence=None if self.gdn is None else Recurrence(self.gdn, batch.attention),
-        )
+        tokens = StepTokens(batch.positions, batch.attention.slot_mapping, batch.attention)
+        return self.caches.begin(tokens, self.speculator.taps(batch.input_ids.shape[0]) if drafts else None)
 
     def target(self, batch: InputBatch, drafts: bool) -> TargetOutput:
         self.buffers.prepare(batch)

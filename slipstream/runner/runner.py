@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend
-from slipstream.attention.gdn import GDNBackend
-from slipstream.attention.kv_cache import allocate_kv_caches
+from slipstream.attention.groups import CacheGroups
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.mode import CUDAGraphMode
@@ -49,7 +47,7 @@ class Runner:
         config: EngineConfig,
         device: Device,
         model: Model,
-        backend: AttentionBackend,
+        caches: CacheGroups,
         make_speculator: MakeSpeculator = lambda _rows: NoSpeculator(),
         on_cost: OnCost | None = None,  # hears what steps cost, by their size
     ) -> None:
@@ -59,10 +57,7 @@ class Runner:
         num_drafts = config.num_drafts
         self.rows = RequestRows(config, device)
         self.buffers = InputBuffers(config, self.rows)
-        self.kv_caches = allocate_kv_caches(
-            config.model, config.cache, getattr(torch, config.dtype), device.torch_device
-        )
-        self.gdn = None if config.model.delta_net is None else GDNBackend(config, device.torch_device)
+        self.caches = caches
         width = NUM_HEADER_COLUMNS + 1 + num_drafts
         self._out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         self._outputs = OutputRing(device, max_reqs, num_drafts, config.scheduler.max_num_batched_tokens, depth)
@@ -71,9 +66,7 @@ class Runner:
             raise ValueError("the scheduler was not told what the drafter keeps in the pages")
         drawn_from = (self.speculator.draft_logits, self.speculator.draft_columns)
         verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *drawn_from)
-        self.program = StepProgram(
-            model, backend, self.rows, self.buffers, self.kv_caches, verifier, self.speculator, self._out, self.gdn
-        )
+        self.program = StepProgram(model, caches, self.rows, self.buffers, verifier, self.speculator, self._out)
         mode = CUDAGraphMode(config.cudagraph_mode)
         logits = torch.zeros(
             *(self.buffers.max_num_logits, config.model.vocab_size if mode is not CUDAGraphMode.NONE else 0),
@@ -124,7 +117,7 @@ class Runner:
             if plan.page_diffs:
                 self.rows.stage_pages(plan.page_diffs)
             if self._config.poison:
-                own = (self.program.backend.step_buffers(), self.speculator.step_buffers())
+                own = (self.caches.step_buffers(), self.speculator.step_buffers())
                 for buffer in (*self.buffers.of_a_step(), self._out, *itertools.chain(*own)):
                     device.poison(buffer)
             return self._outputs.send(plan, self._run(plan))

@@ -147,7 +147,7 @@ class StepGraphs:
     ) -> None:
         self._device = device
         self._program = program
-        self.mode = usable_mode(mode, program.backend.caps)
+        self.mode = usable_mode(mode, program.caches.caps)
         self._drafts = drafts
         self._follows = program.speculator.follows
         self._on_cost = on_cost
@@ -181,7 +181,7 @@ class StepGraphs:
             program.speculator.init_graphs(
                 GraphSetting(
                     *(device, self.mode, sizes, drafts.lengths, max_num_reqs, buffers.max_model_len),
-                    *(self._manager.pool, self.memory, program.backend),
+                    *(self._manager.pool, self.memory, program.caches),
                     *(buffers.no_drafting, lambda desc: buffers.static(desc).drafting),
                     *(lambda desc: buffers.prepare(buffers.static(desc)), self._manager.states.get),
                 )
@@ -222,7 +222,7 @@ class StepGraphs:
                 program.speculator.notes.clear()  # a warm-up reads them: their slots may be others' by now
             program.buffers.stage_nothing()
             # Kernels are compiled in a run that fills nothing, where libraries' own would read what another step left.
-            own = (program.backend.step_buffers(), program.speculator.step_buffers())
+            own = (program.caches.step_buffers(), program.speculator.step_buffers())
             for buffer in (*program.buffers.of_a_step(), *itertools.chain(*own)):
                 buffer.zero_()
         if self._unmeasured_graphs:
@@ -366,7 +366,7 @@ class StepGraphs:
         def run_pieces() -> None:
             program.buffers.prepare(batch)
             context = program.context(batch, taps)
-            state.metadata = context.metadata
+            state.metadata = context.shared
             if warmup:
                 program.model.forward(batch.input_ids, context)
             else:
@@ -376,7 +376,7 @@ class StepGraphs:
         def run_whole() -> None:
             program.buffers.prepare(batch)
             context = program.context(batch, taps)
-            state.metadata = context.metadata
+            state.metadata = context.shared
             hidden, logits = program.with_logits(batch, program.model.forward(batch.input_ids, context))
             if desc.tier == "full":
                 self._logits[: logits.shape[0]].copy_(logits)

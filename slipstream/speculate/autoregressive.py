@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionContext
-from slipstream.attention.kv_cache import allocate_kv_caches
+from slipstream.attention.context import AttentionContext, StepTokens
+from slipstream.attention.groups import CacheGroups
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
@@ -28,7 +28,7 @@ from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
 from slipstream.speculate.draft_inputs import prepare_next_pass
 from slipstream.speculate.draft_notes import DraftNotes
 from slipstream.speculate.rejection import DRAFT_NOISE
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, Int32s, Needs
+from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, Int32s, Needs, TargetAttention
 
 
 class AutoRegressiveSpeculator(ABC):
@@ -40,11 +40,10 @@ class AutoRegressiveSpeculator(ABC):
     notes: DraftNotes | None = None
     draft_columns: Tensor | None = None
 
-    def __init__(self, config: EngineConfig, device: Device, backend: AttentionBackend, rows: DraftRows) -> None:
-        speculative, network = config.speculative, config.draft_model
+    def __init__(self, config: EngineConfig, device: Device, caches: CacheGroups, rows: DraftRows) -> None:
+        speculative = config.speculative
         assert speculative is not None
-        assert network is not None
-        self.backend = backend
+        self.caches = caches
         self._rows = rows
         self.num_drafts = speculative.num_drafts
         self._page_size = config.cache.page_size
@@ -53,7 +52,6 @@ class AutoRegressiveSpeculator(ABC):
         self._dtype = getattr(torch, config.dtype)
         # A first pass may have a token more a request than the target's.
         max_tokens = config.scheduler.max_num_batched_tokens + max_reqs
-        self.kv_caches = allocate_kv_caches(network, config.cache, self._dtype, place)
         self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
         self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=place)
         self._slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=place)
@@ -97,8 +95,8 @@ class AutoRegressiveSpeculator(ABC):
         """Queue the inputs of the first pass, and give its tokens."""
 
     @abstractmethod
-    def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
-        """The attention of the first pass; ``metadata`` where it has been built before."""
+    def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
+        """The caches of the first pass; ``target`` is what the target's pass has built, where that is of use."""
 
     @abstractmethod
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
@@ -230,6 +228,4 @@ class AutoRegressiveSpeculator(ABC):
             slot_mapping=slot_mapping,
             seq_starts=self._seq_starts[:num_reqs],
         )
-        return AttentionContext(
-            self.backend, self.backend.build(common), self.kv_caches, self._positions[:num_tokens], slot_mapping
-        )
+        return self.caches.begin(StepTokens(self._positions[:num_tokens], slot_mapping, common))

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.context import AttentionContext
+from slipstream.attention.groups import CacheGroups
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor, GraphKind
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode, draft_modes
 from slipstream.graphs.piecewise import PiecewiseForward
-from slipstream.speculate.speculator import DraftBatch, GraphSetting
+from slipstream.speculate.speculator import DraftBatch, GraphSetting, TargetAttention
 
 
 class FirstSize(NamedTuple):
@@ -32,7 +33,7 @@ class DraftPasses(Protocol):
     """The launches of a drafter, in this order."""
 
     shares_states: bool  # the first pass goes over the target's tokens
-    backend: AttentionBackend
+    caches: CacheGroups
 
     def first_size(self, batch: DraftBatch) -> FirstSize: ...
 
@@ -42,7 +43,7 @@ class DraftPasses(Protocol):
 
     def first_ids(self, batch: DraftBatch) -> Tensor: ...
 
-    def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext: ...
+    def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext: ...
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor: ...
 
@@ -126,7 +127,7 @@ class DraftGraphs:
         passes, batch = self._passes, self._passes.static_batch(desc, self._setting)
         # A pass over the target's tokens takes its attention state from the target's recording, that of the warm-up
         # for the warm-up: one that initialises itself when first run must do so in the recording as well.
-        is_shared = passes.shares_states and type(passes.backend) is type(self._setting.backend)
+        is_shared = passes.shares_states and passes.caches.can_share(self._setting.caches)
         pair = self._setting.states(desc) if is_shared else None
         state = AttentionState(batch) if pair is None else pair.warmup if warmup else pair.captured
 
@@ -135,9 +136,10 @@ class DraftGraphs:
                 self._clear()
                 if passes.shares_states:
                     self._setting.prepare(desc)
-            ids, context = passes.first_ids(batch), passes.first_context(batch, state.metadata)
+            target = None if pair is None else TargetAttention(self._setting.caches, state.metadata)
+            ids, context = passes.first_ids(batch), passes.first_context(batch, target)
             if pair is None:
-                state.metadata = context.metadata
+                state.metadata = context.shared
             if desc.mode is CUDAGraphMode.FULL:
                 passes.choose_first(batch, passes.forward(ids, context), noise=True)
             elif warmup:

@@ -12,19 +12,20 @@ pass. Under ``match`` drafts are drawn with the target's noise, for then equal d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.context import AttentionContext
+from slipstream.attention.groups import CacheGroups
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import prepare_first_pass
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting
+from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, TargetAttention
 
 # Tokens in the first pass of a request that decodes: the one before the new token, and the new one.
 _FIRST_QUERY_LEN = 2
@@ -38,9 +39,9 @@ class Model(Protocol):
 
 class DraftModelSpeculator(AutoRegressiveSpeculator):
     def __init__(
-        self, config: EngineConfig, device: Device, model: Model, backend: AttentionBackend, rows: DraftRows
+        self, config: EngineConfig, device: Device, model: Model, caches: CacheGroups, rows: DraftRows
     ) -> None:
-        super().__init__(config, device, backend, rows)
+        super().__init__(config, device, caches, rows)
         assert config.draft_model is not None
         self._model = model
         self._draft_vocab_size = config.draft_model.vocab_size
@@ -72,7 +73,7 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
         )
         return self._input_ids[:n]
 
-    def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
+    def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
         starts, bounds = batch.start_loc_cpu, np.minimum(batch.seq_lens_bound, self._max_len)
         return self._context(batch, batch.num_tokens, batch.start_loc, starts, batch.max_query_len, bounds)
 

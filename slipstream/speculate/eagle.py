@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import NORMED, AttentionBackend, AttentionContext
+from slipstream.attention.context import NORMED, AttentionContext, StepTokens
+from slipstream.attention.groups import CacheGroups, CacheSizes, allocate
+from slipstream.cache_spec import TokenStates
 from slipstream.config import EngineConfig, ModelConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
@@ -29,7 +31,7 @@ from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
 from slipstream.speculate.draft_notes import DraftNotes
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting
+from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, TargetAttention
 
 
 class Head(Protocol):
@@ -55,10 +57,8 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     slots_before: ClassVar[int] = 1
     shares_states = True
 
-    def __init__(
-        self, config: EngineConfig, device: Device, head: Head, backend: AttentionBackend, rows: DraftRows
-    ) -> None:
-        super().__init__(config, device, backend, rows)
+    def __init__(self, config: EngineConfig, device: Device, head: Head, caches: CacheGroups, rows: DraftRows) -> None:
+        super().__init__(config, device, caches, rows)
         self._head = head
         self.follows = config.scheduler.drafter_follows
         place, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
@@ -75,9 +75,8 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         hidden_shape = (self._num_modules, limits.max_num_seqs, self._size)
         self._hidden = torch.zeros(hidden_shape, dtype=self._dtype, device=place)
         # What all modules but the last have made of each token, where its keys are.
-        pages = config.cache.num_pages + 1
-        kept_shape = (self._num_modules - 1, pages * config.cache.page_size, self._size)
-        self._kept = torch.zeros(kept_shape, dtype=self._dtype, device=place)
+        kept, sizes = TokenStates(self._size), CacheSizes.of(config)
+        self._kept = [allocate(kept, sizes, place)[0].flatten(0, 1) for _ in range(self._num_modules - 1)]
         is_recorded = CUDAGraphMode(config.cudagraph_mode).decode_mode() is CUDAGraphMode.FULL
         if self.follows and is_recorded and self._num_modules == 1 and head.keeps_keys_alone:
             self.notes = DraftNotes(limits.max_num_seqs, width, self._dtype, place)
@@ -123,14 +122,12 @@ class EagleSpeculator(AutoRegressiveSpeculator):
             )
         return ids
 
-    def first_context(self, batch: DraftBatch, metadata: Any = None) -> AttentionContext:
+    def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
         step, starts = batch.step, self._seq_starts[: batch.step.attention.seq_lens.shape[0]]
-        if metadata is None:
-            metadata = self.backend.build(replace(step.attention, seq_starts=starts))
-        else:
-            metadata = self.backend.starting_at(metadata, starts)
-        slot_mapping = step.attention.slot_mapping
-        return AttentionContext(self.backend, metadata, self.kv_caches, step.positions, slot_mapping)
+        common = replace(step.attention, seq_starts=starts)
+        tokens = StepTokens(step.positions, common.slot_mapping, common)
+        shared = None if target is None else self.caches.adapt(target.caches, target.shared, starts)
+        return self.caches.begin(tokens, shared=shared)
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         head, num_tokens = self._head, input_ids.shape[0]
@@ -161,8 +158,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     def catch_up(self, padded_reqs: int, num_steps: int) -> None:
         assert self.notes is not None
         notes, n = self.notes, num_steps * padded_reqs
-        # Nothing is attended to.
-        context = AttentionContext(self.backend, None, self.kv_caches, notes.positions[:n], notes.slots[:n])
+        context = self.caches.begin(StepTokens(notes.positions[:n], notes.slots[:n], None))
         self._head.write_keys(notes.input_ids[:n], self._head.combine(notes.features[:n]), context)
 
     def _next(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.groups import CacheGroups
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.interface import Device, GraphPool
 from slipstream.graphs.descriptor import AttentionStatePair, BatchExecutionDescriptor
@@ -48,6 +48,13 @@ class DraftRows:
     # The slots of the row that hold the drafter's keys without a gap: from here, up to here.
     draft_start: Tensor
     draft_end: Tensor
+
+
+class TargetAttention(NamedTuple):
+    """What the target's recorded pass has built for its layers, for a drafter's pass over the same tokens."""
+
+    caches: CacheGroups
+    shared: Sequence[Any]
 
 
 class TargetPass(NamedTuple):
@@ -130,7 +137,7 @@ class GraphSetting(NamedTuple):
     max_len: int
     pool: GraphPool  # shared: the two never run at the same time
     memory: GraphMemory
-    backend: AttentionBackend  # a drafter with another has attention states of its own
+    caches: CacheGroups  # the target's; a drafter whose backends are of other kinds builds metadata of its own
     batch: DraftBatch  # any; recordings read its addresses
     # The target's batch of a size, its inputs filled for nobody, and the attention states of its recording; None until
     # there is one.

@@ -5,7 +5,6 @@ Runs the engine's own model and attention, so that a head learns from the very n
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.context import StepTokens
 from slipstream.attention.cpu import CpuBackend
-from slipstream.attention.kv_cache import allocate_kv_caches
+from slipstream.attention.grouped_query import serve_layers
+from slipstream.attention.groups import CacheSizes, allocate
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.triton import TritonBackend
-from slipstream.config import CacheConfig, EngineOptions, ModelConfig
+from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import plan_engine
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.load import build_model, load_weights
@@ -90,15 +91,11 @@ class Teacher:
         (rows, length), place = token_ids.shape, self.device
         parts = torch.split(features, self.config.hidden_size, dim=1)
         common = self._metadata(rows, length)
-        context = AttentionContext(
-            self._backend,
-            self._backend.build(common),
-            self._caches(rows * length),
-            # What pads a text to whole pages may stand beyond the last position there is.
-            torch.arange(length, device=place).clamp_(max=self.model.cos_sin[0].shape[0] - 1).repeat(rows),
-            common.slot_mapping,
-            dict(zip(self._taps, parts, strict=True)),
-        )
+        # What pads a text to whole pages may be beyond the last position there is.
+        positions = torch.arange(length, device=place).clamp_(max=self.model.cos_sin[0].shape[0] - 1).repeat(rows)
+        caches = serve_layers(self._backend, self._caches(rows * length))
+        taps = dict(zip(self._taps, parts, strict=True))
+        context = caches.begin(StepTokens(positions, common.slot_mapping, common), taps)
         return self.model.forward(token_ids.to(place, torch.int32).flatten(), context)
 
     @torch.no_grad()
@@ -131,8 +128,8 @@ class Teacher:
         """One layer's memory for all: a layer stores all keys of the batch before it attends, and nobody later asks."""
         num_pages = 1 + num_tokens // _PAGE
         if self._cache.shape[0] <= num_pages:
-            one = replace(self.config, num_layers=1)
-            (self._cache,) = allocate_kv_caches(one, CacheConfig(_PAGE, num_pages), self.dtype, self.device)
+            sizes = CacheSizes(num_pages, _PAGE, 0, 0, str(self.dtype).removeprefix("torch."))
+            (self._cache,) = allocate(self.config.keys_and_values, sizes, self.device)
         return [self._cache] * self.config.num_layers
 
 

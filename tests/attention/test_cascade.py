@@ -13,13 +13,15 @@ from torch import Tensor
 
 from slipstream.attention import cascade
 from slipstream.attention import triton as triton_backend
-from slipstream.attention.backend import AttentionContext, AttentionLayer, HeadNorms
+from slipstream.attention.backend import AttentionLayer, HeadNorms
 from slipstream.attention.cascade import least_saved, pays
+from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.triton import TritonBackend
 from slipstream.kernels import triton_jit
 from slipstream.kernels.cascade_attention import cascade_attention
 from slipstream.kernels.rms_norm import rms_norm
+from tests.contexts import context_of
 from tests.kernels.dense_attention import dense_attention
 from tests.kernels.triton_check import quietly_interpreted
 
@@ -108,8 +110,8 @@ def test_new_tokens_are_stored_and_attended(
     norms = HeadNorms(torch.rand(DIM), torch.rand(DIM), 1e-5)
     # Interpreted where it is the cascade's turn, in the batch that takes less time.
     with quietly_interpreted() if triton_jit.is_available() and num_common and max(query_lens) > 1 else nullcontext():
-        context = AttentionContext(backend, backend.build(common), [cache], positions, common.slot_mapping)
-        out = context.attend(AttentionLayer(0, HEADS, KV_HEADS, DIM, 0.3, window), q, k, v, no_turn, norms)
+        context = context_of(backend, backend.build(common), [cache], positions, common.slot_mapping)
+        out = context.run(AttentionLayer(0, HEADS, KV_HEADS, DIM, 0.3, window), NewHeads(q, k, v, no_turn, norms))
     tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
     expected = dense_attention(rms_norm.body(q, norms.query, norms.eps), cache, *tables, 0.3, window)
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)

@@ -20,14 +20,16 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from slipstream import LLM, SamplingParams
 from slipstream.attention import flex
-from slipstream.attention.backend import AttentionContext, AttentionLayer
+from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.flex import Causal, Documents, FlexBackend, FlexPlan, FlexShape, MaskFunction, PrefixLM
+from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.cpu import dtype_works
 from slipstream.device.sim import SimDevice
 from slipstream.output import RequestOutput
 from tests import tiny_models
+from tests.contexts import context_of
 from tests.operation_checks import checked_operations
 
 PAGE, DIM, SCALE = 4, 8, 0.3
@@ -422,8 +424,8 @@ def test_attends_behind_the_cache_write() -> None:
         mapping[token] = int(table[request, position // PAGE]) * PAGE + position % PAGE
     cache, new = draw_cache(step), torch.randn(2, len(step.q), 2, DIM, dtype=torch.float64)
     no_turn = torch.stack([torch.ones(512, DIM // 2), torch.zeros(512, DIM // 2)], 1).double()
-    context = AttentionContext(backend, backend.build(step.common), [cache], positions, mapping)
-    out = context.attend(layer_of(step, cache, 0), step.q.nan_to_num(), *new, no_turn)
+    context = context_of(backend, backend.build(step.common), [cache], positions, mapping)
+    out = context.run(layer_of(step, cache, 0), NewHeads(step.q.nan_to_num(), *new, no_turn))
     for token, request, position in step.living():
         assert torch.equal(cache[table[request, position // PAGE], :, :, position % PAGE], new[:, token])
     assert_exact(out, step.expected(cache, 0))

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.attention.backend import AttentionBackend, AttentionContext, AttentionLayer
+from slipstream.attention.backend import AttentionBackend, AttentionLayer
 from slipstream.attention.cpu import CpuBackend
+from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.attention.triton import TritonBackend
 from slipstream.kernels import native
+from tests.contexts import context_of
 from tests.kernels.dense_attention import dense_attention, plant_nan
 
 PAGE, HEADS, KV_HEADS, DIM, MAX_PAGES = 4, 4, 2, 32, 12
@@ -66,8 +68,8 @@ def test_what_lies_before_the_first_slot_is_not_there(
     q, k, v = (torch.randn(len(positions), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     no_turn = torch.zeros(64, 2, DIM // 2)
     no_turn[:, 0] = 1.0
-    context = AttentionContext(backend, metadata, [cache], positions, common.slot_mapping)
-    out = context.attend(AttentionLayer(0, HEADS, KV_HEADS, DIM, 0.3, window), q, k, v, no_turn)
+    context = context_of(backend, metadata, [cache], positions, common.slot_mapping)
+    out = context.run(AttentionLayer(0, HEADS, KV_HEADS, DIM, 0.3, window), NewHeads(q, k, v, no_turn))
     tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
     expected = dense_attention(q, cache, *tables, 0.3, window, common.seq_starts)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import build_shape
@@ -57,7 +57,7 @@ def test_any_lengths_give_the_same_tokens(
 ) -> None:
     from tests.sim.world import RandomLength
 
-    def drawn(config: EngineConfig, _backend: AttentionBackend) -> tuple[DraftLength, None]:
+    def drawn(config: EngineConfig, _caps: Caps) -> tuple[DraftLength, None]:
         assert config.speculative is not None
         return RandomLength(config.speculative.lengths, 3), None
 

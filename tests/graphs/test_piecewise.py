@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext, AttentionLayer, Caps
+from slipstream.attention.backend import AttentionLayer, Caps
+from slipstream.attention.context import AttentionContext
+from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.sim import SimDevice
 from slipstream.graphs.piecewise import PiecewiseForward
+from tests.contexts import context_of
 
 LAYERS = [AttentionLayer(idx, 1, 1, 2, 1.0) for idx in range(3)]
 
@@ -47,7 +50,7 @@ def make_context(device: SimDevice, caches: list[Tensor], query_len: int) -> Att
         block_table=one.unsqueeze(0),
         slot_mapping=slots,
     )
-    return AttentionContext(backend, backend.build(common), caches, positions, slots)
+    return context_of(backend, backend.build(common), caches, positions, slots)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -62,7 +65,7 @@ def test_pieces_are_replayed_and_attention_is_launched(seed: int) -> None:
         hidden = x * 2
         for layer in LAYERS:
             q = hidden.unsqueeze(1)
-            hidden = context.attend(layer, q, q, q, cos_sin).flatten(1) * 10
+            hidden = context.run(layer, NewHeads(q, q, q, cos_sin)).flatten(1) * 10
         return hidden + 1
 
     pieces = PiecewiseForward(device, device.graph_pool())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.attention.cpu import CpuBackend, InPlace
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineOptions
@@ -16,6 +16,7 @@ from slipstream.engine.build import build_engine
 from slipstream.kernels import native
 from slipstream.models.decoder import Decoder
 from tests import tiny_models
+from tests.contexts import context_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
 
@@ -50,7 +51,7 @@ def step(backend: CpuBackend, kv_caches: list[torch.Tensor], seq_starts: torch.T
     )
     metadata = backend.build(common)
     assert isinstance(metadata, InPlace)
-    return AttentionContext(backend, metadata, kv_caches, positions, slots)
+    return context_of(backend, metadata, kv_caches, positions, slots)
 
 
 @pytest.mark.parametrize("seq_starts", [None, [33, 2, 0, 5, 91]], ids=["", "starts"])
@@ -62,7 +63,7 @@ def test_equal_to_the_bit(variant: str, seq_starts: list[int] | None, tmp_path: 
     assert isinstance(model, Decoder)
     assert (model._stack is None) == any(kind in variant for kind in LAYER_BY_LAYER)
     torch.manual_seed(0)
-    caches = [torch.randn_like(cache) for cache in engine.core.runner.kv_caches]
+    caches = [torch.randn_like(cache) for cache in engine.core.runner.caches.paged_memory()]
     input_ids = torch.randint(0, 256, (sum(QUERY_LENS),), dtype=torch.int32)
     starts = None if seq_starts is None else torch.tensor(seq_starts, dtype=torch.int32)
     results = []

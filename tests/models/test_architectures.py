@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.attention.backend import NORMED, AttentionContext
-from slipstream.attention.gdn import Recurrence
+from slipstream.attention.context import NORMED, StepTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import build_engine
@@ -200,12 +199,7 @@ def test_taps_show_the_stream_between_layers(
     size = engine.config.model.hidden_size
     wide = torch.zeros(n, size * (num_layers + 2), dtype=getattr(torch, dtype))
     taps = dict(zip([*range(num_layers + 1), NORMED], wide.split(size, dim=1), strict=True))
-    backend = runner.program.backend
-    context = AttentionContext(
-        *(backend, backend.build(metadata), runner.kv_caches, positions, metadata.slot_mapping),
-        taps=taps,
-        recurrence=None if runner.gdn is None else Recurrence(runner.gdn, metadata),
-    )
+    context = runner.caches.begin(StepTokens(positions, metadata.slot_mapping, metadata), taps)
     with torch.inference_mode():
         hidden = runner.program.model.forward(torch.tensor(token_ids, dtype=torch.int32), context)
         states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.sim import SimDevice
@@ -20,6 +20,7 @@ from slipstream.models.load import load_weights
 from slipstream.models.mtp_head import is_mtp_tensor, mtp_tensors
 from slipstream.models.registry import architecture_of
 from slipstream.models.speculators_format import proposed_tokens
+from tests.contexts import context_of, step_of
 
 from . import plain_heads
 from .plain_heads import PlainHead
@@ -92,7 +93,7 @@ class Run:
             slot_mapping=pages.long() * PAGE_SIZE + positions % PAGE_SIZE,
         )
         backend = ReferenceBackend()
-        return AttentionContext(backend, backend.build(metadata), self.kv_caches, positions, metadata.slot_mapping)
+        return context_of(backend, backend.build(metadata), self.kv_caches, positions, metadata.slot_mapping)
 
 
 def close(ours: Tensor, plain: Tensor) -> None:
@@ -287,9 +288,10 @@ def context_on(device: SimDevice, context: AttentionContext) -> AttentionContext
         return tensor.to(device.torch_device)
 
     names = ("query_start_loc", "query_lens", "seq_lens", "block_table", "slot_mapping")
-    metadata = replace(context.metadata, **{name: there(getattr(context.metadata, name)) for name in names})
-    caches = [there(cache) for cache in context.kv_caches]
-    return AttentionContext(context.backend, metadata, caches, there(context.positions), metadata.slot_mapping)
+    step = step_of(context)
+    metadata = replace(step.shared, **{name: there(getattr(step.shared, name)) for name in names})
+    caches = [there(cache) for cache in step.caches.in_order]
+    return context_of(step.caches.attention, metadata, caches, there(context.positions), metadata.slot_mapping)
 
 
 # --- MTP layers in the target's checkpoint --------------------------------------------------------

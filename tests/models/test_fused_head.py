@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.device.operation import Operation, set_launcher
 from slipstream.kernels import native, triton_jit
 from slipstream.kernels.tiles import Weight
@@ -22,6 +22,7 @@ from slipstream.models.fused_head import head_weights
 from slipstream.models.load import load_weights
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import HEAD_SHAPES, shape_config
+from tests.contexts import context_of, step_of
 from tests.kernels.triton_check import quietly_interpreted
 
 from . import test_draft_heads, tiny_heads
@@ -84,10 +85,11 @@ def build(case: Case, dtype: torch.dtype, device: str) -> DraftHead:
 
 def moved(context: AttentionContext, device: str) -> AttentionContext:
     names = ("query_start_loc", "query_lens", "seq_lens", "block_table", "slot_mapping")
-    tables = {name: getattr(context.metadata, name).to(device) for name in names}
-    metadata = replace(context.metadata, **tables)
-    caches = [cache.to(device) for cache in context.kv_caches]
-    return AttentionContext(context.backend, metadata, caches, context.positions.to(device), metadata.slot_mapping)
+    step = step_of(context)
+    tables = {name: getattr(step.shared, name).to(device) for name in names}
+    metadata = replace(step.shared, **tables)
+    caches = [cache.to(device) for cache in step.caches.in_order]
+    return context_of(step.caches.attention, metadata, caches, context.positions.to(device), metadata.slot_mapping)
 
 
 @torch.inference_mode()

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.attention.backend import AttentionContext
-from slipstream.attention.gdn import Recurrence
+from slipstream.attention.context import StepTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.attention.reference import ReferenceBackend
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.llm import LLM
@@ -37,10 +35,7 @@ def all_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
         slot_mapping=positions + page_size,
         batch_rows=torch.zeros(1, dtype=torch.int32),
     )
-    context = AttentionContext(
-        *(ReferenceBackend(), metadata, runner.kv_caches, positions, metadata.slot_mapping),
-        recurrence=None if runner.gdn is None else Recurrence(runner.gdn, metadata),
-    )
+    context = runner.caches.begin(StepTokens(positions, metadata.slot_mapping, metadata))
     with torch.inference_mode():
         hidden = runner.program.model.forward(torch.tensor(token_ids, dtype=torch.int32), context)
         return runner.program.model.compute_logits(hidden)

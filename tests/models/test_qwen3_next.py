@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream.attention import gdn
-from slipstream.attention.gdn import GDNBackend
-from slipstream.config import EngineOptions
+from slipstream.attention.gdn import DeltaNetSpec, GDNBackend
+from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import build_engine
 from slipstream.errors import ConfigError, ModelError
 from slipstream.llm import LLM
@@ -50,16 +50,18 @@ def config(**changes: Any) -> dict[str, Any]:
     return {**hf, "architectures": ["Qwen3NextForCausalLM"], **changes}
 
 
+def layers_with_states(config: ModelConfig) -> list[int]:
+    return [idx for idx, spec in enumerate(config.cache_specs) if isinstance(spec, DeltaNetSpec)]
+
+
 def test_layers_by_interval_and_by_name() -> None:
     by_interval = Qwen3Next.read_config(config(layer_types=None, full_attention_interval=2))
-    assert by_interval.delta_net is not None
-    assert by_interval.delta_net.layer_ids == (0, 2)
+    assert layers_with_states(by_interval) == [0, 2]
     usual = Qwen3Next.read_config(config(layer_types=None))
-    assert usual.delta_net is not None
-    assert usual.delta_net.layer_ids == (0, 1, 2)
-    assert (usual.num_attention_layers, [usual.memory_idx(idx) for idx in range(4)]) == (1, [0, 1, 2, 0])
+    assert layers_with_states(usual) == [0, 1, 2]
+    assert usual.num_attention_layers == 1
     named = Qwen3Next.read_config(config(layer_types=["full_attention"] * 4))
-    assert named.delta_net is None
+    assert layers_with_states(named) == []
     assert not named.is_plain, "its attention has a gate"
 
 
@@ -147,8 +149,9 @@ def test_the_mtp_layer_is_a_decoder_layer_behind_two_norms_and_a_product(tmp_pat
 
 def test_the_shape_for_benchmarks_has_the_published_layers() -> None:
     config = Qwen3Next.read_config(shape_config("qwen3-next-16l-64e"))
-    net = config.delta_net
-    assert net is not None and len(net.layer_ids) == 12 and 3 not in net.layer_ids
+    net = config.cache_specs[0]
+    assert isinstance(net, DeltaNetSpec)
+    assert len(layers_with_states(config)) == 12 and 3 not in layers_with_states(config)
     assert (net.num_k_heads, net.num_v_heads, net.k_dim, net.v_dim, net.conv_width) == (16, 32, 128, 128, 4)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 2, 256)
     assert 4e9 < count_parameters(Qwen3Next, config) < 5e9

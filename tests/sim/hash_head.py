@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext, AttentionLayer
+from slipstream.attention.backend import AttentionLayer
+from slipstream.attention.context import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from tests.sim.hash_model import (
@@ -148,7 +149,7 @@ class HashHead:
         if module_idx == 0:
             first_seen, seen = attend(context, layer, own, self._cos_sin, hidden[:, 2:4])
         else:
-            common = getattr(context.metadata, "common", context.metadata)
+            common = getattr(context.shared[0], "common", context.shared[0])
             starts = (common.query_start_loc, common.seq_starts)
             key = key_of(own, hidden, context.positions, module_idx, *starts)
             first_seen, (_, seen) = hidden[:, 7:9], attend(context, layer, key, self._cos_sin)

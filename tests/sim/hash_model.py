@@ -18,9 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import NORMED, AttentionContext, AttentionLayer, Caps
+from slipstream.attention.backend import AttentionLayer, Caps
+from slipstream.attention.context import NORMED, AttentionContext
+from slipstream.attention.gdn import DeltaNetSpec, GDNStep
+from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.config import DeltaNetConfig, ModelConfig, RopeConfig
+from slipstream.config import ModelConfig, RopeConfig
 from slipstream.device.operation import TensorSpec, operation, spec_of
 
 VOCAB_SIZE = 61
@@ -41,8 +44,10 @@ MODEL_CONFIG = ModelConfig(
     rope=RopeConfig(rotary_dim=2),
     dtype="float64",
 )
-_NET = DeltaNetConfig(num_k_heads=1, num_v_heads=1, k_dim=1, v_dim=2, conv_width=3, layer_ids=(NUM_LAYERS,))
-RECURRENT_CONFIG = replace(MODEL_CONFIG, num_layers=NUM_LAYERS + 1, delta_net=_NET)
+_NET = DeltaNetSpec(num_k_heads=1, num_v_heads=1, k_dim=1, v_dim=2, conv_width=3)
+RECURRENT_CONFIG = replace(
+    MODEL_CONFIG, num_layers=NUM_LAYERS + 1, layer_caches=(*[MODEL_CONFIG.keys_and_values] * NUM_LAYERS, _NET)
+)
 UInts = npt.NDArray[np.uint64]
 
 
@@ -243,7 +248,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Two and two numbers a token; ``more`` are what a head keeps beside its keys."""
     q = torch.cat([x, torch.zeros_like(x) if more is None else more], dim=1).unsqueeze(1)
-    out = context.attend(layer, q, q, q.flip(-1), cos_sin).flatten(1)
+    out = context.run(layer, NewHeads(q, q, q.flip(-1), cos_sin)).flatten(1)
     return out[:, :2], out[:, 2:]
 
 
@@ -253,10 +258,10 @@ def _stream(x: Tensor, seen: list[Tensor]) -> Tensor:
 
 
 def _recur(context: AttentionContext, x: Tensor) -> Tensor:
-    assert context.recurrence is not None
-    pools, step = context.recurrence.backend, context.recurrence.metadata
+    own: GDNStep = context.group_steps[context.group_of_layer[NUM_LAYERS]]  # type: ignore[assignment]
+    step = own.metadata
     requests = (step.slots, step.starts, step.counts, step.positions)
-    return hash_recurrence(x, pools.inputs[0], pools.states[0], *requests, step.max_count, step.in_chunks)
+    return hash_recurrence(x, *own.backend.memory[NUM_LAYERS], *requests, step.max_count, step.in_chunks)
 
 
 class HashModel:

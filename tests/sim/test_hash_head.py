@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.attention.metadata import CommonAttentionMetadata
+from tests.contexts import context_of
 from tests.sim.hash_head import HashHead, HeadShape
 from tests.sim.hash_model import NUM_LAYERS, VOCAB_SIZE, HashBackend, HashModel
 from tests.sim.oracle import HashSequence
@@ -50,7 +51,7 @@ def context(kv_caches: list[Tensor], slots: list[range], seq_starts: Tensor | No
         slot_mapping=slot_mapping,
         seq_starts=seq_starts,
     )
-    return AttentionContext(HashBackend(), common, kv_caches, positions, slot_mapping)
+    return context_of(HashBackend(), common, kv_caches, positions, slot_mapping)
 
 
 def flat(slots: list[range], tables: list[Tensor]) -> Tensor:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import gdn
-from slipstream.attention.gdn import GDNAttentionMetadata, GDNBackend
+from slipstream.attention.gdn import DeltaNetSpec, GDNAttentionMetadata, GDNBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.config import DeltaNetConfig
 from slipstream.device.sim import SimError
 from slipstream.device.sync_guard import HostSyncError
 from slipstream.engine import resolve
@@ -95,13 +94,13 @@ def test_a_step_that_goes_on_from_behind_rejected_drafts(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("inputs", "states"), [(-2, 0), (0, -1)])
 def test_a_ring_that_is_too_short(monkeypatch: pytest.MonkeyPatch, inputs: int, states: int) -> None:
-    right = DeltaNetConfig.ring_lengths
+    right = DeltaNetSpec.ring_lengths
 
-    def short(self: DeltaNetConfig, num_drafts: int) -> tuple[int, int]:
+    def short(self: DeltaNetSpec, num_drafts: int) -> tuple[int, int]:
         num_inputs, num_states = right(self, num_drafts)
         return num_inputs + inputs, max(1, num_states + states)
 
-    monkeypatch.setattr(DeltaNetConfig, "ring_lengths", short)
+    monkeypatch.setattr(DeltaNetSpec, "ring_lengths", short)
     assert len(faults()) == 2
 
 

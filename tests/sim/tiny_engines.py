@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from slipstream.attention import choice
 from slipstream.attention.flashinfer_paths import Paths
 from slipstream.config import EngineOptions
-from slipstream.engine import backends
-from slipstream.engine import resolve as resolving
 from slipstream.engine.build import Engine, build_engine
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.graphs.piecewise import PiecewiseForward
@@ -149,10 +148,9 @@ def play_flashinfer(patch: pytest.MonkeyPatch, paths: Paths) -> list[FakeLibrary
         libraries.append(FakeLibrary(paths.decode.path))
         return libraries[-1]
 
-    patch.setitem(backends._USABLE, "sim", (*backends._USABLE["sim"], "flashinfer"))
-    for module in (backends, resolving):
-        patch.setattr(module, "flashinfer_paths", lambda *_model: paths)
-    patch.setattr(backends, "FlashInferLibrary", make_library)
+    patch.setitem(choice._USABLE, "sim", (*choice._USABLE["sim"], "flashinfer"))
+    patch.setattr(choice, "flashinfer_paths", lambda *_model: paths)
+    patch.setattr(choice, "FlashInferLibrary", make_library)
     return libraries
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.choice import open_caches
 from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, speculation_of
 from slipstream.device.sim import SimDevice
 from slipstream.engine.build import decide_draft_length
@@ -373,6 +374,7 @@ class World:
         with device.sync_guard.allow("build"):
             model = HashModel(max_len, device.torch_device, self.num_used, recurrent=bool(self.is_recurrent))
             backend = self.make_backend(config, device)
+            caches = open_caches(config, config.model, device, attention=backend)
             self._backends = [backend]
 
             def make_speculator(rows: DraftRows) -> Speculator:
@@ -382,16 +384,18 @@ class World:
                     return NgramSpeculator(config.speculative, rows)
                 own_backend = self.make_backend(config, device)
                 self._backends.append(own_backend)
+                assert config.draft_model is not None
+                own = open_caches(config, config.draft_model, device, attention=own_backend)
                 if config.speculative.takes_hidden_states:
                     head = HashHead(max_len, device.torch_device, self.num_used, self.head)
-                    return EagleSpeculator(config, device, head, own_backend, rows)
+                    return EagleSpeculator(config, device, head, own, rows)
                 drafter = HashModel(max_len, device.torch_device, self.num_used, guesses=True)
-                return DraftModelSpeculator(config, device, drafter, own_backend, rows)
+                return DraftModelSpeculator(config, device, drafter, own, rows)
 
-            draft_length, on_cost = decide_draft_length(config, backend)
+            draft_length, on_cost = decide_draft_length(config, caches.caps)
             if config.speculative is not None and config.speculative.adaptive and self.seed % 5 < 2:
                 draft_length = RandomLength(config.speculative.lengths, self.seed)
-            runner = Runner(config, device, model, backend, make_speculator, on_cost)
+            runner = Runner(config, device, model, caches, make_speculator, on_cost)
         core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
         collect = core.scheduler.collect
         goes_over_all = config.speculative is not None and config.speculative.takes_hidden_states
@@ -484,11 +488,12 @@ class World:
             assert all(slot.event.query() for slot in ring.slots), "a ring slot is still in use"
         assert peek(rows.status)[rows.scratch_row] == RowStatus.INERT, "the scratch row runs"
         assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"
-        for cache in (*runner.kv_caches, *getattr(runner.speculator, "kv_caches", ())):
-            assert not peek(cache)[0].any(), "somebody wrote to the null page"
-        if runner.gdn is not None:
-            for pool in (*runner.gdn.inputs, *runner.gdn.states):
-                assert not peek(pool)[rows.scratch_row].any(), "padding has a state"
+        own = getattr(runner.speculator, "caches", None)
+        for groups in (runner.caches, *([own] if own is not None else [])):
+            for memory in groups.paged_memory():
+                assert not peek(memory)[0].any(), "somebody wrote to the null page"
+            for memory in groups.row_memory():
+                assert not peek(memory)[rows.scratch_row].any(), "padding has a state"
 
     def _note(self, text: str) -> None:
         self.trace.append(text)

@@ -12,7 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionContext
+from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.choice import open_caches
+from slipstream.attention.context import AttentionContext
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.attention.triton import TritonBackend
 from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig
@@ -120,15 +122,17 @@ def make_core(
 
     def make_speculator(rows: DraftRows) -> AutoRegressiveSpeculator:
         drafter: AutoRegressiveSpeculator
+        own = open_caches(config, draft.config, device, attention=backend)
         if head is None:
-            drafter = DraftModelSpeculator(config, device, CoinModel(draft_logits), backend, rows)
+            drafter = DraftModelSpeculator(config, device, CoinModel(draft_logits), own, rows)
         else:
-            drafter = EagleSpeculator(config, device, head, backend, rows)
+            drafter = EagleSpeculator(config, device, head, own, rows)
         drafter._purpose = purpose
         return drafter
 
     with device.sync_guard.allow("build"):
-        runner = Runner(config, device, CoinModel(target_logits), backend, make_speculator)
+        caches = open_caches(config, _CONFIG, device, attention=backend)
+        runner = Runner(config, device, CoinModel(target_logits), caches, make_speculator)
     return EngineCore(Scheduler(config.scheduler, config.cache), runner, config.steps_in_flight)
 
 

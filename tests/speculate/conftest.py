@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
@@ -55,7 +55,7 @@ def make_engine(target_folder: Path) -> Callable[..., Engine]:
 def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines whose draft length adapts check and make any number of drafts, drawn anew every few steps."""
 
-    def drawn(config: EngineConfig, _backend: AttentionBackend) -> tuple[DraftLength | None, OnCost | None]:
+    def drawn(config: EngineConfig, _caps: Caps) -> tuple[DraftLength | None, OnCost | None]:
         speculative = config.speculative
         return (RandomLength(speculative.lengths, 7), None) if speculative and speculative.adaptive else (None, None)
 

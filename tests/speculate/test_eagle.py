@@ -141,7 +141,7 @@ def test_a_head_that_makes_no_drafts_keeps_up(
         assert isinstance(core.runner.speculator, EagleSpeculator)
         with core.runner.device.use_stream(core.runner.device.compute_stream), torch.inference_mode():
             core.runner.graphs.catch_up()
-        caches = core.runner.speculator.kv_caches
+        caches = core.runner.speculator.caches.paged_memory()
         num_kept = min(map(len, ends.values())) - 6  # behind them may stand what was drafted
         drafting = core.runner.rows.drafting
         with core.runner.device.sync_guard.allow("build"):
@@ -176,7 +176,7 @@ def test_what_is_recorded_later_writes_no_old_notes(written: Any, monkeypatch: p
         with device.use_stream(device.compute_stream), torch.inference_mode():
             graphs.catch_up()
         with device.sync_guard.allow("build"):
-            return [cache.cpu().clone()[:-1] for cache in speculator.kv_caches]  # the last page is nobody's
+            return [cache.cpu().clone()[:-1] for cache in speculator.caches.paged_memory()]  # the last page is nobody's
 
     while are_missing(4):
         core.use_idle_time()

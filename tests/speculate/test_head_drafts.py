@@ -67,7 +67,7 @@ def watch(core: EngineCore) -> list[Drafted]:
     """What is drafted from now on, with all that was known then. Nothing may be read that no pass has written."""
     drafter, seen = core.runner.speculator, []
     assert isinstance(drafter, EagleSpeculator)
-    for cache in drafter.kv_caches:
+    for cache in drafter.caches.paged_memory():
         cache[1:] = torch.nan
     drafter._kept[:, PAGE:] = torch.nan
     rows, right = drafter._rows, drafter.run

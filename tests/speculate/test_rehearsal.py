@@ -233,7 +233,7 @@ def test_words_that_happen_to_be_followed_by_the_same_are_not_enough() -> None:
 def test_only_drafts_from_the_text_are_rehearsed(make_engine: Callable[..., Engine]) -> None:
     adaptive = {"num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config={"method": "ngram", **adaptive})
-    policy, _ = decide_draft_length(engine.config, engine.core.runner.program.backend)
+    policy, _ = decide_draft_length(engine.config, engine.core.runner.caches.caps)
     assert isinstance(policy, AdaptiveLength) and isinstance(policy._rehearsal, NgramRehearsal)
     assert SpeculativeConfig("ngram", 3, verify="rejection").depends_on_text_alone
     assert not SpeculativeConfig("ngram", 3, verify="synthetic").depends_on_text_alone

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from slipstream.attention import choice
+from slipstream.attention.choice import choose_backend, make_backend
 from slipstream.attention.flashinfer_paths import NOT_INSTALLED
 from slipstream.config import EngineOptions, Hardware, ModelConfig
 from slipstream.device.cpu import CpuDevice
-from slipstream.engine import backends
-from slipstream.engine.backends import choose_backend, make_backend
 from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
 from tests.test_config import CPU, MODEL
@@ -40,7 +40,7 @@ def test_flashinfer_that_is_not_there_is_one_line() -> None:
 def test_how_far_flashinfer_runs_ahead(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], exact: str
 ) -> None:
-    monkeypatch.setattr(backends, "is_installed", lambda: True)
+    monkeypatch.setattr(choice, "is_installed", lambda: True)
     model = replace(MODEL, head_dim=128)
     options = EngineOptions(attention_backend="flashinfer", max_model_len=64)
     assert resolve(options, replace(H200, capability=capability), model).scheduler.exact_lengths == exact

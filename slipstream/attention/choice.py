@@ -1,17 +1,28 @@
-"""Which attention backend serves an engine, why, and how it is made."""
+"""Which attention backend serves an engine, why, and how it and the caches of a network are made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from slipstream.attention.backend import AttentionBackend
 from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.flashinfer import FlashInferBackend
 from slipstream.attention.flashinfer_library import FlashInferLibrary
-from slipstream.attention.flashinfer_paths import Features, HeadShape, Paths, choose_paths, is_installed
+from slipstream.attention.flashinfer_paths import (
+    ExactLengths,
+    Features,
+    HeadShape,
+    Paths,
+    choose_paths,
+    is_installed,
+)
 from slipstream.attention.flex import FlexBackend
+from slipstream.attention.grouped_query import GroupedQueryCaches
+from slipstream.attention.groups import CacheGroups, LayerMemory
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.attention.triton import TritonBackend
+from slipstream.cache_spec import GroupedQuerySpec
 from slipstream.config import EngineConfig, Hardware, ModelConfig
 from slipstream.device.interface import Device
 from slipstream.errors import ConfigError
@@ -26,6 +37,8 @@ _USABLE = {
 }
 # Backends that can read pages which all requests of a step begin with once.
 CASCADING = ("triton",)
+# Backends whose steps with prompts are recorded whole, drafts included.
+RECORDS_PROMPTS = ("triton",)
 _WHY = {
     "cpu": "batched, in C where there is a compiler; what a CPU is fastest with",
     "cuda": "one launch a layer from projection to result, recorded in every graph, lengths stay on the device",
@@ -52,6 +65,31 @@ def flashinfer_paths(model: ModelConfig, hardware: Hardware, dtype: str, page_si
     shape = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, page_size, dtype)
     features = Features(query_len=1 + num_drafts, window=max(model.windows, default=0))
     return choose_paths(hardware.capability, shape, features, is_installed())
+
+
+def exact_lengths(
+    name: str, model: ModelConfig, hardware: Hardware, dtype: str, page_size: int, num_drafts: int
+) -> ExactLengths:
+    """For which steps a backend plans on the host; refuses what it cannot do at all."""
+    if name != "flashinfer":
+        return "never"
+    return flashinfer_paths(model, hardware, dtype, page_size, num_drafts).check().exact_lengths
+
+
+def open_caches(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    for_drafter: bool = False,
+    attention: AttentionBackend | None = None,  # instead of the configuration's
+) -> CacheGroups:
+    """Memory and backends for all layers of a network: the target's, or that of a drafter with caches of its own."""
+
+    def open_grouped_query(spec: GroupedQuerySpec, memory: Mapping[int, LayerMemory]) -> GroupedQueryCaches:
+        own = attention or make_backend(config, model, device, for_drafter)
+        return GroupedQueryCaches(own, {idx: tensors[0] for idx, tensors in memory.items()})
+
+    return CacheGroups.open(model.cache_specs, config, device.torch_device, open_grouped_query)
 
 
 def make_backend(

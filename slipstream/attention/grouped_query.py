@@ -1,0 +1,132 @@
+"""Grouped-query attention: norm, rotation and cache write around a backend that attends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    Caps,
+    HeadNorms,
+    NewTokens,
+    StackingBackend,
+    StoringBackend,
+)
+from slipstream.attention.context import StepTokens
+from slipstream.attention.groups import CacheGroup, CacheGroups
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.cache_spec import GroupedQuerySpec
+from slipstream.kernels.rms_norm import rms_norm
+from slipstream.kernels.rope_cache import rope_and_cache, rotation, rotation_and_slots
+
+
+class NewHeads(NamedTuple):
+    """What a layer's projection makes of the tokens. Heads are their own axis: [num_tokens, heads, head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos_sin: Tensor  # [max_position, 2, rotary_dim / 2]
+    norms: HeadNorms | None = None
+
+
+class GroupedQueryCaches:
+    """The keys and values of a group of layers, and the attention that reads them."""
+
+    def __init__(self, attention: AttentionBackend, kv_caches: Mapping[int, Tensor]) -> None:
+        self.attention = attention
+        self.kv_caches = kv_caches  # by layer: [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
+        self.in_order: Sequence[Tensor] = list(kv_caches.values())
+        self.num_pages, _, _, self.page_size, _ = self.in_order[0].shape
+        self.stores_keys, self.stacks = attention.caps.stores_keys, attention.caps.stacks_layers
+
+    @property
+    def caps(self) -> Caps:
+        return self.attention.caps
+
+    def step_buffers(self) -> Sequence[Tensor]:
+        return self.attention.step_buffers()
+
+    def begin(self, tokens: StepTokens, shared: Any = None) -> GroupedQueryStep:
+        if shared is None and tokens.common is not None:
+            shared = self.attention.build(tokens.common)
+        return GroupedQueryStep(self, shared, tokens.positions, tokens.slot_mapping)
+
+    def can_share(self, other: Any) -> bool:
+        return isinstance(other, GroupedQueryCaches) and type(other.attention) is type(self.attention)
+
+    def adapt(self, shared: Any, seq_starts: Tensor) -> Any:
+        return self.attention.starting_at(shared, seq_starts)
+
+
+@dataclass(slots=True)
+class GroupedQueryStep:
+    caches: GroupedQueryCaches
+    shared: Any  # the attention backend's metadata
+    positions: Tensor  # [padded_tokens] int64
+    slot_mapping: Tensor  # [padded_tokens] int64
+    is_recorded: bool = False
+    # Made by the first layer that needs them, shared by the rest.
+    _slots: tuple[Tensor, Tensor] | None = None
+    _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def run(self, layer: AttentionLayer, inputs: NewHeads) -> Tensor:
+        """Norm, rotate, store keys and values, attend: [num_tokens, num_heads, head_dim]."""
+        caches, (q, k, v, cos_sin, norms) = self.caches, inputs
+        kv_cache, turn = caches.kv_caches[layer.idx], self.rotation(cos_sin, q.dtype)
+        if caches.stores_keys:
+            new = NewTokens(q, k, v, *turn, *self.slots, norms)
+            out = cast(StoringBackend, caches.attention).run_new(layer, new, kv_cache, self.shared)
+            if out is not None:
+                return out
+        if norms is not None:
+            q, k = rms_norm(q, norms.query, norms.eps), rms_norm(k, norms.key, norms.eps)
+        q = rope_and_cache(q, k, v, *turn, kv_cache, *self.slots)
+        return caches.attention.run(layer, q, kv_cache, self.shared)
+
+    def store(self, layer: AttentionLayer, k: Tensor, v: Tensor, cos_sin: Tensor, norms: HeadNorms | None) -> None:
+        """The same without attending: norm and rotate keys, store them and their values."""
+        k = k if norms is None else rms_norm(k, norms.key, norms.eps)
+        turn = self.rotation(cos_sin, k.dtype)
+        rope_and_cache(k[:, :0], k, v, *turn, self.caches.kv_caches[layer.idx], *self.slots)
+
+    def make_output(self, inputs: NewHeads) -> Tensor:
+        return torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
+
+    def in_place(self) -> CommonAttentionMetadata | None:
+        """The batch, if all layers may run as one operation that reads and writes the caches itself."""
+        return cast(StackingBackend, self.caches.attention).in_place(self.shared) if self.caches.stacks else None
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Page and offset of every token; made with the first rotation."""
+        assert self._slots is not None
+        return self._slots
+
+    def rotation(self, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at the tokens' positions."""
+        turn = self._rotations.get(id(cos_sin))
+        if turn is not None:
+            return turn
+        if self._slots is None:
+            sizes = (self.caches.num_pages, self.caches.page_size)
+            found = rotation_and_slots(cos_sin, self.positions, dtype, self.slot_mapping, *sizes)
+            turn, self._slots = found[:2], found[2:]
+        else:
+            turn = rotation(cos_sin, self.positions, dtype)
+        self._rotations[id(cos_sin)] = turn
+        return turn
+
+
+def serve_layers(attention: AttentionBackend, kv_caches: Sequence[Tensor]) -> CacheGroups:
+    """A network that has grouped-query attention alone, over memory that is there already: one tensor a layer."""
+    _, _, num_kv_heads, _, head_dim = kv_caches[0].shape
+    spec, by_layer = GroupedQuerySpec(num_kv_heads, head_dim), dict(enumerate(kv_caches))
+    memory = {idx: (cache,) for idx, cache in by_layer.items()}
+    return CacheGroups([CacheGroup(spec, tuple(by_layer), memory, GroupedQueryCaches(attention, by_layer))])

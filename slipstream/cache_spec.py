@@ -1,0 +1,94 @@
+"""What a layer keeps of requests from one step to the next. Plain data: memory is planned and grouped from it alone.
+
+A kind of cache is a spec, a backend that works on its memory, and kernels. The spec says what one page and one request
+row take in one layer; layers with equal specs form a group, which one backend serves (``attention/groups.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+
+
+class Shape(NamedTuple):
+    """A tensor's shape in one page or row."""
+
+    size: tuple[int, ...]
+    # "model": the engine's type; "wide": the same, but float32 at least, for what sums up a whole text; or a type.
+    dtype: Literal["model", "wide", "int64", "int32", "int8", "uint8"] = "model"
+
+    def dtype_name(self, model_dtype: str) -> str:
+        if self.dtype == "model":
+            return model_dtype
+        if self.dtype == "wide":
+            return model_dtype if _BYTES[model_dtype] >= _BYTES["float32"] else "float32"
+        return self.dtype
+
+    def num_bytes(self, model_dtype: str) -> int:
+        return math.prod(self.size) * _BYTES[self.dtype_name(model_dtype)]
+
+
+class CacheSpec:
+    """A frozen dataclass per kind. Equal specs are served together, so whatever differs between layers is a field."""
+
+    # Why a page that is found again by its tokens does not bring all that such a layer needs of them; empty: it does.
+    prefix_refusal: ClassVar[str] = ""
+
+    def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
+        """What one layer keeps under a page id: of the tokens in that page."""
+        return ()
+
+    def row_shapes(self, num_drafts: int) -> tuple[Shape, ...]:
+        """What one layer keeps of a request row, when a step checks so many drafts at most."""
+        return ()
+
+    def working_values(self) -> int:
+        """Values that a layer's work on one token needs at a time, beside heads and feed-forward."""
+        return 0
+
+    def open(self, setting: Any) -> Any:
+        """The ``CacheBackend`` of a group of such layers; ``setting`` is an ``attention.groups.GroupSetting``."""
+        raise TypeError(f"{type(self).__name__} is memory without a layer of its own")
+
+
+@dataclass(frozen=True)
+class GroupedQuerySpec(CacheSpec):
+    """Keys and values of grouped-query attention: what most decoders keep.
+
+    A page of one head is contiguous, which is what decode kernels read, and a page is addressed by bytes that only the
+    element size changes, so that a cache of lower precision keeps page ids, tables and kernels' index arithmetic.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+
+    def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
+        return (Shape((2, self.num_kv_heads, page_size, self.head_dim)),)
+
+    def open(self, setting: Any) -> Any:
+        # Which attention serves such layers is the user's choice and the machine's.
+        return setting.open_grouped_query(self, setting.memory)
+
+
+@dataclass(frozen=True)
+class TokenStates(CacheSpec):
+    """A vector for each token, kept under the pages of its keys: what one module of a draft head leaves the next."""
+
+    size: int
+
+    def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
+        return (Shape((page_size, self.size)),)
+
+
+def page_bytes(specs: Iterable[CacheSpec], page_size: int, dtype: str) -> int:
+    """Of one page in all layers."""
+    return sum(shape.num_bytes(dtype) for spec in specs for shape in spec.page_shapes(page_size))
+
+
+def row_bytes(specs: Iterable[CacheSpec], num_drafts: int, dtype: str) -> int:
+    """Of one request row in all layers."""
+    return sum(shape.num_bytes(dtype) for spec in specs for shape in spec.row_shapes(num_drafts))
