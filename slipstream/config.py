@@ -245,7 +245,7 @@ class ModelConfig:
     @property
     def is_plain(self) -> bool:
         """Whether all layers have grouped-query attention, and nothing is between it and the product after it."""
-        return not self.layer_caches and not self.attention_gate
+        return set(self.cache_specs) == {self.keys_and_values} and not self.attention_gate
 
     @property
     def num_attention_layers(self) -> int:

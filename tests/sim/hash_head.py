@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.context import AttentionContext
+from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.config import ModelConfig
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from tests.sim.hash_model import (
@@ -160,7 +161,8 @@ class HashHead:
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
         own = hash_embedding(input_ids, context.positions + 1)
         key = torch.cat([own, hidden[:, 2:4]], dim=1).unsqueeze(1)
-        context.store(self._layers[0], key, key.flip(-1), self._cos_sin, None)
+        step: GroupedQueryStep = context.at(self._layers[0])
+        step.store(self._layers[0], key, key.flip(-1), self._cos_sin, None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Of the tokens it can say: where the likeliest is none of them the next likely one comes first."""

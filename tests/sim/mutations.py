@@ -38,13 +38,13 @@ MUTATIONS = [
     ),
     Mutation(
         "states: one too few for the drafts of a step",
-        "config.py",
+        "attention/gdn.py",
         "num_states = 1 + num_drafts",
         "num_states = max(1, num_drafts)",
     ),
     Mutation(
         "states: what is convolved is forgotten too early",
-        "config.py",
+        "attention/gdn.py",
         "return self.conv_width - 1 + num_states, num_states",
         "return self.conv_width - 3 + num_states, num_states",
     ),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionContext
+from slipstream.attention.context import AttentionContext
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.sim import DeviceFaultError
 from slipstream.graphs.descriptor import BatchExecutionDescriptor

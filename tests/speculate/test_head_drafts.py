@@ -69,7 +69,8 @@ def watch(core: EngineCore) -> list[Drafted]:
     assert isinstance(drafter, EagleSpeculator)
     for cache in drafter.caches.paged_memory():
         cache[1:] = torch.nan
-    drafter._kept[:, PAGE:] = torch.nan
+    for kept in drafter._kept:
+        kept[PAGE:] = torch.nan
     rows, right = drafter._rows, drafter.run
 
     def noting(batch: Any, noise: bool) -> Tensor:
