@@ -38,6 +38,9 @@ class CacheSpec:
     # Why a page that is found again by its tokens does not bring all that such a layer needs of them; empty: it does.
     prefix_refusal: ClassVar[str] = ""
 
+    # Why no draft model may have such layers, as a sentence goes on that begins with its name; empty: it may.
+    drafter_refusal: ClassVar[str] = ""
+
     def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
         """What one layer keeps under a page id: of the tokens in that page."""
         return ()

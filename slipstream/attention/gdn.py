@@ -39,6 +39,7 @@ class DeltaNetSpec(CacheSpec):
         "the model's recurrent layers keep one state of a request, at its end, so a page that is found again has no "
         "state to go on from"
     )
+    drafter_refusal: ClassVar[str] = "has recurrent layers, whose states would have to follow every draft"
 
     @property
     def num_channels(self) -> int:

@@ -143,11 +143,11 @@ def _open_draft_model(model: str, hf_config: dict[str, Any], tokenizer: Tokenize
         )
     architecture = architecture_of(draft.config)
     config = architecture.read_config(draft.config)
-    if any(spec.row_shapes(0) for spec in config.cache_specs):
-        raise ConfigError(
-            f"the draft model {model} has recurrent layers, whose states would have to follow every draft; "
-            "use a draft model with attention alone, or ngram"
-        )
+    for spec in config.cache_specs:
+        if spec.drafter_refusal:
+            raise ConfigError(
+                f"the draft model {model} {spec.drafter_refusal}; use a draft model with attention alone, or ngram"
+            )
     return DraftModelDrafter(DraftModel(config, count_parameters(architecture, config)), architecture, draft)
 
 

@@ -71,9 +71,9 @@ def read(hf: Fields, target: ModelConfig) -> HeadPlan:
 
 
 def _layer_caches(target: ModelConfig, count: int) -> tuple[CacheSpec, ...]:
-    """As the target's last layer, unless that keeps states of rows, which could not follow drafts: then attention."""
+    """As the target's last layer, unless no drafter may have its kind: then attention."""
     last = target.cache_specs[-1]
-    return () if last.row_shapes(0) else (last,) * count
+    return () if last.drafter_refusal or last == target.keys_and_values else (last,) * count
 
 
 def _style_and_count(hf: Fields) -> tuple[Literal["deepseek", "qwen3_next"], int]:

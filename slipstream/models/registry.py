@@ -27,6 +27,9 @@ _ARCHITECTURES = {
 }
 
 
+_registered: dict[str, Architecture] = {}
+
+
 class Architecture(Protocol):
     def __call__(self, config: ModelConfig, max_position: int) -> Decoder: ...
 
@@ -34,8 +37,17 @@ class Architecture(Protocol):
     def read_config(hf: dict[str, Any]) -> ModelConfig: ...
 
 
+def register(name: str, architecture: Architecture) -> None:
+    """Make an architecture known by the name that a config.json gives it."""
+    if name in _ARCHITECTURES or _registered.get(name, architecture) is not architecture:
+        raise ValueError(f"two architectures are called {name}")
+    _registered[name] = architecture
+
+
 def architecture_of(hf: dict[str, Any]) -> Architecture:
     name = read_architecture_name(Fields.of(hf))
+    if name in _registered:
+        return _registered[name]
     if name not in _ARCHITECTURES:
         raise ModelError(
             f"architecture {describe_value(name)} is not supported{nearest(name, _ARCHITECTURES)} "
