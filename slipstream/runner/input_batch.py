@@ -19,7 +19,7 @@ from slipstream.runner.recent import Recent
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
 from slipstream.sampling.sampler import Positions
-from slipstream.speculate.speculator import DraftBatch, TargetPass
+from slipstream.speculate.speculator import DraftBatch, TargetPass, largest_lengths
 from slipstream.speculate.verify import Drafted
 from slipstream.types import Composition, StepPlan
 
@@ -183,14 +183,10 @@ class InputBuffers:
         return replace(padded, attention=attention, drafting=drafting, decode_len=batch.decode_len)
 
     def static(self, desc: BatchExecutionDescriptor) -> InputBatch:
-        """A batch for a recording, which serves every step of its size: the host's numbers are the largest possible."""
+        """A batch for a recording, which serves every step of its size."""
         num_reqs, num_tokens, query_len = desc.num_reqs, desc.num_tokens, desc.query_len
-        starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
-        starts[-1] = num_tokens
-        bounds = np.full(num_reqs, self.max_model_len, dtype=np.int32)
+        starts, longest, bounds = largest_lengths(num_reqs, num_tokens, query_len, self.max_model_len)
         num_logits = num_tokens if query_len is not None else min(num_tokens, num_reqs * self._max_logits)
-        # In a mixed batch one request may have all the tokens.
-        longest = query_len or num_tokens
         drafting = self._static_drafting(num_reqs, num_tokens, query_len, desc.num_drafts)
         # Nobody's lengths are known for certain, in a recording and in a step that is only timed.
         exact = np.zeros(num_reqs, dtype=np.int32) if self._exact_lengths else None

@@ -50,6 +50,21 @@ class DraftRows:
     draft_end: Tensor
 
 
+class LargestLengths(NamedTuple):
+    """The host's numbers for a recording: no batch of its size has larger ones."""
+
+    starts: Int32s  # [num_reqs + 1]: where each request's tokens begin, and where the last one's end
+    longest: int
+    bounds: Int32s  # [num_reqs]
+
+
+def largest_lengths(num_reqs: int, num_tokens: int, query_len: int | None, max_len: int) -> LargestLengths:
+    """``query_len`` is that of every request; where they differ, one of them may have all the tokens."""
+    starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
+    starts[-1] = num_tokens
+    return LargestLengths(starts, query_len or num_tokens, np.full(num_reqs, max_len, dtype=np.int32))
+
+
 class TargetAttention(NamedTuple):
     """What the target's recorded pass has built for its layers, for a drafter's pass over the same tokens."""
 
@@ -116,11 +131,8 @@ class DraftBatch:
     def static(
         self, num_reqs: int, num_tokens: int, query_len: int | None, max_len: int, num_drafts: int
     ) -> DraftBatch:
-        """For a recording, which serves every batch of its size: the host's numbers are the largest possible."""
-        starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len or 1), num_tokens)
-        starts[-1] = num_tokens
-        bounds = np.full(num_reqs, max_len, dtype=np.int32)
-        longest = query_len or num_tokens
+        """For a recording, which serves every batch of its size."""
+        starts, longest, bounds = largest_lengths(num_reqs, num_tokens, query_len, max_len)
         return DraftBatch(
             *(self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds, self.step, num_drafts)
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.attention.context import AttentionContext
@@ -63,8 +63,6 @@ def write_model(folder: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, Tenso
     folder = tiny_models.save(tiny_models.build("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [NAME], "toy_layers": list(kinds)}))
-    from safetensors.torch import load_file
-
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(5)
     for idx, kind in enumerate(kinds):
         if kind == "sums":
@@ -107,6 +105,5 @@ def _sums(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
     """All at once: the sum after token t has token s with a weight of DECAY ** (t - s)."""
     ages = torch.arange(len(x))[:, None] - torch.arange(len(x))[None, :]
     matrix = torch.where(ages >= 0, DECAY ** ages.clamp(min=0).double(), 0.0)
-    return plain_heads.project(
-        matrix @ plain_heads.project(x, weights, "self_attn.in_proj"), weights, "self_attn.out_proj"
-    )
+    sums = matrix @ plain_heads.project(x, weights, "self_attn.in_proj")
+    return plain_heads.project(sums, weights, "self_attn.out_proj")
