@@ -117,7 +117,8 @@ def test_attention_told_of_the_step_before_is_found(
     right, before = PiecewiseForward.replay, [None]
 
     def stale(self: PiecewiseForward, context: AttentionContext) -> Tensor:
-        before[0], context.metadata = context.metadata, before[0] or context.metadata
+        step: Any = context.group_steps[0]
+        before[0], step.shared = step.shared, before[0] or step.shared
         return right(self, context)
 
     monkeypatch.setattr(PiecewiseForward, "replay", stale)
