@@ -25,7 +25,7 @@ from slipstream.commands.results import collect_results, prepare_folder, write_r
 from slipstream.config import DTYPE_BYTES, EngineOptions
 from slipstream.engine.build import build_engine, build_shape
 from slipstream.engine.client import EngineClient
-from slipstream.models.load import count_parameters
+from slipstream.models.load import Placement, measure_model
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import shape_config
 from vllm_figures import PLAIN
@@ -50,11 +50,11 @@ def limit(case: str, batch: int, workload: Workload, bandwidth: float) -> float:
     """Tokens a second if a step did nothing but read weights and cache."""
     architecture = architecture_of(shape_config(case))
     model = architecture.read_config(shape_config(case))
-    params = count_parameters(architecture, model)
-    if not model.tie_embeddings:
-        params -= model.vocab_size * model.hidden_size  # a table of which a step reads a few rows
+    num_bytes = measure_model(architecture, model, Placement(torch.device("cuda"), torch.bfloat16)).num_bytes
+    if not model.tie_embeddings:  # a table of which a step reads a few rows
+        num_bytes -= model.vocab_size * model.hidden_size * DTYPE_BYTES["bfloat16"]
     length = workload.prompt_len + workload.output_len / 2
-    num_bytes = params * DTYPE_BYTES["bfloat16"] + batch * length * model.kv_bytes_per_token("bfloat16")
+    num_bytes += batch * length * model.kv_bytes_per_token("bfloat16")
     return batch * bandwidth / num_bytes
 
 

@@ -225,6 +225,8 @@ class ModelConfig:
     # What each layer keeps of requests; empty: keys and values of grouped-query attention, in all of them.
     layer_caches: tuple[CacheSpec, ...] = ()
     dtype: str = "float32"  # as stored in the checkpoint
+    # How the checkpoint's weights are stored, in its own words; None: as numbers of that type.
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def window(self, layer_idx: int) -> int:
         return self.windows[layer_idx] if self.windows else 0
@@ -322,9 +324,13 @@ class EngineConfig:
         return self.scheduler.num_drafts
 
     def for_clients(self) -> EngineConfig:
-        """Without what layers keep: a message cannot know all kinds of that, and only the engine asks."""
-        draft = None if self.draft_model is None else replace(self.draft_model, layer_caches=())
-        return replace(self, model=replace(self.model, layer_caches=()), draft_model=draft)
+        """Without what layers keep and how weights are stored: messages cannot know all kinds, and no client asks."""
+
+        def reduce(model: ModelConfig) -> ModelConfig:
+            return replace(model, layer_caches=(), quantization=None)
+
+        draft = None if self.draft_model is None else reduce(self.draft_model)
+        return replace(self, model=reduce(self.model), draft_model=draft)
 
     @property
     def cache_bytes(self) -> int:
@@ -336,11 +342,21 @@ class EngineConfig:
         return pages + (self.scheduler.max_num_seqs + 1) * row_bytes(specs, self.num_drafts, self.dtype)
 
 
+class NetworkSize(NamedTuple):
+    """What a network is made of, measured before it has memory."""
+
+    num_params: int = 0  # numbers that the checkpoint says, however they are stored
+    num_bytes: int = 0  # of all weights as they lie in memory
+
+
+UNMEASURED = NetworkSize()
+
+
 class DraftModel(NamedTuple):
     """A second checkpoint, that drafts for the first."""
 
     config: ModelConfig
-    num_params: int = 0
+    size: NetworkSize = UNMEASURED
     num_modules: int = 1  # of a head, one for each draft until their turn comes again
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.attention.gdn import DeltaNetSpec
 from slipstream.cache_spec import row_bytes
-from slipstream.config import EngineOptions, Hardware, ModelConfig, RopeConfig, cache_dir
+from slipstream.config import EngineOptions, Hardware, ModelConfig, NetworkSize, RopeConfig, cache_dir
 from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
 
@@ -95,7 +95,7 @@ GPU = Hardware(device="cuda", free_memory_bytes=70 * 2**30, total_memory_bytes=8
 
 
 def test_a_gpu_has_its_own_defaults() -> None:
-    config = resolve(EngineOptions(), GPU, MODEL, num_params=10**9)
+    config = resolve(EngineOptions(), GPU, MODEL, NetworkSize(10**9, 2 * 10**9))
     assert (config.dtype, config.attention_backend, config.cudagraph_mode) == ("bfloat16", "triton", "full")
     assert (config.steps_in_flight, config.scheduler.max_num_seqs) == (2, 256)
     assert resolve(EngineOptions(), GPU, replace(MODEL, dtype="float16")).dtype == "float16"
@@ -105,7 +105,7 @@ def test_a_gpu_has_its_own_defaults() -> None:
 
 @pytest.mark.parametrize(("num_params", "largest"), [(10**8, 8192), (10**9, 3072), (8 * 10**9, 512)])
 def test_a_small_model_has_graphs_for_long_prompts(num_params: int, largest: int) -> None:
-    config = resolve(EngineOptions(max_num_batched_tokens=8192), GPU, MODEL, num_params)
+    config = resolve(EngineOptions(max_num_batched_tokens=8192), GPU, MODEL, NetworkSize(num_params, 2 * num_params))
     assert config.cudagraph_sizes[-1] == largest
 
 
@@ -115,7 +115,7 @@ def test_the_cache_of_a_gpu_is_what_others_and_weights_leave() -> None:
 
     def cache_bytes(num_params: int, share: float = 0.9) -> int:
         options = EngineOptions(gpu_memory_utilization=share, max_num_seqs=4096)
-        return resolve(options, GPU, long, num_params).cache.num_pages * page_bytes
+        return resolve(options, GPU, long, NetworkSize(num_params, 2 * num_params)).cache.num_pages * page_bytes
 
     light, heavy = cache_bytes(10**9), cache_bytes(11 * 10**9)
     assert light < 0.9 * 80 * 2**30 - 10 * 2**30 - 2 * 10**9

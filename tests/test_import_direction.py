@@ -24,6 +24,7 @@ FLOORS: list[set[str]] = [
     {"graphs"},
     {"sampling"},
     {"models"},
+    {"weights"},
     {"attention"},
     {"kernels"},
     {"distributed"},

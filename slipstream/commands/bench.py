@@ -208,13 +208,11 @@ def check_room(
 ) -> None:
     """Refuse what does not fit into the model's context, the KV cache or memory, before anything is allocated."""
     from slipstream.engine.build import plan_engine
-    from slipstream.engine.drafter import open_drafter
     from slipstream.models.registry import architecture_of
 
     max_position = architecture_of(hf_config).read_config(hf_config).max_position
     workload.check_length(f"the context of {name}", max_position)
-    drafter = open_drafter(options, hf_config, checkpoint, tokenizer)
-    workload.check(plan_engine(options, hf_config, None if drafter is None else drafter.model).config)
+    workload.check(plan_engine(options, hf_config, checkpoint, tokenizer).config)
 
 
 def _table(rows: list[Row], hardware: str) -> Table:

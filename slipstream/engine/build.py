@@ -11,17 +11,24 @@ import torch
 
 from slipstream.attention.backend import Caps
 from slipstream.attention.choice import open_caches
-from slipstream.config import DTYPE_BYTES, GIB, DraftModel, EngineConfig, EngineOptions, speculation_of
+from slipstream.config import GIB, EngineConfig, EngineOptions, speculation_of
 from slipstream.device import open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
-from slipstream.engine.drafter import open_drafter, without_network
-from slipstream.engine.resolve import resolve
+from slipstream.engine.drafter import Drafter, open_drafter, without_network
+from slipstream.engine.resolve import resolve, resolve_dtype
 from slipstream.errors import ConfigError, ModelError, RequestError
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.models.fields import Fields
 from slipstream.models.hub import resolve_model
-from slipstream.models.load import build_model, count_parameters, load_weights, open_decoder, randomize_weights
+from slipstream.models.load import (
+    Placement,
+    build_model,
+    load_weights,
+    measure_model,
+    open_decoder,
+    randomize_weights,
+)
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import shape_config
 from slipstream.models.tokenizer import Tokenizer
@@ -70,35 +77,44 @@ class EnginePlan(NamedTuple):
     architecture: Architecture
     device: Device
     config: EngineConfig
+    drafter: Drafter | None
 
 
-def plan_engine(options: EngineOptions, hf_config: dict[str, Any], draft: DraftModel | None = None) -> EnginePlan:
-    """Resolve the configuration, and refuse a model that this machine's memory cannot hold."""
+def plan_engine(
+    options: EngineOptions,
+    hf_config: dict[str, Any],
+    checkpoint: Checkpoint | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> EnginePlan:
+    """Resolve the configuration, and refuse what does not fit the target or this machine's memory.
+
+    The checkpoint and its tokenizer are those of the target, for drafters that read them.
+    """
     architecture = architecture_of(hf_config)
     device = open_device(options.device)
     hardware = device.hardware(options.dtype)
     model = architecture.read_config(hf_config)
-    num_params = count_parameters(architecture, model)
-    config = resolve(options, hardware, model, num_params, draft)
-    if draft is not None:
-        num_params += draft.num_params
+    placement = Placement(device.torch_device, getattr(torch, resolve_dtype(options.dtype, hardware, model)))
+    drafter = open_drafter(options, hf_config, checkpoint, tokenizer, placement)
+    draft = None if drafter is None else drafter.model
+    size = measure_model(architecture, model, placement)
+    config = resolve(options, hardware, model, size, draft)
     if config.scheduler.prefix_caching_refused:
         logger.warning(config.scheduler.prefix_caching_refused)
-    needed = num_params * DTYPE_BYTES[config.dtype] + config.cache_bytes
+    needed = size.num_bytes + (0 if draft is None else draft.size.num_bytes) + config.cache_bytes
     free = hardware.free_memory_bytes
     if needed > free:
         raise ConfigError(
             f"the model in {config.dtype} needs {needed / GIB:.1f} GiB for weights and KV cache, "
             f"{free / GIB:.1f} GiB are free; use a smaller model, a 16-bit dtype or kv_cache_memory_bytes"
         )
-    return EnginePlan(architecture, device, config)
+    return EnginePlan(architecture, device, config, drafter)
 
 
 def _assemble(
     options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
 ) -> Engine:
-    drafter = open_drafter(options, hf_config, checkpoint, tokenizer)
-    architecture, device, config = plan_engine(options, hf_config, None if drafter is None else drafter.model)
+    architecture, device, config, drafter = plan_engine(options, hf_config, checkpoint, tokenizer)
     generation = checkpoint.generation_config if checkpoint is not None else {}
     defaults = sampling_defaults(generation)
     eos_token_ids = _eos_ids(generation, hf_config, tokenizer, config.model.vocab_size)
@@ -112,7 +128,7 @@ def _assemble(
             make_speculator = without_network(config)
             if drafter is not None and config.draft_model is not None:
                 make_speculator = drafter.build(config, device, model)
-            model.pack()
+            model.finish_weights()
             caches = open_caches(config, config.model, device)
             draft_length, on_cost = decide_draft_length(config, caches.caps)
             runner = Runner(config, device, model, caches, make_speculator, on_cost)

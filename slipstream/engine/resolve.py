@@ -12,6 +12,7 @@ from slipstream.config import (
     DTYPE_BYTES,
     GIB,
     GRAPH_MODES,
+    UNMEASURED,
     USUAL_REQUESTS,
     CacheConfig,
     DraftModel,
@@ -20,6 +21,7 @@ from slipstream.config import (
     EngineOptions,
     Hardware,
     ModelConfig,
+    NetworkSize,
     SchedulerConfig,
     draft_cache_specs,
     poison_enabled,
@@ -37,13 +39,13 @@ def resolve(
     options: EngineOptions,
     hardware: Hardware,
     model: ModelConfig,
-    num_params: int = 0,
+    size: NetworkSize = UNMEASURED,
     draft: DraftModel | None = None,
 ) -> EngineConfig:
     """Turn wishes, machine and model into the one configuration the engine runs with."""
     _check_choice("device", options.device, ("auto", "cpu", "cuda", "sim"))
     _check_choices(options)
-    dtype = _resolve_dtype(options.dtype, hardware, model)
+    dtype = resolve_dtype(options.dtype, hardware, model)
     has_gpu = hardware.device == "cuda"
     max_model_len = _positive("max_model_len", options.max_model_len, model.max_position)
     if max_model_len > model.max_position:
@@ -72,7 +74,7 @@ def resolve(
         mixed_prefill_tokens=_positive(
             "mixed_prefill_tokens",
             options.mixed_prefill_tokens,
-            _mixed_prefill(num_params, budget) if has_gpu else budget,
+            _mixed_prefill(size.num_params, budget) if has_gpu else budget,
         ),
         prefix_caching=options.enable_prefix_caching and not refusal,
         prefix_caching_refused=refusal,
@@ -85,7 +87,7 @@ def resolve(
         drafter_follows=uses_head and speculative is not None and speculative.adaptive,
         drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode, backend),
     )
-    cache = _resolve_cache(options, hardware, model, dtype, scheduler, num_params, draft)
+    cache = _resolve_cache(options, hardware, model, dtype, scheduler, size, draft)
     return EngineConfig(
         model=model,
         cache=cache,
@@ -96,7 +98,7 @@ def resolve(
         steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
         seed=options.seed,
         cudagraph_mode=graph_mode,
-        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs, num_params),
+        cudagraph_sizes=_resolve_graph_sizes(options.cudagraph_capture_sizes, budget, max_num_seqs, size.num_params),
         poison=poison_enabled(),
         speculative=speculative,
         draft_model=None if draft is None else draft.config,
@@ -119,7 +121,6 @@ def _check_choices(options: EngineOptions) -> None:
     _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
     _check_choice("cascade", options.cascade, ("auto", "always", "never"))
     _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
-    _check_choice("dtype", options.dtype, ("auto", *DTYPE_BYTES))
 
 
 def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str, backend: str) -> int | None:
@@ -177,7 +178,9 @@ def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> Speculati
     return speculative.lowered(options.max_num_batched_tokens // max_num_seqs - 1)
 
 
-def _resolve_dtype(wish: str, hardware: Hardware, model: ModelConfig) -> DTypeName:
+def resolve_dtype(wish: str, hardware: Hardware, model: ModelConfig) -> DTypeName:
+    """The type of weights and caches."""
+    _check_choice("dtype", wish, ("auto", *DTYPE_BYTES))
     if hardware.device == "cuda":
         if wish == "float64":
             raise ConfigError("dtype float64 runs on a CPU only; use bfloat16, float16 or float32")
@@ -225,7 +228,7 @@ def _resolve_cache(
     model: ModelConfig,
     dtype: str,
     scheduler: SchedulerConfig,
-    num_params: int,
+    size: NetworkSize,
     draft: DraftModel | None,
 ) -> CacheConfig:
     specs = model.cache_specs
@@ -238,7 +241,7 @@ def _resolve_cache(
     else:
         wish = min(hardware.free_memory_bytes // 4, 4 * GIB)
         if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
-            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, num_params, draft)
+            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, size, draft)
         memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
         memory = _without_rows(memory, of_a_page, of_a_row, scheduler)
         pages_per_request = -(-scheduler.max_model_len // options.block_size)
@@ -269,7 +272,7 @@ def _gpu_cache_bytes(
     model: ModelConfig,
     dtype: str,
     scheduler: SchedulerConfig,
-    num_params: int,
+    size: NetworkSize,
     draft: DraftModel | None,
 ) -> int:
     """What is left of the share of the GPU's memory that the engine may use, others' use of it subtracted."""
@@ -277,7 +280,7 @@ def _gpu_cache_bytes(
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
     others = hardware.total_memory_bytes - hardware.free_memory_bytes
-    weights = (num_params + (draft.num_params if draft else 0)) * DTYPE_BYTES[dtype]
+    weights = size.num_bytes + (draft.size.num_bytes if draft else 0)
     working = working_memory_bytes(model, dtype, scheduler)
     if draft is not None:
         # Its activations, and the logits of all drafts where they are kept.

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
-from slipstream.kernels.geglu import geglu
+from slipstream.kernels.geglu import ACTIVATIONS
 from slipstream.kernels.linear import embedding, linear
 from slipstream.kernels.small_linear import Epilogue, Scaled, small_linear
-from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.tiles import prefers_library, tile_for
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -25,8 +24,6 @@ from slipstream.kernels.triton_jit import (
     tl,
     wait_for_last,
 )
-
-_ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu}
 
 
 def _squares_spec(x: Tensor) -> TensorSpec:
@@ -182,7 +179,7 @@ def scaled_gated(
     if runs_triton(scaled):
         tile = tile_for("gated", scaled, weight.shape[0] // 2)
         return small_linear(Scaled(scaled, squares, eps), weight, Epilogue(bias, activation=activation), tile).out
-    return _ACTIVATIONS[activation].body(linear.body(_normed(scaled, squares, eps).to(scaled.dtype), weight, bias))
+    return ACTIVATIONS[activation].body(linear.body(_normed(scaled, squares, eps).to(scaled.dtype), weight, bias))
 
 
 def _add_shape(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> TensorSpec:

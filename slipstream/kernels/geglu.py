@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.swiglu import launch_gated
+from slipstream.kernels.swiglu import launch_gated, swiglu
 from slipstream.kernels.triton_jit import runs_triton
 
 
@@ -22,3 +22,7 @@ def geglu(
         return launch_gated(gate_up, gelu=True)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+# Gated activations by the name of the gate's function.
+ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu}

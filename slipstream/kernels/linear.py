@@ -23,23 +23,20 @@ class PackedWeight(NamedTuple):
     gated: bool = False
 
 
-Weight = Tensor | PackedWeight
-
-
-def pack(weight: Tensor) -> Weight:
-    """The same matrix in a layout for this device, for ``project``."""
-    if (lib := native.usable(weight)) is None:
-        return weight
-    return PackedWeight(_cut(weight, lib.slip_panel_width()).transpose(1, 2).contiguous(), weight.shape[0])
-
-
-def pack_gated(weight: Tensor) -> PackedWeight | None:
-    """Gates and then values, [2 * out, in], for one product with ``swiglu`` in it; None where that cannot be had."""
-    if (lib := native.usable(weight)) is None:
+def panel_width(device: torch.device, dtype: torch.dtype) -> int | None:
+    """Outputs in a panel, where a kernel reads such weights."""
+    if device.type != "cpu":
         return None
-    half = lib.slip_panel_width() // 2
-    gate, up = (_cut(part, half) for part in weight.chunk(2))
-    return PackedWeight(torch.cat([gate, up], dim=1).transpose(1, 2).contiguous(), weight.shape[0] // 2, gated=True)
+    lib = native.usable(torch.empty(0, dtype=dtype, device="cpu"))
+    return None if lib is None else int(lib.slip_panel_width())
+
+
+def cut_panels(weight: Tensor, width: int, gated: bool = False) -> PackedWeight:
+    """``weight`` is [out, in]; where gated [2 * out, in], gates first, for one product with ``swiglu`` in it."""
+    if gated:
+        gate, up = (_cut(part, width // 2) for part in weight.chunk(2))
+        return PackedWeight(torch.cat([gate, up], dim=1).transpose(1, 2).contiguous(), weight.shape[0] // 2, True)
+    return PackedWeight(_cut(weight, width).transpose(1, 2).contiguous(), weight.shape[0])
 
 
 def _cut(weight: Tensor, width: int) -> Tensor:
@@ -47,13 +44,6 @@ def _cut(weight: Tensor, width: int) -> Tensor:
     out_size, in_size = weight.shape
     num_panels = -(-out_size // width)
     return F.pad(weight, (0, 0, 0, num_panels * width - out_size)).view(num_panels, width, in_size)
-
-
-def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x [num_tokens, in] times the weight, in whatever layout that is."""
-    if isinstance(weight, PackedWeight):
-        return panel_linear(x, weight.panels, bias, weight.out_size, weight.gated)
-    return linear(x, weight, bias)
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> TensorSpec:
@@ -76,7 +66,7 @@ def _panel_shape(x: Tensor, panels: Tensor, bias: Tensor | None, out_size: int, 
 @operation(_panel_shape)
 def panel_linear(
     x: Tensor,  # [num_tokens, in] float32
-    panels: Tensor,  # [num_panels, in, panel width] float32, from pack or pack_gated
+    panels: Tensor,  # [num_panels, in, panel width] float32, from cut_panels
     bias: Tensor | None,  # [out], without gates only
     out_size: int,
     gated: bool,

@@ -8,8 +8,8 @@ from torch import nn
 
 from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, StackLayer
-from slipstream.kernels.linear import PackedWeight
 from slipstream.models.layers import Attention, FeedForward, RMSNorm
+from slipstream.weights.panels import Panels
 
 
 def stack_of(config: ModelConfig, layers: Iterable[nn.Module]) -> DecoderStack | None:
@@ -34,10 +34,14 @@ def _stack_layer(layer: nn.Module) -> StackLayer | None:
     assert isinstance(attention, Attention)
     assert isinstance(before, RMSNorm)
     assert isinstance(after, RMSNorm)
-    if not isinstance(mlp, FeedForward) or mlp.gated is None or mlp.down_proj.bias is not None:
+    if not isinstance(mlp, FeedForward) or mlp.down_proj.bias is not None:
         return None
-    qkv, o, down = attention.qkv_proj.packed, attention.o_proj.packed, mlp.down_proj.packed
-    if not (isinstance(qkv, PackedWeight) and isinstance(o, PackedWeight) and isinstance(down, PackedWeight)):
+    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    packed = [linear.matrix.packed for linear in products if isinstance(linear.matrix, Panels)]
+    if len(packed) < len(products) or any(linear.reduction is not None for linear in products):
+        return None
+    qkv, o, gate_up, down = packed
+    if not gate_up.gated:
         return None
     return StackLayer(
         input_norm=before.weight,
@@ -48,7 +52,7 @@ def _stack_layer(layer: nn.Module) -> StackLayer | None:
         o=o,
         o_bias=attention.o_proj.bias,
         post_norm=after.weight,
-        gate_up=mlp.gated,
+        gate_up=gate_up,
         down=down,
         window=attention.layer.window,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.attention.context import NORMED, AttentionContext
@@ -12,13 +14,28 @@ from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
-from slipstream.kernels.linear import PackedWeight, Weight, head_logits, pack, project
 from slipstream.models.cpu_stack import stack_of
-from slipstream.models.delta_net import GatedDeltaNet
-from slipstream.models.experts import Experts, ExpertWeights, split_experts
+from slipstream.models.experts import Experts, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse
-from slipstream.models.layers import Attention, Embedding, FeedForward, Layer, Linear, RMSNorm
-from slipstream.models.rope import cos_sin_table
+from slipstream.models.layers import (
+    Attention,
+    Embedding,
+    FeedForward,
+    Layer,
+    Linear,
+    RMSNorm,
+    checkpoint_slots,
+    finish_weights,
+    open_weights,
+)
+from slipstream.models.rope import layer_tables
+from slipstream.weights.dense import DenseWeight
+from slipstream.weights.matrix import Matrix
+from slipstream.weights.registry import scheme_of
+
+# Checkpoints may carry these; the engine computes them itself.
+COMPUTED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+_LAYER = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
 
 
 class DecoderLayer(Layer):
@@ -61,19 +78,23 @@ class Decoder(nn.Module):
     """A causal language model. Build it under the device and type it is to live in; weights come from ``load``."""
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    source: ClassVar[str] = "the checkpoint"
+    hints: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.config = config
         self.model = Trunk(config, self.layer_class)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, {"lm_head": config.vocab_size})
-        self._packed_head: Weight | None = None  # a copy of a tied embedding, in a layout for products
+        self._output: Matrix | None = None  # of a tied embedding, in a layout for products
         self._stack: DecoderStack | None = None  # all layers as one operation, where that can be had
         self._fused: FusedLayers | None = None  # the same layers for steps of few tokens
-        device = self.model.norm.weight.device
-        full = cos_sin_table(config.rope, max_position, device)
-        windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full
-        self.cos_sin = [windowed if config.window(idx) else full for idx in range(config.num_layers)]
+        self.cos_sin = layer_tables(config, max_position, self.device)
+        open_weights(self, scheme_of(config.quantization))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.device
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         embed = self.model.embed_tokens
@@ -123,18 +144,27 @@ class Decoder(nn.Module):
         return self._finish(hidden, residual, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        head = self._packed_head
-        if head is None:
-            head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return project(hidden, head, None) if isinstance(head, PackedWeight) else head_logits(hidden, head)
+        return self.output.project_wide(hidden)
 
-    def pack(self) -> None:
-        """After loading: bring every weight into the layout that multiplies fastest on this device."""
-        pack_layers(self)
+    @property
+    def output(self) -> Matrix:
+        """What makes logits of the last hidden state."""
+        if self.lm_head is not None:
+            return self.lm_head.matrix
+        return DenseWeight.of(self.model.embed_tokens.weight) if self._output is None else self._output
+
+    def finish_weights(self, device: torch.device | None = None) -> None:
+        """After loading: bring every weight into the layout that multiplies fastest on the device it is on.
+
+        Another device is named where a network without memory is only measured.
+        """
+        device = device or self.device
+        finish_weights(self, device)
+        if self.lm_head is None:
+            self._output = DenseWeight.of(self.model.embed_tokens.weight).finish(device)
         if self.layer_class is DecoderLayer and self.config.is_plain:
             self._stack = stack_of(self.config, self.model.layers)
-            self._fused = fuse(self.model.layers, self.config)
-        self._packed_head = pack(self.model.embed_tokens.weight.data) if self.lm_head is None else self.lm_head.packed
+            self._fused = fuse(self.model.layers)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a checkpoint must bring, by its name there."""
@@ -149,21 +179,23 @@ class Decoder(nn.Module):
             return split_experts(name, tensor, self.config.experts)
         return [(name, tensor)]
 
+    def optional(self) -> Mapping[str, Tensor]:
+        return {}
 
-def checkpoint_slots(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that the network's layers want of a checkpoint, by its name there."""
-    for name, module in network.named_modules():
-        if isinstance(module, ExpertWeights | GatedDeltaNet):
-            yield from module.slots(f"{name}.")
-        elif isinstance(module, Linear):
-            yield from module.slots(name.rpartition(".")[0] + "." if "." in name else "")
-        elif isinstance(module, RMSNorm | Embedding):
-            yield f"{name}.weight", module.weight
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> None:
+        raise AssertionError(f"nothing is optional, {name} neither")
+
+    def passes_over(self, name: str) -> bool:
+        if name == "lm_head.weight":
+            return self.lm_head is None
+        # MTP layers draft; whoever wants them reads them by itself.
+        return name.endswith(COMPUTED_TENSORS) or is_mtp_tensor(name, self.config.num_layers)
+
+    def finish_loading(self) -> None:
+        pass
 
 
-def pack_layers(module: nn.Module) -> None:
-    if isinstance(module, Linear | FeedForward):
-        module.pack()
-    else:
-        for child in module.children():
-            pack_layers(child)
+def is_mtp_tensor(name: str, num_layers: int) -> bool:
+    """Whether a tensor of a checkpoint belongs to MTP layers, which follow the target's own ``num_layers``."""
+    match = _LAYER.match(name)
+    return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)

@@ -49,11 +49,11 @@ class GatedDeltaNet(Layer):
         out: Tensor = self.out_proj(mixed.flatten(1))
         return out
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """The names of what is neither a product nor a norm, beside the memory it goes to."""
-        yield f"{prefix}conv1d.weight", self.conv_weight
-        yield f"{prefix}A_log", self.a_log
-        yield f"{prefix}dt_bias", self.dt_bias
+    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What is neither a product nor a norm."""
+        yield f"{name}.conv1d.weight", self.conv_weight
+        yield f"{name}.A_log", self.a_log
+        yield f"{name}.dt_bias", self.dt_bias
 
 
 def split_projection(name: str, tensor: Tensor, net: DeltaNetSpec) -> Iterator[tuple[str, Tensor]]:

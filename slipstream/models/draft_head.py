@@ -1,17 +1,17 @@
 """Draft heads: small networks that continue from the target's hidden states. What they share, and how they are made.
 
-A head is read (``read_head``, from its config alone), built (``build_head``) and loaded (``load_head``). The networks
-themselves are in ``eagle_head``, ``eagle3_head`` and ``mtp_head``. Nothing here knows when a head is run.
+A head is read (``read_head``, from its config alone), built (``build_head``) and loaded (``load_weights``, as any
+network). The networks themselves are in ``eagle_head``, ``eagle3_head`` and ``mtp_head``. Nothing here knows when a
+head is run.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,26 @@ from slipstream.attention.context import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
 from slipstream.kernels.draft_states import join_states
-from slipstream.kernels.linear import PackedWeight, head_logits, project
 from slipstream.kernels.scaled_embedding import scaled_embedding
-from slipstream.models.decoder import Decoder, checkpoint_slots, pack_layers
+from slipstream.models.decoder import COMPUTED_TENSORS, Decoder
 from slipstream.models.fields import Fields
 from slipstream.models.fused_layer import FusedLayers, prepare_attention
 from slipstream.models.hf_config import layer_windows, read_architecture_name
-from slipstream.models.layers import Attention, Embedding, Linear, RMSNorm
+from slipstream.models.layers import (
+    Attention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    checkpoint_slots,
+    finish_weights,
+    open_weights,
+)
 from slipstream.models.registry import architecture_of
-from slipstream.models.rope import cos_sin_table
+from slipstream.models.rope import layer_tables
 from slipstream.models.speculators_format import is_speculators, plain_config
-from slipstream.models.tensor_header import TensorHeader
 from slipstream.values import describe_value
+from slipstream.weights.dense import DenseWeight
+from slipstream.weights.registry import scheme_of
 
 Kind = Literal["eagle", "eagle3", "mtp"]
 
@@ -58,7 +66,7 @@ _SHOWN = 60  # characters of a value in a message
 # Keys with these words in them describe variants of the network. One that is not known must not be passed over.
 _VARIANT_WORDS = ("norm", "eagle", "draft", "fusion", "aux_hidden", "fc_")
 # Checkpoints may carry these; they are computed here, or only served training.
-_IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+_IGNORED = (*COMPUTED_TENSORS, "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -100,15 +108,15 @@ class Borrowed(NamedTuple):
 
     @property
     def head(self) -> Tensor | None:
-        """The matrix behind the target's logits, unless only a packed one is left."""
-        if self.target.lm_head is None:
-            return self.embedding
-        return getattr(self.target.lm_head, "weight", None)
+        """The matrix that the target's logits are made with, unless it is kept in another layout only."""
+        output = self.target.output
+        return output.dequantised() if isinstance(output, DenseWeight) else None
 
 
 class DraftHead(nn.Module, ABC):
     """One pass drafts one token for each sequence. Build it under the device and type of the target."""
 
+    source: ClassVar[str] = "the draft head"
     cos_sin: list[Tensor]  # tables of rotations, by layer or by module
 
     def __init__(self, plan: HeadPlan, target: Decoder, embedding_scale: float = 1.0) -> None:
@@ -120,10 +128,11 @@ class DraftHead(nn.Module, ABC):
         self.borrowed = Borrowed(target)
         self.embedding_scale = embedding_scale
         self.fused: list[FusedLayers | None] = []  # by module, where a pass of few tokens gains by it
-        self.hints: dict[str, str] = {}  # what a wrong shape of a tensor may come from, by the tensor's name
+        self.hints: dict[str, str] = {}
         size = config.hidden_size
         self.embed_tokens = Embedding(plan.target_vocab_size, size) if plan.needs_embedding else None
         self.lm_head = Linear(size, {"lm_head": config.vocab_size}) if plan.needs_head else None
+        self._maps: dict[str, Tensor] = {}  # d2t and t2d, as the checkpoint brought them
         self.target_ids: Tensor | None = None  # [draft_vocab] int32: the target's id of each draft id
         if config.vocab_size != plan.target_vocab_size:
             self.target_ids = torch.arange(config.vocab_size, dtype=torch.int32)
@@ -174,8 +183,7 @@ class DraftHead(nn.Module, ABC):
         """By the head's own matrix, else by the target's."""
         if self.lm_head is None:
             return self.borrowed.target.compute_logits(hidden)
-        weight = self.lm_head.weight if self.lm_head.packed is None else self.lm_head.packed
-        return project(hidden, weight, None) if isinstance(weight, PackedWeight) else head_logits(hidden, weight)
+        return self.lm_head.matrix.project_wide(hidden)
 
     def join(
         self, input_ids: Tensor, hidden: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, positions: Tensor | None = None
@@ -196,12 +204,11 @@ class DraftHead(nn.Module, ABC):
         fused = self.fused[module_idx] if self.fused else None
         return fused if fused is not None and x.shape[0] <= fused.max_tokens else None
 
-    def pack(self) -> None:
-        """After loading: bring every weight of the head's own into the layout that multiplies fastest here."""
-        pack_layers(self)
+    def finish_weights(self, device: torch.device | None = None) -> None:
+        """After loading: as a decoder's, for the head's own weights."""
+        finish_weights(self, next(self.parameters()).device if device is None else device)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor a checkpoint must bring, by its name there."""
         return checkpoint_slots(self)
 
     def rename(self, name: str) -> str:
@@ -210,34 +217,30 @@ class DraftHead(nn.Module, ABC):
         return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """What a tensor of the checkpoint brings, by those names."""
         return [(self.rename(name), tensor)]
 
-    def optional(self) -> dict[str, tuple[int, ...]]:
-        """Tensors that a checkpoint may bring beside the ``slots``, and their shapes."""
-        size = self.config.hidden_size
+    def optional(self) -> dict[str, Tensor]:
+        size, target_size = self.config.vocab_size, self.plan.target_vocab_size
         shapes: dict[str, tuple[int, ...]] = {}
         if self.embed_tokens is None:
-            shapes["embed_tokens.weight"] = (self.plan.target_vocab_size, size)
+            shapes["embed_tokens.weight"] = (target_size, self.config.hidden_size)
         if self.lm_head is None:
-            shapes["lm_head.weight"] = (self.config.vocab_size, size)
-        return shapes
+            shapes["lm_head.weight"] = (size, self.config.hidden_size)
+        weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        maps = {"d2t": size, "t2d": target_size}
+        return weights | {name: torch.empty(n, dtype=torch.int64, device="meta") for name, n in maps.items()}
 
-    def num_parameters(self, file_names: Collection[str]) -> int:
-        """How many it will hold at most, loaded from tensors of these names; what the target has too is left out then.
-
-        Asked of a head without memory, before anything is loaded.
-        """
+    def count_adopted(self, file_names: Iterable[str]) -> int:
+        """Numbers of the weights that it would adopt at most; what the target has too is left out then."""
         given = {self.rename(name) for name in file_names}
-        adopted = sum(math.prod(shape) for name, shape in self.optional().items() if name in given)
-        return sum(parameter.numel() for parameter in self.parameters()) + adopted
+        weights = [tensor for name, tensor in self.optional().items() if name in given and tensor.is_floating_point()]
+        return sum(weight.numel() for weight in weights)
 
-    def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
-        """Take a tensor that a checkpoint may leave out; false if it is none."""
-        shape = self.optional().get(name)
-        if shape is None:
-            return False
-        own = self.own_copy(file_name, tensor, shape)
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> None:
+        if name in ("d2t", "t2d"):
+            self._maps[name] = tensor.cpu()
+            return
+        own = self.own_copy(tensor)
         if name == "embed_tokens.weight":
             # Many bring a copy of the target's, and one is enough, unless it is to be the output matrix as well.
             if self.config.tie_embeddings or not torch.equal(own, self.borrowed.embedding):
@@ -246,24 +249,46 @@ class DraftHead(nn.Module, ABC):
             theirs = self.borrowed.head
             if theirs is None or not torch.equal(own, theirs):
                 self.lm_head = _linear_of("lm_head", own)
-        return True
 
-    def own_copy(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def own_copy(self, tensor: Tensor) -> Tensor:
         """In the memory and type of the target's weights."""
-        check_shape(name, tensor, shape)
-        return self.borrowed.embedding.new_empty(shape).copy_(tensor)
+        return self.borrowed.embedding.new_empty(tensor.shape).copy_(tensor)
 
-    def tie(self) -> None:
-        """After loading: an embedding of the head's own is its output matrix too, where the config ties them."""
+    def passes_over(self, name: str) -> bool:
+        return name.endswith(_IGNORED)
+
+    def finish_loading(self) -> None:
         if self.config.tie_embeddings and self.lm_head is None and self.embed_tokens is not None:
+            # An embedding of the head's own is its output matrix too.
             self.lm_head = _linear_of("lm_head", self.embed_tokens.weight)
+        self.target_ids = self._read_target_ids()
+
+    def _read_target_ids(self) -> Tensor | None:
+        """What ``d2t`` says, checked against ``t2d``; None where draft ids are the target's."""
+        size, target_size = self.config.vocab_size, self.plan.target_vocab_size
+        d2t, t2d = self._maps.get("d2t"), self._maps.get("t2d")
+        if d2t is None:
+            if size != target_size:
+                raise ModelError(
+                    f"the draft head lacks the tensor 'd2t', though it drafts {size} of the target's "
+                    f"{target_size} tokens"
+                )
+            return None
+        drafts = torch.arange(size, device="cpu")
+        target_ids = drafts + d2t.long()
+        if target_ids.min() < 0 or target_ids.max() >= target_size:
+            raise ModelError(f"tensor 'd2t' leads to tokens that the target, with {target_size}, does not have")
+        if len({*target_ids.tolist()}) != size:
+            raise ModelError("tensor 'd2t' leads from two draft tokens to one of the target")
+        if t2d is not None and (int(t2d.bool().sum()) != size or not bool(t2d.bool()[target_ids].all())):
+            raise ModelError("tensor 't2d' does not mark the tokens that 'd2t' leads to")
+        if size == target_size and torch.equal(target_ids, drafts):
+            return None
+        return target_ids.to(self.borrowed.embedding.device, torch.int32)
 
     def rope_tables(self, max_position: int) -> list[Tensor]:
         """One for each decoder layer."""
-        config, device = self.config, next(self.parameters()).device
-        full = cos_sin_table(config.rope, max_position, device)
-        windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full
-        return [windowed if config.window(idx) else full for idx in range(config.num_layers)]
+        return layer_tables(self.config, max_position, next(self.parameters()).device)
 
 
 def _parameter(weight: Tensor) -> nn.Parameter:
@@ -278,9 +303,8 @@ def _embedding_of(weight: Tensor) -> Embedding:
 
 
 def _linear_of(name: str, weight: Tensor) -> Linear:
-    with torch.device("meta"):
-        made = Linear(weight.shape[1], {name: weight.shape[0]})
-    made.weight = _parameter(weight)
+    made = Linear(weight.shape[1], {name: weight.shape[0]})
+    made.hold(DenseWeight(made.shape, weight))
     return made
 
 
@@ -309,6 +333,7 @@ def read_head(hf_config: dict[str, Any], target: ModelConfig, kind: Kind | None 
 def build_head(plan: HeadPlan, target_model: Decoder, max_position: int) -> DraftHead:
     """The network, its weights not yet there. Call it under the device and the type it is to live in."""
     head: DraftHead = importlib.import_module(_MODULES[plan.kind]).build(plan, target_model, max_position)
+    open_weights(head, scheme_of(plan.config.quantization))
     return head
 
 
@@ -375,92 +400,9 @@ def check_variant(hf: Fields, known: Collection[str], fixed: dict[str, Any]) -> 
                 )
 
 
-# --- loading weights ------------------------------------------------------------------------------
-
-
 def check_num_layers(plan: HeadPlan, names: Collection[str]) -> None:
     """Before any layer is built: each has more than one tensor."""
     if plan.config.num_layers > max(1, len(names)):
         raise ModelError(
             f"the draft head has {len(names)} tensors, too few for the {plan.config.num_layers} layers of its config"
         )
-
-
-def check_head(head: DraftHead, headers: Iterable[TensorHeader]) -> None:
-    """Compare a head without memory with the headers of its checkpoint: one error for what ``load_head`` would find."""
-    slots, optional = dict(head.slots()), head.optional()
-    for header in headers:
-        for name, part in head.translate(header.name, header.make_meta_tensor()):
-            if name in ("d2t", "t2d") or name.endswith(_IGNORED):
-                continue
-            if (slot := slots.pop(name, None)) is not None:
-                check_shape(header.name, part, tuple(slot.shape), head.hints.get(name, ""))
-            elif name in optional:
-                check_shape(header.name, part, optional[name])
-            else:
-                raise _unknown_tensor(head, header.name)
-            if not part.is_floating_point():
-                raise ModelError(f"tensor '{header.name}' holds {part.dtype}, which are no weights")
-    _check_complete(slots)
-
-
-def _unknown_tensor(head: DraftHead, name: str) -> ModelError:
-    return ModelError(f"tensor {describe_value(name)} does not belong to {head.config.architecture}, or occurs twice")
-
-
-def _check_complete(slots: Collection[str]) -> None:
-    if slots:
-        raise ModelError(f"the draft head lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
-
-
-@torch.inference_mode()
-def load_head(head: DraftHead, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy every tensor to its place; a missing, unknown or misshapen one is an error that names it.
-
-    The target must be loaded before.
-    """
-    slots = dict(head.slots())
-    maps: dict[str, Tensor] = {}
-    for file_name, tensor in tensors:
-        for name, part in head.translate(file_name, tensor):
-            if name in ("d2t", "t2d"):
-                maps[name] = part.cpu()
-            elif (slot := slots.pop(name, None)) is not None:
-                check_shape(file_name, part, tuple(slot.shape), head.hints.get(name, ""))
-                slot.copy_(part)
-            elif not head.adopt(name, file_name, part) and not name.endswith(_IGNORED):
-                raise _unknown_tensor(head, file_name)
-    _check_complete(slots)
-    head.tie()
-    _set_vocabulary(head, maps.get("d2t"), maps.get("t2d"))
-
-
-def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], hint: str = "") -> None:
-    if tuple(tensor.shape) != shape:
-        raise ModelError(f"tensor '{name}' has shape {list(tensor.shape)}, the config says {list(shape)}{hint}")
-
-
-def _set_vocabulary(head: DraftHead, d2t: Tensor | None, t2d: Tensor | None) -> None:
-    size, target_size = head.config.vocab_size, head.plan.target_vocab_size
-    if d2t is None:
-        if size != target_size:
-            raise ModelError(
-                f"the draft head lacks the tensor 'd2t', though it drafts {size} of the target's {target_size} tokens"
-            )
-        return
-    check_shape("d2t", d2t, (size,))
-    drafts = torch.arange(size, device="cpu")
-    target_ids = drafts + d2t.long()
-    if target_ids.min() < 0 or target_ids.max() >= target_size:
-        raise ModelError(f"tensor 'd2t' leads to tokens that the target, with {target_size}, does not have")
-    if len({*target_ids.tolist()}) != size:
-        raise ModelError("tensor 'd2t' leads from two draft tokens to one of the target")
-    if t2d is not None:
-        check_shape("t2d", t2d, (target_size,))
-        if int(t2d.bool().sum()) != size or not bool(t2d.bool()[target_ids].all()):
-            raise ModelError("tensor 't2d' does not mark the tokens that 'd2t' leads to")
-    if size == target_size and torch.equal(target_ids, drafts):
-        return
-    if head.target_ids is None:
-        head.target_ids = head.borrowed.embedding.new_empty(size, dtype=torch.int32)
-    head.target_ids.copy_(target_ids)

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from slipstream.attention.context import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.kernels.fused_linear import linear_few
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
 from slipstream.models.fields import Fields
-from slipstream.models.fused_head import head_weights
-from slipstream.models.fused_layer import fuse_parts, layer_parts, stored
+from slipstream.models.fused_layer import fuse_parts, layer_parts, project_few
 from slipstream.models.hf_config import require
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 from slipstream.values import describe_value
@@ -113,7 +111,7 @@ class WideAttention(Attention):
 
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__(config, idx)
-        self.qkv_proj = Linear(2 * config.hidden_size, self.qkv_proj.parts, config.qkv_bias)
+        self.qkv_proj = Linear(2 * config.hidden_size, dict(self.qkv_proj.shape.parts), config.qkv_bias)
 
 
 class FirstLayer(Layer):
@@ -160,7 +158,7 @@ class Eagle3Head(DraftHead):
         if self.fc is None:
             return features
         few = self.fused_for(0, features) is not None
-        mixed: Tensor = linear_few(features, stored(self.fc), self.fc.bias) if few else self.fc(features)
+        mixed: Tensor = project_few(self.fc, features) if few else self.fc(features)
         return mixed
 
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
@@ -188,11 +186,10 @@ class Eagle3Head(DraftHead):
         assert isinstance(first, FirstLayer)
         return self.join(input_ids, hidden, (first.input_layernorm, first.hidden_norm))
 
-    def pack(self) -> None:
-        super().pack()
+    def finish_weights(self, device: torch.device | None = None) -> None:
+        super().finish_weights(device)
         parts = [layer_parts(layer, normed=idx > 0) for idx, layer in enumerate(self.layers)]
-        weights = head_weights(self.plan, self.norm.weight.element_size())
-        self.fused = [fuse_parts(parts, weights.layer)]
+        self.fused = [fuse_parts(parts)]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.project_logits(hidden if self.plan.norm_output else self.norm(hidden))

@@ -9,17 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.attention.context import AttentionContext
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.kernels.fused_linear import linear_few
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
 from slipstream.models.fields import Fields
-from slipstream.models.fused_head import head_weights
-from slipstream.models.fused_layer import fuse_parts, layer_parts, stored
+from slipstream.models.fused_layer import fuse_parts, layer_parts, project_few
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 
 _KNOWN = ("eagle_fc_bias", "parallel_draft_heads_num_layers")
@@ -80,7 +79,7 @@ class EagleHead(DraftHead):
             fused.prepare(context, cos_sin, hidden.dtype)
         joined = self.join(input_ids, hidden, None)
         if fused is not None:
-            x = linear_few(joined, stored(self.fc), self.fc.bias)
+            x = project_few(self.fc, joined)
             return fused.forward_from(x, x, context, cos_sin)
         out, residual = self.layers[0](self.fc(joined), context, cos_sin[0])
         for layer, own_cos_sin in zip(self.layers[1:], cos_sin[1:], strict=True):
@@ -95,14 +94,13 @@ class EagleHead(DraftHead):
 
     def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
         joined = self.join(input_ids, hidden, None)
-        mixed: Tensor = linear_few(joined, stored(self.fc), self.fc.bias) if few else self.fc(joined)
+        mixed: Tensor = project_few(self.fc, joined) if few else self.fc(joined)
         return mixed
 
-    def pack(self) -> None:
-        super().pack()
+    def finish_weights(self, device: torch.device | None = None) -> None:
+        super().finish_weights(device)
         parts = [layer_parts(layer, normed=idx > 0) for idx, layer in enumerate(self.layers)]
-        layer, mix, _ = head_weights(self.plan, self.borrowed.embedding.element_size())
-        self.fused = [fuse_parts(parts, [*mix, *layer])]
+        self.fused = [fuse_parts(parts, self.fc)]
 
     def rename(self, name: str) -> str:
         # As the speculators library calls them.
@@ -111,17 +109,16 @@ class EagleHead(DraftHead):
                 name = ours + name.removeprefix(theirs)
         return super().rename(name)
 
-    def optional(self) -> dict[str, tuple[int, ...]]:
+    def optional(self) -> dict[str, Tensor]:
         # Published heads differ in the bias, and their configs often do not say so.
-        bias: dict[str, tuple[int, ...]] = {"fc.bias": (self.config.hidden_size,)} if self.fc.bias is None else {}
+        bias = {"fc.bias": torch.empty(self.config.hidden_size, device="meta")} if self.fc.bias is None else {}
         return super().optional() | bias
 
-    def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
-        if name == "fc.bias" and self.fc.bias is None:
-            bias = self.own_copy(file_name, tensor, self.optional()[name])
-            self.fc.bias = nn.Parameter(bias, requires_grad=False)
-            return True
-        return super().adopt(name, file_name, tensor)
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> None:
+        if name == "fc.bias":
+            self.fc.bias = nn.Parameter(self.own_copy(tensor), requires_grad=False)
+        else:
+            super().adopt(name, file_name, tensor)
 
 
 build = EagleHead

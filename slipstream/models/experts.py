@@ -8,32 +8,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.config import ExpertsConfig, ModelConfig
 from slipstream.errors import ModelError
-from slipstream.kernels.moe import expert_mlp, route_tokens
-from slipstream.models.layers import FeedForward, Linear
+from slipstream.kernels.moe import route_tokens
+from slipstream.models.layers import FeedForward, Layer, Linear, Reduction
+from slipstream.weights.matrix import ExpertMatrices, ExpertShape, StoredExperts, WeightScheme
 
 
-class ExpertWeights(nn.Module):
+class ExpertWeights(Layer):
+    """All experts of a layer; ``experts`` in checkpoints."""
+
+    matrices: ExpertMatrices
+
     def __init__(self, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
-        num, size = experts.num_experts, experts.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * size, hidden_size), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num, hidden_size, size), requires_grad=False)
+        self.shape = ExpertShape(experts.num_experts, hidden_size, experts.intermediate_size)
+        self.stored: StoredExperts | None = None  # until the weights are finished
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """The names of the experts' weights, one expert after another, beside the memory they go to."""
-        for idx, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
-            gate, up = gate_up.chunk(2)
-            yield f"{prefix}{idx}.gate_proj.weight", gate
-            yield f"{prefix}{idx}.up_proj.weight", up
-            yield f"{prefix}{idx}.down_proj.weight", down
+    def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        return self.matrices.run(x, weights, expert_ids)
+
+    def open_weights(self, scheme: WeightScheme, name: str) -> None:
+        self.stored = scheme.format_of([name]).open_experts(self.shape)
+        if isinstance(self.stored, ExpertMatrices):
+            self.matrices = self.stored  # usable as it is
+
+    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """One expert after another."""
+        assert self.stored is not None, "the weights are not open"
+        return self.stored.slots(f"{name}.")
+
+    def finish_weights(self, device: torch.device) -> None:
+        if self.stored is not None:
+            self.matrices, self.stored = self.stored.finish(device), None
 
 
-class Experts(nn.Module):
-    """Stands where a dense layer has its ``FeedForward``."""
+class Experts(Layer):
+    """In the place where a dense layer has its ``FeedForward``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -41,6 +54,7 @@ class Experts(nn.Module):
         self.config = config.experts
         self.gate = Linear(config.hidden_size, {"gate": self.config.num_experts})
         self.experts = ExpertWeights(self.config, config.hidden_size)
+        self.reduction: Reduction | None = None  # as that of ``Linear``
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: Linear | None = None
         if self.config.shared_size:
@@ -49,7 +63,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, expert_ids = route_tokens(self.gate(x), self.config.num_experts_per_token, self.config.renormalise)
-        out = expert_mlp(x, weights, expert_ids, self.experts.gate_up_proj, self.experts.down_proj)
+        out: Tensor = self.experts(x, weights, expert_ids)
+        if self.reduction is not None:
+            out = self.reduction(out)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return out
         return torch.addcmul(out, torch.sigmoid(self.shared_expert_gate(x)), self.shared_expert(x))

@@ -11,17 +11,11 @@ from torch import Tensor, nn
 from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.config import ModelConfig
-from slipstream.kernels.fused_linear import (
-    embed_scaled,
-    linear_add,
-    linear_add_scaled,
-    linear_few,
-    scale_tokens,
-    scaled_gated,
-    scaled_linear,
-)
-from slipstream.kernels.tiles import Weight, max_fused_tokens
-from slipstream.models.layers import Attention, Embedding, FeedForward, Linear, RMSNorm
+from slipstream.kernels.fused_linear import add_scaled, embed_scaled, scale_tokens
+from slipstream.kernels.small_linear import Epilogue, Scaled
+from slipstream.kernels.tiles import Kind, Weight, max_fused_tokens
+from slipstream.kernels.tiles import Weight as TileKey
+from slipstream.models.layers import Attention, Embedding, FeedForward, Linear, Reduction, RMSNorm
 
 
 class FusedLayer(NamedTuple):
@@ -63,8 +57,7 @@ class FusedLayers(NamedTuple):
 
     def forward_from(self, source: Tensor, x: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
         """The same, where the first layer attends from another source than the norm of the stream."""
-        qkv = self.layers[0].attention.qkv_proj
-        return self._behind(linear_few(source, stored(qkv), qkv.bias), x, context, cos_sin)
+        return self._behind(project_few(self.layers[0].attention.qkv_proj, source), x, context, cos_sin)
 
     def _behind(self, qkv: Tensor, x: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
         """All that is behind the first projection."""
@@ -106,21 +99,16 @@ def prepare_attention(
         step.rotation(table, dtype)
 
 
-def fuse(layers: Iterable[nn.Module], config: ModelConfig) -> FusedLayers | None:
-    """The layers, if they are dense and their weights as stored; None where no step would gain by it."""
-    found = [layer_parts(layer) for layer in layers]
-    width = next(nn.ModuleList(layers).parameters()).element_size()
-    return fuse_parts(found, layer_weights(config, width))
+def fuse(layers: Iterable[nn.Module]) -> FusedLayers | None:
+    """The layers, if they are dense and all alike; None where no step would gain by it."""
+    return fuse_parts([layer_parts(layer) for layer in layers])
 
 
 def layer_parts(layer: nn.Module, normed: bool = True) -> FusedLayer | None:
-    """None where the layer is not dense, or its weights are in another layout.
-
-    Without ``normed`` it does not attend from the norm of the stream.
-    """
+    """None where the layer is not dense. Without ``normed`` it does not attend from the norm of the stream."""
     before = layer.input_layernorm if normed else None
     attention, between, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
-    if not isinstance(mlp, FeedForward) or mlp.gated is not None:
+    if not isinstance(mlp, FeedForward):
         return None
     assert isinstance(before, RMSNorm | None)
     assert isinstance(attention, Attention)
@@ -128,20 +116,37 @@ def layer_parts(layer: nn.Module, normed: bool = True) -> FusedLayer | None:
     return FusedLayer(before, attention, between, mlp)
 
 
-def fuse_parts(found: Sequence[FusedLayer | None], weights: Iterable[Weight]) -> FusedLayers | None:
-    """``weights`` are those of one layer, and of what always stands before it."""
+def fuse_parts(found: Sequence[FusedLayer | None], mixing: Linear | None = None) -> FusedLayers | None:
+    """``mixing`` is a product that is always in front of the first layer."""
     layers = [layer for layer in found if layer is not None]
     if len(layers) < len(found):
         return None
-    max_tokens = max_fused_tokens(layers[0].between.weight, weights)
+    keys = [*_tile_keys(layers[0]), *([] if mixing is None else [mixing.matrix.tile_key("plain")])]
+    wanted = [key for key in keys if key is not None]
+    if len(wanted) < len(keys) or any(_tile_keys(layer)[1:] != keys[1:4] for layer in layers):
+        return None  # a matrix in another layout, or layers of several formats
+    max_tokens = max_fused_tokens(layers[0].between.weight, wanted)
     return FusedLayers(layers, max_tokens) if max_tokens else None
+
+
+def _tile_keys(layer: FusedLayer) -> list[TileKey | None]:
+    """Of the layer's products, in the order they run; see ``layer_weights``."""
+    attention, mlp = layer.attention, layer.mlp
+    first: Kind = "plain" if layer.before is None else "norm"
+    products: list[tuple[Linear, Kind]] = [
+        (attention.qkv_proj, first),
+        (attention.o_proj, "add"),
+        (mlp.gate_up_proj, "gated"),
+        (mlp.down_proj, "add"),
+    ]
+    return [linear.matrix.tile_key(kind) for linear, kind in products]
 
 
 def _project(layer: FusedLayer, stream: Stream) -> Tensor:
     assert layer.before is not None
     assert stream.scaled is not None
     qkv = layer.attention.qkv_proj
-    return scaled_linear(*stream.scaled, layer.before.eps, stored(qkv), qkv.bias)
+    return qkv.matrix.project_few(Scaled(*stream.scaled, layer.before.eps), Epilogue(qkv.bias)).out
 
 
 def _finish(
@@ -152,19 +157,34 @@ def _finish(
     stream = _add(attention.mix(qkv, context, cos_sin), attention.o_proj, x, between)
     assert stream.scaled is not None
     gate_up = mlp.gate_up_proj
-    gated = scaled_gated(*stream.scaled, between.eps, stored(gate_up), gate_up.bias, mlp.activation)
+    end = Epilogue(gate_up.bias, activation=mlp.activation)
+    gated = gate_up.matrix.project_few(Scaled(*stream.scaled, between.eps), end).out
     return _add(gated, mlp.down_proj, stream.x, following)
 
 
 def _add(x: Tensor, linear: Linear, residual: Tensor, norm: RMSNorm | None) -> Stream:
+    """The residual stream with the product added, and what the next norm needs of it."""
+    if linear.reduction is not None:
+        return _add_reduced(linear.reduction, x, linear, residual, norm)
+    gain = None if norm is None else norm.weight
+    out, scaled, squares = linear.matrix.project_few(x, Epilogue(linear.bias, residual, gain))
+    return Stream(out, None if scaled is None or squares is None else (scaled, squares))
+
+
+def _add_reduced(reduction: Reduction, x: Tensor, linear: Linear, residual: Tensor, norm: RMSNorm | None) -> Stream:
+    """The same where several devices hold the weight: nothing can be added before their sum is there."""
+    total = reduction(linear.matrix.project_few(x, Epilogue()).out)
+    if linear.bias is not None:
+        total = total + linear.bias
     if norm is None:
-        return Stream(linear_add(x, stored(linear), linear.bias, residual), None)
-    out, scaled, squares = linear_add_scaled(x, stored(linear), linear.bias, residual, norm.weight)
-    return Stream(out, (scaled, squares))
+        return Stream(total + residual, None)
+    out, *scaled = add_scaled(total, residual, norm.weight)
+    return Stream(out, (scaled[0], scaled[1]))
 
 
-def stored(linear: Linear) -> Tensor:
-    """The weight of a layer that is fused."""
-    weight = linear.matrix
-    assert isinstance(weight, Tensor)
-    return weight
+def project_few(linear: Linear, x: Tensor) -> Tensor:
+    """Nothing but the product, of few tokens."""
+    if linear.matrix.tile_key("plain") is None:
+        out: Tensor = linear(x)
+        return out
+    return linear.matrix.project_few(x, Epilogue(linear.bias)).out

@@ -75,6 +75,7 @@ def read_decoder_config(hf: dict[str, Any], **differences: Any) -> ModelConfig:
         "activation": _ACTIVATIONS[hidden_act],
         "tie_embeddings": fields.flag("tie_word_embeddings"),
         "dtype": dtype if dtype in DTYPE_BYTES else "float32",
+        "quantization": dict(fields.section("quantization_config")) if fields.has("quantization_config") else None,
     }
     if num_heads % values["num_kv_heads"]:
         raise ModelError(f"{fields.source} has {num_heads} heads for {values['num_kv_heads']} heads of keys and values")

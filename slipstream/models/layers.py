@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,11 @@ from slipstream.attention.backend import AttentionLayer, HeadNorms
 from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep, NewHeads
 from slipstream.config import ModelConfig
-from slipstream.kernels.fused_linear import linear_few
-from slipstream.kernels.geglu import geglu
-from slipstream.kernels.linear import PackedWeight, Weight, embedding, linear, pack, pack_gated, project
+from slipstream.kernels.linear import embedding
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
 from slipstream.kernels.scaled_embedding import scaled_embedding
-from slipstream.kernels.swiglu import swiglu
+from slipstream.kernels.small_linear import Epilogue
+from slipstream.weights.matrix import Matrix, StoredWeight, WeightScheme, WeightShape
 
 
 def _weight(*shape: int) -> nn.Parameter:
@@ -25,47 +24,80 @@ def _weight(*shape: int) -> nn.Parameter:
 
 
 class Layer(nn.Module):
-    """A module without hooks: a call is its forward pass. torch's own call costs more than a small kernel."""
+    """A module without hooks: a call is its forward pass. torch's own call costs more than a small kernel.
+
+    A network opens its weights once it is built, hands out their slots to the loader, and finishes them when they are
+    loaded. Each of its layers does that for what is its own, and not for layers inside it.
+    """
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
+
+    def open_weights(self, scheme: WeightScheme, name: str) -> None:
+        """Make the memory whose format the checkpoint decides. ``name`` is the layer's in the network."""
+
+    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that a checkpoint must bring, by its name there, beside the memory it goes to."""
+        return iter(())
+
+    def finish_weights(self, device: torch.device) -> None:
+        """After loading: bring weights into the layout that multiplies fastest on this device."""
+
+
+class Reduction(Protocol):
+    """Adds up what several devices have of one product, where each holds some of the weight's columns."""
+
+    def __call__(self, partial: Tensor) -> Tensor: ...
 
 
 class Linear(Layer):
     """A matrix product with one stored weight, which may stack several of the checkpoint's: ``{"q_proj": 64, ...}``.
 
-    Stacked weights turn three small products into one.
+    Stacked weights turn three small products into one. With an activation the first half of the product gates the
+    second. How numbers lie in memory is the matrix's business.
     """
 
-    def __init__(self, in_size: int, parts: dict[str, int], bias: bool = False) -> None:
+    matrix: Matrix
+
+    def __init__(self, in_size: int, parts: dict[str, int], bias: bool = False, activation: str = "") -> None:
         super().__init__()
-        self.parts = parts
-        self.weight = _weight(sum(parts.values()), in_size)
-        self.bias = _weight(sum(parts.values())) if bias else None
-        self.packed: Weight | None = None
+        self.shape = WeightShape(in_size, parts, activation, bias)
+        self.bias = _weight(self.shape.num_rows) if bias else None
+        self.stored: StoredWeight | None = None  # until the weights are finished
+        self.reduction: Reduction | None = None  # between the product and whatever takes it; none on one device
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.matrix, self.bias)
+        if self.reduction is None:
+            return self.matrix.project(x, self.bias)
+        out = self.reduction(self.matrix.project(x, None))
+        return out if self.bias is None else out + self.bias
 
-    @property
-    def matrix(self) -> Weight:
-        """The weight in the layout it is kept in."""
-        return self.weight if self.packed is None else self.packed
+    def open_weights(self, scheme: WeightScheme, name: str) -> None:
+        names = [f"{_parent(name)}{part}" for part in self.shape.parts]
+        self.hold(scheme.format_of(names).open(self.shape))
 
-    def pack(self) -> None:
-        """After loading: bring the weight into the layout that multiplies fastest here. The original is dropped."""
-        self.packed = pack(self.weight.data)
-        if self.packed is not self.weight.data:
-            del self.weight
+    def hold(self, stored: StoredWeight) -> None:
+        self.stored = stored
+        if isinstance(stored, Matrix):
+            self.matrix = stored  # usable as it is
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names beside the memory their values go to."""
-        start = 0
-        for part, size in self.parts.items():
-            yield f"{prefix}{part}.weight", self.weight[start : start + size]
-            if self.bias is not None:
-                yield f"{prefix}{part}.bias", self.bias[start : start + size]
-            start += size
+    def finish_weights(self, device: torch.device) -> None:
+        if self.stored is not None:
+            self.matrix, self.stored = self.stored.finish(device), None
+
+    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        assert self.stored is not None, "the weights are not open"
+        prefix = _parent(name)
+        yield from self.stored.slots(prefix)
+        if self.bias is not None:
+            sizes = list(self.shape.parts.values())
+            for part, bias in zip(self.shape.parts, torch.split(self.bias, sizes), strict=True):
+                yield f"{prefix}{part}.bias", bias
+
+
+def _parent(name: str) -> str:
+    """Of a layer's name in a network: that of the layer around it, with a dot behind."""
+    return name[: name.rfind(".") + 1]
 
 
 class RMSNorm(Layer):
@@ -81,6 +113,9 @@ class RMSNorm(Layer):
         """The norm of x + residual, and the sum itself as the next residual."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
+    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{name}.weight", self.weight
+
 
 class Embedding(Layer):
     def __init__(self, vocab_size: int, size: int, scale: float = 1.0) -> None:
@@ -92,6 +127,9 @@ class Embedding(Layer):
         if self.scale == 1.0:
             return embedding(self.weight, token_ids)
         return scaled_embedding(self.weight, token_ids, self.scale)
+
+    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{name}.weight", self.weight
 
 
 class Attention(Layer):
@@ -108,6 +146,8 @@ class Attention(Layer):
             parts["q_proj_gate"] = heads * head_dim
         self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(heads * head_dim, {"o_proj": config.hidden_size}, config.output_bias)
+        # Of the projection: the whole of it, the part for keys and values, and that part's bias.
+        self._part: tuple[Matrix, Matrix, Tensor | None] | None = None
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -123,16 +163,21 @@ class Attention(Layer):
 
     def store(self, x: Tensor, context: AttentionContext, cos_sin: Tensor, few: bool) -> None:
         """Keys and values of the tokens go to the cache, and that is all. Of ``few`` tokens by another kernel."""
-        qkv, layer = self.qkv_proj, self.layer
-        if isinstance(weight := qkv.matrix, Tensor):
-            rows = slice(layer.num_heads * layer.head_dim, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim)
-            bias = None if qkv.bias is None else qkv.bias[rows]
-            made = (linear_few if few else linear)(x, weight[rows], bias)
-            k, v = made.view(made.shape[0], -1, layer.head_dim).chunk(2, dim=1)
-        else:  # packed for a CPU, where the whole product costs little
-            _, k, v, *_ = self._heads(qkv(x))
+        layer, matrix, bias = self.layer, *self._keys_and_values()
+        few = few and matrix.tile_key("plain") is not None
+        made = matrix.project_few(x, Epilogue(bias)).out if few else matrix.project(x, bias)
+        k, v = made.view(made.shape[0], -1, layer.head_dim).chunk(2, dim=1)
         step: GroupedQueryStep = context.at(layer)
         step.store(layer, k, v, cos_sin, self._norms())
+
+    def _keys_and_values(self) -> tuple[Matrix, Tensor | None]:
+        """Their part of the projection, and of its bias."""
+        if self._part is None or self._part[0] is not self.qkv_proj.matrix:
+            layer, qkv = self.layer, self.qkv_proj
+            first, count = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim
+            bias = None if qkv.bias is None else qkv.bias[first : first + count]
+            self._part = (qkv.matrix, qkv.matrix.rows(first, count), bias)
+        return self._part[1:]
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there are any, gates: [num_tokens, heads, head_dim] each."""
@@ -152,22 +197,32 @@ class FeedForward(Layer):
     def __init__(self, config: ModelConfig, size: int | None = None) -> None:
         super().__init__()
         size = config.intermediate_size if size is None else size
-        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias, config.activation)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
         self.activation = config.activation
-        self.activate = {"silu": swiglu, "gelu_tanh": geglu}[config.activation]
-        self.gated: PackedWeight | None = None  # the product and its activation in one, where that can be had
 
     def forward(self, x: Tensor) -> Tensor:
-        gated = self.activate(self.gate_up_proj(x)) if self.gated is None else project(x, self.gated, None)
-        out: Tensor = self.down_proj(gated)
+        out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out
 
-    def pack(self) -> None:
-        self.down_proj.pack()
-        if self.activate is swiglu and self.gate_up_proj.bias is None:
-            self.gated = pack_gated(self.gate_up_proj.weight.data)
-        if self.gated is None:
-            self.gate_up_proj.pack()
-        else:
-            del self.gate_up_proj
+
+def open_weights(network: nn.Module, scheme: WeightScheme) -> None:
+    """Once a network is built, under the same device and type: memory for its weights."""
+    for name, layer in _layers(network):
+        layer.open_weights(scheme, name)
+
+
+def checkpoint_slots(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that the network's layers want of a checkpoint, by its name there."""
+    for name, layer in _layers(network):
+        yield from layer.own_slots(name)
+
+
+def finish_weights(network: nn.Module, device: torch.device) -> None:
+    for _, layer in _layers(network):
+        layer.finish_weights(device)
+
+
+def _layers(network: nn.Module) -> list[tuple[str, Layer]]:
+    return [(name, module) for name, module in network.named_modules() if isinstance(module, Layer)]

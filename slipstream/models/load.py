@@ -1,29 +1,81 @@
-"""Building a model in the memory it runs in, and filling it from a checkpoint or with random numbers."""
+"""Building a network in the memory it runs in, measuring one that has none, and filling one with weights."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slipstream.config import EngineConfig, ModelConfig
+from slipstream.config import EngineConfig, ModelConfig, NetworkSize
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.mtp_head import is_mtp_tensor
+from slipstream.models.experts import ExpertWeights
+from slipstream.models.layers import Linear
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.values import describe_value
+from slipstream.weights.matrix import ExpertMatrices, Matrix, StoredExperts, StoredWeight
 
-# Checkpoints may carry these; the engine computes them itself.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", "rope_freqs.weight")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
+
+
+class Loadable(Protocol):
+    """A network that is filled from a checkpoint: a decoder, or a draft head."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def source(self) -> str:
+        """What messages call the checkpoint."""
+        ...
+
+    @property
+    def hints(self) -> Mapping[str, str]:
+        """What a wrong shape of a tensor may come from, by the name of its slot."""
+        ...
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that a checkpoint must bring, by its name there, beside the memory it goes to."""
+        ...
+
+    def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """What a tensor of the checkpoint brings, by the names of ``slots`` and ``optional``."""
+        ...
+
+    def optional(self) -> Mapping[str, Tensor]:
+        """What a checkpoint may bring beside the slots: tensors without memory, of the shape and type it must have."""
+        ...
+
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> None:
+        """Take one of those."""
+        ...
+
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor is of no use here, though checkpoints carry it."""
+        ...
+
+    def finish_loading(self) -> None:
+        """When all tensors are there: what follows from them together."""
+        ...
+
+
+class Placement(NamedTuple):
+    """Where a network lives, and the type of its numbers."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> Placement:
+        return cls(device, getattr(torch, config.dtype))
 
 
 def open_decoder(path: Path) -> Checkpoint:
@@ -37,9 +89,7 @@ def open_decoder(path: Path) -> Checkpoint:
     headers = checkpoint.tensor_headers()
     _check_counts(config, headers, str(path))
     with torch.device("meta"):  # shapes without memory
-        model = architecture(config, max_position=1)
-        for _ in _match_slots(model, ((header.name, header.make_meta_tensor()) for header in headers)):
-            pass
+        check_tensors(architecture(config, max_position=1), headers)
     return checkpoint
 
 
@@ -66,66 +116,114 @@ def build_model(
     architecture: Architecture, config: EngineConfig, device: torch.device, model: ModelConfig | None = None
 ) -> Decoder:
     """The target, unless another model is named."""
-    with built_under(config, device):
+    with built_under(Placement.of(config, device)):
         return architecture(model or config.model, config.scheduler.max_model_len)
 
 
 @contextmanager
-def built_under(config: EngineConfig, device: torch.device) -> Iterator[None]:
-    """What is made inside has the engine's type and lives on its device."""
+def built_under(placement: Placement) -> Iterator[None]:
+    """What is made inside has this type and lives on this device."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config.dtype))
+    torch.set_default_dtype(placement.dtype)
     try:
-        with device:
+        with placement.device:
             yield
     finally:
         torch.set_default_dtype(before)
 
 
-def count_parameters(architecture: Architecture, config: ModelConfig) -> int:
-    with torch.device("meta"):  # shapes without memory
-        return sum(parameter.numel() for parameter in architecture(config, max_position=1).parameters())
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measure_model(architecture: Architecture, config: ModelConfig, placement: Placement) -> NetworkSize:
+    """Of a model that is not built yet."""
+    with built_under(placement._replace(device=torch.device("meta"))):  # shapes without memory
+        model = architecture(config, max_position=1)
+        num_params = count_parameters(model)
+        model.finish_weights(placement.device)
+    return NetworkSize(num_params, count_bytes(model))
+
+
+def count_parameters(network: nn.Module) -> int:
+    """Numbers that the checkpoint says, however they are stored. Asked before the weights are finished."""
+    total = 0
+    for module in network.modules():
+        if isinstance(module, Linear | ExpertWeights):
+            total += module.shape.num_params
+        if not isinstance(module, StoredWeight | StoredExperts | Matrix | ExpertMatrices):
+            total += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    return total
+
+
+def count_bytes(network: nn.Module) -> int:
+    """Of all weights as they lie in memory; what two layers share counts once."""
+    return sum(parameter.nbytes for parameter in network.parameters())
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+class _Match(NamedTuple):
+    name: str  # of the slot
+    file_name: str  # in the checkpoint
+    tensor: Tensor
+    slot: Tensor | None  # None: the network may adopt it
+
+
+def check_tensors(network: Loadable, headers: Iterable[TensorHeader]) -> None:
+    """Compare a network without memory with the headers of its checkpoint: the errors of ``load_weights``, early."""
+    for _ in _match_tensors(network, ((header.name, header.make_meta_tensor()) for header in headers)):
+        pass
 
 
 @torch.inference_mode()
-def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(network: Loadable, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy every tensor to its place; a missing, unknown or misshapen one is an error that names it."""
-    for slot, tensor in _match_slots(model, tensors):
-        slot.copy_(tensor)
-
-
-def _match_slots(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The place of each tensor, beside it."""
-    slots = dict(model.slots())
-    for name, tensor in _translated(model, tensors):
-        slot = slots.pop(name, None)
+    for name, file_name, tensor, slot in _match_tensors(network, tensors):
         if slot is None:
-            if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.lm_head is None):
-                continue
-            if is_mtp_tensor(name, model.config.num_layers):
-                continue  # they draft; who wants that reads them by itself
-            raise ModelError(
-                f"tensor {describe_value(name)} does not belong to {model.config.architecture}, or occurs twice"
-            )
-        if slot.shape != tensor.shape:
-            raise ModelError(f"tensor '{name}' has shape {list(tensor.shape)}, the config says {list(slot.shape)}")
+            network.adopt(name, file_name, tensor)
+        else:
+            slot.copy_(tensor)
+    network.finish_loading()
+
+
+def _match_tensors(network: Loadable, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[_Match]:
+    slots, optional = dict(network.slots()), network.optional()
+    for file_name, tensor in tensors:
+        for name, part in network.translate(file_name, tensor):
+            slot = slots.pop(name, None)
+            if (expected := optional.get(name) if slot is None else slot) is not None:
+                # A tensor that holds several weights is cut; what does not fit is then one of those.
+                said = file_name if part.shape == tensor.shape else name
+                _check_fits(said, part, expected, network.hints.get(name, ""))
+                yield _Match(name, file_name, part, slot)
+            elif not network.passes_over(name):
+                raise ModelError(
+                    f"tensor {describe_value(file_name)} does not belong to {network.config.architecture}, "
+                    "or occurs twice"
+                )
+    if slots:
+        raise ModelError(f"{network.source} lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
+
+
+def _check_fits(name: str, tensor: Tensor, expected: Tensor, hint: str) -> None:
+    if tensor.shape != expected.shape:
+        raise ModelError(
+            f"tensor '{name}' has shape {list(tensor.shape)}, the config says {list(expected.shape)}{hint}"
+        )
+    if expected.is_floating_point():
         if not tensor.is_floating_point():
             raise ModelError(f"tensor '{name}' holds {tensor.dtype}, which are no weights; use another format")
-        yield slot, tensor
-    if slots:
-        raise ModelError(f"the checkpoint lacks {len(slots)} tensors, among them '{next(iter(slots))}'")
-
-
-def _translated(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield from model.translate(name, tensor)
+    elif tensor.is_floating_point() or tensor.dtype.itemsize > expected.dtype.itemsize:
+        raise ModelError(f"tensor '{name}' holds {tensor.dtype}, the config says {expected.dtype}")
 
 
 @torch.inference_mode()
-def randomize_weights(model: Decoder | DraftHead, seed: int = 0) -> None:
+def randomize_weights(network: Loadable, seed: int = 0) -> None:
     """Random weights of sane size, for benchmarks of a shape whose real weights are not at hand."""
-    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
-    for name, slot in model.slots():
+    slots = dict(network.slots())
+    generator = torch.Generator(device=next(iter(slots.values())).device).manual_seed(seed)
+    for name, slot in slots.items():
         if "norm" in name:
             slot.fill_(1.0)
         else:

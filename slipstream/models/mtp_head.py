@@ -7,7 +7,6 @@ every layer its own product and norms; Qwen3-Next has them once for all.
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,25 +19,17 @@ from slipstream.attention.context import AttentionContext
 from slipstream.cache_spec import CacheSpec
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.kernels.fused_linear import linear_few, linear_scaled
-from slipstream.models.decoder import Decoder, DecoderLayer
+from slipstream.kernels.small_linear import Epilogue
+from slipstream.models.decoder import Decoder, DecoderLayer, is_mtp_tensor
 from slipstream.models.draft_head import DEEPSEEK_COUNT, QWEN_COUNT, DraftHead, HeadPlan
 from slipstream.models.fields import Fields
-from slipstream.models.fused_head import head_weights
-from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, stored
+from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, project_few
 from slipstream.models.hf_config import MAX_LAYERS, read_architecture_name
 from slipstream.models.layers import Attention, Layer, Linear, RMSNorm
 from slipstream.values import describe_value
 
-_LAYER = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
 # Every layer of a checkpoint may repeat these; they are one matrix, shared with the target.
 _SHARED = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-
-
-def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """Whether a tensor of a checkpoint belongs to MTP layers, which follow the target's own ``num_layers``."""
-    match = _LAYER.match(name)
-    return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
 
 
 def mtp_tensors(tensors: Iterable[tuple[str, Tensor]], num_layers: int) -> Iterator[tuple[str, Tensor]]:
@@ -115,18 +106,19 @@ class MtpHead(DraftHead):
         name = self.rename(name)
         return [(name, tensor)] if name in _SHARED.values() else self.borrowed.target.translate(name, tensor)
 
-    def adopt(self, name: str, file_name: str, tensor: Tensor) -> bool:
+    def adopt(self, name: str, file_name: str, tensor: Tensor) -> None:
         if name not in self._adopted:
             self._adopted.add(name)
-            return super().adopt(name, file_name, tensor)
+            super().adopt(name, file_name, tensor)
+            return
+        known: Tensor | None
         if name == "embed_tokens.weight":
-            known: Tensor | None = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
+            known = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
         else:
-            known = self.borrowed.head if self.lm_head is None else self.lm_head.weight
+            known = self.borrowed.head if self.lm_head is None else self.lm_head.matrix.dequantised()
         assert known is not None
-        if not torch.equal(self.own_copy(file_name, tensor, tuple(known.shape)), known):
+        if not torch.equal(self.own_copy(tensor), known):
             raise ModelError(f"tensor '{file_name}' differs from that of another MTP layer, but all share one")
-        return True
 
     @abstractmethod
     def module(self, idx: int) -> MtpModule: ...
@@ -139,8 +131,10 @@ class MtpHead(DraftHead):
         if fused is None:
             out, residual = module.body(module.mix(joined), None, context, cos_sin)
             return module.last_norm.add(out, residual)[0]
-        gain = module.body.input_layernorm.weight
-        x, scaled, squares = linear_scaled(joined, stored(module.mix), module.mix.bias, gain)
+        end = Epilogue(module.mix.bias, gain=module.body.input_layernorm.weight)
+        x, scaled, squares = module.mix.matrix.project_few(joined, end)
+        assert scaled is not None
+        assert squares is not None
         state: Tensor = module.last_norm(fused.forward_scaled(Stream(x, (scaled, squares)), context, [cos_sin]))
         return state
 
@@ -152,17 +146,16 @@ class MtpHead(DraftHead):
     def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
         module = self.module(0)
         joined = self.join(input_ids, hidden, module.norms, context.positions if self.leaves_first_out else None)
-        mixed = linear_few(joined, stored(module.mix), module.mix.bias) if few else module.mix(joined)
+        mixed = project_few(module.mix, joined) if few else module.mix(joined)
         normed: Tensor = module.body.input_layernorm(mixed)
         return normed
 
-    def pack(self) -> None:
-        super().pack()
+    def finish_weights(self, device: torch.device | None = None) -> None:
+        super().finish_weights(device)
         if self.borrowed.target.layer_class is not DecoderLayer or not self.config.is_plain:
             return
-        layer, mix, _ = head_weights(self.plan, self.borrowed.embedding.element_size())
-        bodies = [self.module(idx).body for idx in range(self.num_modules)]
-        self.fused = [fuse_parts([layer_parts(body)], [*mix, *layer]) for body in bodies]
+        modules = [self.module(idx) for idx in range(self.num_modules)]
+        self.fused = [fuse_parts([layer_parts(module.body)], module.mix) for module in modules]
 
 
 class DeepSeekLayer(Layer):

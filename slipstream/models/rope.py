@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.config import RopeConfig
+from slipstream.config import ModelConfig, RopeConfig
 from slipstream.errors import ModelError
 
 _PIECE = 1 << 18  # positions
@@ -104,3 +104,10 @@ def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> 
         if rope.attention_factor != 1.0:
             table *= rope.attention_factor
     return table.to(device)
+
+
+def layer_tables(config: ModelConfig, max_position: int, device: torch.device) -> list[Tensor]:
+    """``cos_sin_table`` of each layer; layers with a window may have a rope of their own."""
+    full = cos_sin_table(config.rope, max_position, device)
+    windowed = cos_sin_table(config.window_rope, max_position, device) if config.window_rope else full
+    return [windowed if config.window(idx) else full for idx in range(config.num_layers)]

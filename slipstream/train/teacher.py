@@ -57,7 +57,7 @@ class Teacher:
     @property
     def head(self) -> Tensor:
         """[vocab, hidden]: the matrix behind its logits."""
-        return self.embedding if self.model.lm_head is None else self.model.lm_head.weight.detach()
+        return self.model.output.dequantised()
 
     @property
     def bytes_a_token(self) -> int:
@@ -136,8 +136,8 @@ class Teacher:
 def load_teacher(path: Path, checkpoint: Checkpoint, taps: tuple[int, ...], device: str, dtype: str) -> Teacher:
     """The target's weights as an engine without further options would hold them."""
     options = EngineOptions(model=str(path), device=device, dtype=dtype, num_gpu_blocks_override=1)
-    architecture, opened, config = plan_engine(options, checkpoint.config)
-    model = build_model(architecture, config, opened.torch_device)
+    plan = plan_engine(options, checkpoint.config)
+    model = build_model(plan.architecture, plan.config, plan.device.torch_device)
     load_weights(model, checkpoint.tensors())
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.config import EngineOptions
+from slipstream.config import EngineOptions, NetworkSize
 from slipstream.engine.drafter import open_drafter
+from slipstream.models.load import Placement
 from slipstream.models.weights import open_checkpoint
 from tests import tiny_models
 from tests.models import tiny_heads
@@ -67,7 +69,8 @@ def test_what_the_file_brings_is_counted(name: str, target: Path, tmp_path: Path
     method, make, num_optional = HEADS[name]
     options = options_of(name, target, tmp_path)
     checkpoint = open_checkpoint(Path(options.model))
-    drafter = open_drafter(options, checkpoint.config, checkpoint, checkpoint.tokenizer())
+    placement = Placement(torch.device("cpu"), torch.float64)
+    drafter = open_drafter(options, checkpoint.config, checkpoint, checkpoint.tokenizer(), placement)
     assert drafter is not None
     may_miss = (
         "embed_tokens.weight",
@@ -76,4 +79,5 @@ def test_what_the_file_brings_is_counted(name: str, target: Path, tmp_path: Path
         *(["lm_head.weight"] * (method == "eagle")),
     )
     needed = [t.numel() for key, t in make().tensors.items() if not key.endswith((*may_miss, "d2t", "t2d"))]
-    assert drafter.model.num_params == sum(needed) + num_optional
+    num_params = sum(needed) + num_optional
+    assert drafter.model.size == NetworkSize(num_params, 8 * num_params)

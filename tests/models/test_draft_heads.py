@@ -15,8 +15,8 @@ from slipstream.attention.context import AttentionContext
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.sim import SimDevice
-from slipstream.models.draft_head import DraftHead, build_head, load_head, read_head
-from slipstream.models.load import load_weights
+from slipstream.models.draft_head import DraftHead, build_head, read_head
+from slipstream.models.load import count_parameters, load_weights
 from slipstream.models.mtp_head import is_mtp_tensor, mtp_tensors
 from slipstream.models.registry import architecture_of
 from slipstream.models.speculators_format import proposed_tokens
@@ -225,7 +225,7 @@ def test_packed_weights_compute_the_same(name: str, tmp_path: Path) -> None:
     for packed in (False, True):
         head = load(case, tmp_path, torch.float32)
         if packed:
-            head.pack()
+            head.finish_weights()
         generator = torch.Generator().manual_seed(7)
         states = head.combine(torch.randn(6, max(1, len(head.taps)) * HIDDEN, generator=generator))
         run = Run(head, case.plain(case.config, case.tensors, tiny_target(case.target, torch.float32).plain))
@@ -241,7 +241,7 @@ def size_without_memory(case: Case) -> int:
     plan = read_head(case.config, target.model.config, case.kind)
     with torch.device("meta"):
         head = build_head(plan, architecture_of(target.config)(target.model.config, 1), 1)
-    return head.num_parameters(case.tensors.keys())
+    return count_parameters(head) + head.count_adopted(case.tensors.keys())
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
@@ -274,7 +274,7 @@ def test_a_pass_waits_for_nothing(make: Callable[[], Case], tmp_path: Path) -> N
             there = architecture_of(target.config)(target.model.config, 64)
             moved = build_head(head.plan, there, 64)
         load_weights(there, target.tensors.items())
-        load_head(moved, case.tensors.items())
+        load_weights(moved, case.tensors.items())
         inputs = ids.to(device.torch_device), features.to(device.torch_device)
         moved_context = context_on(device, context)
     expected = head.compute_logits(head.forward(0, ids, head.combine(features), context))

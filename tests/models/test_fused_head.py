@@ -17,7 +17,7 @@ from slipstream.device.operation import Operation, set_launcher
 from slipstream.kernels import native, triton_jit
 from slipstream.kernels.tiles import Weight
 from slipstream.models import fused_layer
-from slipstream.models.draft_head import DraftHead, build_head, load_head, read_head
+from slipstream.models.draft_head import DraftHead, build_head, read_head
 from slipstream.models.fused_head import head_weights
 from slipstream.models.load import load_weights
 from slipstream.models.registry import architecture_of
@@ -60,7 +60,7 @@ def test_drafts_what_the_plain_head_drafts(
 
     def load(case: Case, folder: Path) -> DraftHead:
         head = tiny_heads.load(case, folder)
-        head.pack()
+        head.finish_weights()
         return head
 
     monkeypatch.setattr(test_draft_heads, "load", load)
@@ -78,8 +78,8 @@ def build(case: Case, dtype: torch.dtype, device: str) -> DraftHead:
         model = architecture_of(target.config)(target.model.config, 64)
         head = build_head(read_head(case.config, target.model.config, case.kind), model, 64)
     load_weights(model, target.tensors.items())
-    load_head(head, case.tensors.items())
-    head.pack()
+    load_weights(head, case.tensors.items())
+    head.finish_weights()
     return head
 
 
@@ -262,9 +262,9 @@ def test_the_weights_are_those_of_the_head(name: str) -> None:
     fused = head.fused[0]
     assert fused is not None
     _, attention, _, mlp = fused.layers[0]
-    matrices = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    shapes = [tuple(fused_layer.stored(linear).shape) for linear in matrices]
+    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    shapes = [tuple(linear.matrix.dequantised().shape) for linear in products]
     assert shapes == [(w.out_size * (2 if w.kind == "gated" else 1), w.in_size) for w in layer]
+    assert [linear.matrix.tile_key(w.kind) for linear, w in zip(products, layer, strict=True)] == list(layer)
     mixing = getattr(head, "fc", None) or getattr(head.layers[0], "eh_proj", None)
-    shapes = [] if mixing is None else [tuple(fused_layer.stored(mixing).shape)]
-    assert shapes == [(w.out_size, w.in_size) for w in mix]
+    assert list(mix) == ([] if mixing is None else [mixing.matrix.tile_key("plain")])

@@ -15,7 +15,7 @@ from slipstream.engine.build import build_engine
 from slipstream.errors import ConfigError, ModelError
 from slipstream.llm import LLM
 from slipstream.models import delta_net
-from slipstream.models.load import count_parameters, load_weights
+from slipstream.models.load import Placement, load_weights, measure_model
 from slipstream.models.qwen3_next import Qwen3Next
 from slipstream.models.shapes import shape_config, weight_bytes
 from slipstream.types import SamplingParams
@@ -154,6 +154,8 @@ def test_the_shape_for_benchmarks_has_the_published_layers() -> None:
     assert len(layers_with_states(config)) == 12 and 3 not in layers_with_states(config)
     assert (net.num_k_heads, net.num_v_heads, net.k_dim, net.v_dim, net.conv_width) == (16, 32, 128, 128, 4)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 2, 256)
-    assert 4e9 < count_parameters(Qwen3Next, config) < 5e9
+    size = measure_model(Qwen3Next, config, Placement(torch.device("cuda"), torch.bfloat16))
+    assert 4e9 < size.num_params < 5e9
+    assert 2 * size.num_params < size.num_bytes < 2.001 * size.num_params, "exponents of delta nets are float32"
     with pytest.raises(ConfigError, match="depends on the experts"):
         weight_bytes("qwen3-next-16l-64e")

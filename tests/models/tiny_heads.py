@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead, build_head, load_head, read_head
+from slipstream.models.draft_head import DraftHead, build_head, read_head
 from slipstream.models.head_checkpoint import open_head_checkpoint
 from slipstream.models.load import load_weights
 from slipstream.models.registry import architecture_of
@@ -363,5 +363,5 @@ def load(case: Case, folder: Path, dtype: torch.dtype = torch.float64) -> DraftH
     plan = read_head(checkpoint.config, target.model.config, case.kind)
     with default_dtype(dtype):
         head = build_head(plan, target.model, 64)
-    load_head(head, checkpoint.tensors())
+    load_weights(head, checkpoint.tensors())
     return head

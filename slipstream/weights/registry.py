@@ -1,0 +1,37 @@
+"""Schemes of weights by the name that a checkpoint's ``quantization_config`` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slipstream.errors import ModelError, nearest
+from slipstream.values import describe_value
+from slipstream.weights.dense import Dense
+from slipstream.weights.matrix import WeightScheme
+
+METHOD = "quant_method"
+
+ReadScheme = Callable[[Mapping[str, Any]], WeightScheme]
+_registered: dict[str, ReadScheme] = {}
+
+
+def register(method: str, read: ReadScheme) -> None:
+    """``read`` makes the scheme of a ``quantization_config``, or raises a ``ModelError``."""
+    if _registered.get(method, read) is not read:
+        raise ValueError(f"two schemes of weights are called {method}")
+    _registered[method] = read
+
+
+def scheme_of(quantization: Mapping[str, Any] | None) -> WeightScheme:
+    """None: the checkpoint says nothing, so its weights are plain numbers."""
+    if quantization is None:
+        return Dense()
+    method = quantization.get(METHOD)
+    if not isinstance(method, str) or method not in _registered:
+        supported = f"supported: {', '.join(_registered)}" if _registered else "use a checkpoint that is not quantised"
+        raise ModelError(
+            f"quantized weights of the kind {describe_value(method)} are not supported"
+            f"{nearest(str(method), _registered)}; {supported}"
+        )
+    return _registered[method](quantization)
