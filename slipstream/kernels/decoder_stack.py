@@ -17,6 +17,10 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels import native
 from slipstream.kernels.linear import PackedWeight
+from slipstream.kernels.native.records import MatrixRecord
+from slipstream.kernels.quant_weights import QuantMatrix
+
+StackMatrix = PackedWeight | QuantMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +28,29 @@ class StackLayer:
     """One layer's weights."""
 
     input_norm: Tensor
-    qkv: PackedWeight
+    qkv: StackMatrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: PackedWeight
+    o: StackMatrix
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: PackedWeight  # gated
-    down: PackedWeight
+    gate_up: StackMatrix  # gated
+    down: StackMatrix
     window: int
 
 
-_POINTERS = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "down")
+_VECTORS = ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm")
+_MATRICES = ("qkv", "o", "gate_up", "down")
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_void_p) for name in (*_POINTERS, "cache")), ("window", ctypes.c_int64))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _VECTORS),
+        *((name, ctypes.POINTER(MatrixRecord)) for name in _MATRICES),
+        ("cache", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+    )
 
 
 class _Sizes(ctypes.Structure):
@@ -57,14 +67,27 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tokens", "requests", "table_stride")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine", "page_ids", "offsets")),
         *((name, ctypes.c_void_p) for name in ("starts", "query_lens", "seq_lens", "block_table", "seq_starts")),
+        ("planes", ctypes.c_int),
         ("num_threads", ctypes.c_int),
     )
 
 
-def _address(weight: Tensor | PackedWeight | None) -> int | None:
-    if isinstance(weight, PackedWeight):
-        weight = weight.panels
-    return None if weight is None else weight.data_ptr()
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _matrix_record(matrix: StackMatrix) -> MatrixRecord:
+    if isinstance(matrix, QuantMatrix):
+        return matrix.record
+    panels = matrix.panels
+    return MatrixRecord(panels.data_ptr(), None, 0, panels.shape[1], matrix.out_size, matrix.gated)
+
+
+def _layer_record(layer: StackLayer, cache: Tensor) -> _Layer:
+    vectors = (_address(getattr(layer, name)) for name in _VECTORS)
+    # ctypes keeps what a pointer was made of.
+    matrices = (ctypes.pointer(_matrix_record(getattr(layer, name))) for name in _MATRICES)
+    return _Layer(*vectors, *matrices, cache.data_ptr(), layer.window)
 
 
 @dataclass(slots=True)
@@ -78,6 +101,7 @@ class DecoderStack:
     head_dim: int
     eps: float
     scale: float
+    planes: int = 0  # of activations before quantised matrices, see quant_linear
     _records: ctypes.Array[_Layer] | None = field(default=None, repr=False)
     _caches: Sequence[Tensor] | None = field(default=None, repr=False)
 
@@ -86,12 +110,7 @@ class DecoderStack:
         if self._records is None or self._caches is not kv_caches:
             pairs = zip(self.layers, kv_caches, strict=True)
             self._caches = kv_caches
-            self._records = (_Layer * len(self.layers))(
-                *(
-                    _Layer(*(_address(getattr(layer, name)) for name in _POINTERS), cache.data_ptr(), layer.window)
-                    for layer, cache in pairs
-                )
-            )
+            self._records = (_Layer * len(self.layers))(*(_layer_record(layer, cache) for layer, cache in pairs))
         return self._records
 
 
@@ -149,7 +168,8 @@ def decoder_stack(
     )
     tables = (query_start_loc, query_lens, seq_lens, block_table, seq_starts)
     arrays = [_address(x) for x in (cos, sin, page_ids, offsets, *tables)]
-    step = _Step(hidden.shape[0], seq_lens.shape[0], block_table.stride(0), *arrays, torch.get_num_threads())
+    sizes_of_step = (hidden.shape[0], seq_lens.shape[0], block_table.stride(0))
+    step = _Step(*sizes_of_step, *arrays, stack.planes, torch.get_num_threads())
     out, residual = hidden.clone(), torch.zeros_like(hidden) if residual is None else residual.clone()
     first = ctypes.addressof(layers) + begin * ctypes.sizeof(_Layer)
     pointers = (first, end - begin, ctypes.addressof(sizes), ctypes.addressof(step))

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,17 +24,10 @@ from torch import Tensor
 
 from slipstream.config import cache_dir
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = [
-    "-O3",
-    "-march=native",
-    "-fopenmp-simd",
-    "-pthread",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-]
+_FOLDER = Path(__file__).parent
+_FLAGS = ["-O3", "-fopenmp-simd", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+# What a build may use of the CPU: all it has, or less for trying out what others have.
+_MACHINE_FLAGS = {"native": ["-march=native"], "avx2": ["-march=haswell"], "baseline": []}
 _PROBE = """
 import ctypes, sys
 f = ctypes.c_float
@@ -46,16 +40,42 @@ assert out[0] == 0.0
 w = (f * 4096)(*[1.0] * 4096)
 lib.slip_panel_linear(x, w, None, out, *map(ctypes.c_int64, (1, 32, 8)), ctypes.c_int(0), ctypes.c_int(1))
 assert out[7] == sum(range(32))
+# One quantised panel for each instruction that a product may use: all codes 1, so that a sum is that of the inputs.
+q = ctypes.c_int64
+for planes in (0, 2, 3):
+    for kind, bits in ((8, 4), (9, 8)):
+        codes, scales, zeros = (ctypes.c_uint8 * 1024)(*[1] * 1024), (f * 16)(*[1.0] * 16), (f * 16)()
+        panels = (ctypes.c_uint8 * 1024)()
+        lib.slip_pack_codes(kind, codes, scales, zeros, q(16), q(32), q(1), panels, 1)
+        segment = (q * 4)(ctypes.addressof(panels), kind, 16, 1)
+        matrix = (q * 6)(0, ctypes.addressof(segment), 1, 32, 16, 0)
+        assert lib.slip_product(matrix, x, None, out, q(1), planes, 1) == 0
+        assert all(abs(out[i] - sum(range(32))) < 0.1 for i in range(16))
 """
 
 
-@functools.cache
+_isa = "native"
+
+
+def use_isa(isa: str) -> None:
+    """Which build ``library`` gives from now on: "native", or with less than this CPU has "avx2" or "baseline"."""
+    global _isa
+    if isa not in _MACHINE_FLAGS:
+        raise ValueError(f"no such instruction set: {isa}; there are {', '.join(_MACHINE_FLAGS)}")
+    _isa = isa
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had."""
+    return _library(_isa)
+
+
+@functools.cache
+def _library(isa: str) -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        path = _built()
+        path = _built(isa)
         return None if path is None else _declared(ctypes.CDLL(str(path)))
     except (OSError, subprocess.SubprocessError):
         return None
@@ -73,30 +93,48 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_panel_width.restype = n
     lib.slip_row_max.argtypes = [p, n, n, p, p, i]
     lib.slip_decoder_stack.argtypes = [p, n, p, p, p, p]
+    lib.slip_product.argtypes = [p, p, p, p, n, i, i]
+    lib.slip_quant_bytes.argtypes, lib.slip_quant_bytes.restype = [i, n, n, n], n
+    lib.slip_pack_gguf.argtypes = [i, p, p, n, n, p, i]
+    lib.slip_pack_codes.argtypes = [i, *[p] * 3, n, n, n, p, i]
+    lib.slip_quant_rows.argtypes = [p, p, n, p, i]
     return lib
 
 
-def _built() -> Path | None:
+def _built(isa: str) -> Path | None:
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
     if compiler is None:
         return None
-    # A home folder may be shared by different machines: what is built for one CPU is not for another.
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-    flags = "".join(line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features")))
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, platform.machine(), flags]).encode()).hexdigest()[:16]
-    target = cache_dir() / "native" / f"kernels-{key}.so"
+    flags = [*_FLAGS, *_MACHINE_FLAGS[isa]]
+    target = cache_dir() / "native" / f"kernels-{_build_key(flags)}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
+        sources = sorted(_FOLDER.glob("*.c"))
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(_run, commands))
         made = Path(folder) / "kernels.so"
-        for command in (
-            [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"],
-            [sys.executable, "-c", _PROBE, str(made)],
-        ):
-            subprocess.run(command, capture_output=True, check=True, timeout=120)
+        _run([compiler, "-shared", "-pthread", *objects, "-o", str(made), "-lm"])
+        _run([sys.executable, "-c", _PROBE, str(made)])
         os.replace(made, target)  # noqa: PTH105  both in one folder, so that the rename is atomic
     return target
+
+
+def _build_key(flags: list[str]) -> str:
+    # A home folder may be shared by different machines: what is built for one CPU is not for another.
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    features = [line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features"))]
+    sources = [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]"))]
+    return hashlib.sha256("\0".join([*sources, *flags, platform.machine(), *features]).encode()).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, check=True, timeout=120)
 
 
 def usable(x: Tensor) -> ctypes.CDLL | None:

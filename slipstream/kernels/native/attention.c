@@ -1,0 +1,204 @@
+/* Attention over a paged cache of keys and values. */
+#include "kernels.h"
+#include "threads.h"
+#include "vectors.h"
+#include <stdatomic.h>
+#include <stdlib.h>
+
+typedef struct {
+    const float *q, *cache;
+    const int32_t *starts, *query_lens, *seq_lens, *block_table, *seq_starts; /* seq_starts may be NULL */
+    float *out;
+    int64_t heads, kv_heads, dim, page_size, table_stride;
+    float scale;
+    int64_t window, longest;
+    _Atomic int failed;
+} Attention;
+
+/* The first slot that a query token sees. Where it is behind the token's own the token sees nothing. */
+static int64_t first_seen(const Attention *a, int64_t request, int64_t position) {
+    int64_t start = a->seq_starts ? a->seq_starts[request] : 0;
+    int64_t first = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
+    return start > first ? start : first;
+}
+
+/* All query heads of one group, all query tokens of one request: keys are read once for all of them. */
+static void attend(const Attention *a, int64_t request, int64_t kv_head, float *scores) {
+    int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
+    int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
+    const int32_t *pages = a->block_table + request * a->table_stride;
+    for (int64_t j = 0; j < num_query; j++) {
+        int64_t position = length - num_query + j, first = first_seen(a, request, position);
+        for (int64_t g = 0; g < group; g++) {
+            int64_t at = ((begin + j) * a->heads + kv_head * group + g) * dim;
+            const float *query = a->q + at;
+            float *result = a->out + at, largest = -INFINITY, sum = 0.0f;
+            for (int64_t p = first; p <= position; p++) {
+                int64_t slot = (int64_t)pages[p / a->page_size] * 2 * side + (kv_head * a->page_size + p % a->page_size) * dim;
+                const float *key = a->cache + slot;
+                float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+                for (int64_t i = 0; i < dim; i++) dot += query[i] * key[i];
+                scores[p] = dot * a->scale;
+                largest = scores[p] > largest ? scores[p] : largest;
+            }
+#pragma omp simd reduction(+ : sum)
+            for (int64_t p = first; p <= position; p++) {
+                scores[p] = fast_exp(scores[p] - largest);
+                sum += scores[p];
+            }
+            memset(result, 0, (size_t)dim * sizeof(float));
+            for (int64_t p = first; p <= position; p++) {
+                int64_t slot = (int64_t)pages[p / a->page_size] * 2 * side + (kv_head * a->page_size + p % a->page_size) * dim;
+                const float *value = a->cache + slot + side;
+                float weight = scores[p] / sum;
+#pragma omp simd
+                for (int64_t i = 0; i < dim; i++) result[i] += weight * value[i];
+            }
+        }
+    }
+}
+
+/* Many query tokens of one request and one key head: keys are turned once, so that a vector holds neighbouring keys, and
+ * each is then used for a tile of query rows (token, head of the group). `memory` holds turned keys, scores and where the
+ * values are. */
+static void attend_many(const Attention *a, int64_t request, int64_t kv_head, int64_t first_query, int64_t end_query,
+                        float *memory) {
+    int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
+    int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
+    const int32_t *pages = a->block_table + request * a->table_stride;
+    int64_t before = length - num_query;
+    for (; first_query < end_query && first_seen(a, request, before + first_query) > before + first_query; first_query++)
+        memset(a->out + ((begin + first_query) * a->heads + kv_head * group) * dim, 0, (size_t)(group * dim) * sizeof(float));
+    if (first_query == end_query) return;
+    int64_t low = first_seen(a, request, before + first_query);
+    int64_t num_keys = before + end_query - low, stride = (num_keys + PANEL - 1) / PANEL * PANEL;
+    float *turned = memory, *scores = turned + dim * stride;
+    const float **values = (const float **)(scores + QUERY_ROWS * stride);
+    for (int64_t k = 0; k < stride; k++) {
+        int64_t p = low + k;
+        if (k < num_keys) {
+            const float *key = a->cache + (int64_t)pages[p / a->page_size] * 2 * side + (kv_head * a->page_size + p % a->page_size) * dim;
+            values[k] = key + side;
+            for (int64_t i = 0; i < dim; i++) turned[i * stride + k] = key[i];
+        } else {
+            for (int64_t i = 0; i < dim; i++) turned[i * stride + k] = 0.0f;
+        }
+    }
+    int64_t num_rows = (end_query - first_query) * group;
+    for (int64_t row = 0; row < num_rows; row += QUERY_ROWS) {
+        const float *query[QUERY_ROWS];
+        int64_t at[QUERY_ROWS], position[QUERY_ROWS], seen = 0;
+        for (int t = 0; t < QUERY_ROWS; t++) {
+            int64_t r = row + t < num_rows ? row + t : num_rows - 1, j = first_query + r / group;
+            at[t] = ((begin + j) * a->heads + kv_head * group + r % group) * dim;
+            query[t] = a->q + at[t];
+            position[t] = before + j - low;
+            seen = position[t] + 1 > seen ? position[t] + 1 : seen;
+        }
+        for (int64_t block = 0; block < seen; block += PANEL) {
+            vec x[QUERY_ROWS], y[QUERY_ROWS];
+            _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) x[t] = y[t] = (vec){0};
+            for (int64_t i = 0; i < dim; i++) {
+                const float *keys = turned + i * stride + block;
+                vec k0 = *(const vec *)keys, k1 = *(const vec *)(keys + LANES);
+                _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) {
+                    x[t] += k0 * query[t][i];
+                    y[t] += k1 * query[t][i];
+                }
+            }
+            for (int t = 0; t < QUERY_ROWS; t++) {
+                *(vec *)(scores + t * stride + block) = x[t] * a->scale;
+                *(vec *)(scores + t * stride + block + LANES) = y[t] * a->scale;
+            }
+        }
+        for (int t = 0; t < QUERY_ROWS; t++) {
+            float *s = scores + t * stride, largest = -INFINITY, sum = 0.0f;
+            int64_t end = position[t] + 1, first = first_seen(a, request, low + position[t]) - low;
+            for (int64_t k = first; k < end; k++) largest = s[k] > largest ? s[k] : largest;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t k = first; k < end; k++) {
+                s[k] = fast_exp(s[k] - largest);
+                sum += s[k];
+            }
+            float share = 1.0f / sum;
+#pragma omp simd
+            for (int64_t k = first; k < end; k++) s[k] *= share;
+            for (int64_t k = 0; k < first; k++) s[k] = 0.0f;
+            for (int64_t k = end; k < seen; k++) s[k] = 0.0f;
+        }
+        for (int64_t i = 0; i < dim; i += PANEL) {
+            vec x[QUERY_ROWS], y[QUERY_ROWS];
+            _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) x[t] = y[t] = (vec){0};
+            for (int64_t k = 0; k < seen; k++) {
+                vec v0 = *(const vec *)(values[k] + i), v1 = *(const vec *)(values[k] + i + LANES);
+                _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) {
+                    x[t] += v0 * scores[t * stride + k];
+                    y[t] += v1 * scores[t * stride + k];
+                }
+            }
+            for (int t = 0; t < QUERY_ROWS && row + t < num_rows; t++) {
+                *(vec *)(a->out + at[t] + i) = x[t];
+                *(vec *)(a->out + at[t] + i + LANES) = y[t];
+            }
+        }
+    }
+}
+
+/* Few query tokens stay with `attend`, for there a token's result is the same however many are verified with it. */
+#define FEW_QUERIES 8
+#define QUERIES_A_PIECE 64
+
+static int64_t num_chunks(const Attention *a, int64_t request) {
+    int64_t num_query = a->query_lens[request];
+    if (num_query <= FEW_QUERIES || a->dim % PANEL) return 1;
+    return (num_query + QUERIES_A_PIECE - 1) / QUERIES_A_PIECE;
+}
+
+/* Pieces are (request, chunk of its query tokens, key head). */
+static void attend_piece(const void *arg, int64_t first, int64_t end) {
+    Attention *a = (Attention *)arg;
+    int64_t stride = (a->longest + PANEL - 1) / PANEL * PANEL;
+    size_t num_floats = (size_t)((a->dim + QUERY_ROWS + 2) * stride + PANEL);
+    float *memory = malloc(num_floats * sizeof(float));
+    if (!memory) {
+        atomic_store(&a->failed, 1);
+        return;
+    }
+    int64_t request = 0, start = 0;
+    for (int64_t i = first; i < end; i++) {
+        while (i >= start + num_chunks(a, request) * a->kv_heads) start += num_chunks(a, request++) * a->kv_heads;
+        int64_t chunk = (i - start) / a->kv_heads, kv_head = (i - start) % a->kv_heads;
+        int64_t num_query = a->query_lens[request];
+        if (a->seq_lens[request] == 0 || num_query == 0) continue;
+        if (num_query <= FEW_QUERIES || a->dim % PANEL) {
+            attend(a, request, kv_head, memory);
+        } else {
+            int64_t from = chunk * QUERIES_A_PIECE, to = from + QUERIES_A_PIECE;
+            attend_many(a, request, kv_head, from, to < num_query ? to : num_query, memory);
+        }
+    }
+    free(memory);
+}
+
+/* Returns 0, or 1 when there is no memory for the scores. Tokens behind a request's living ones give zero. Keys before
+ * `seq_starts`, if that is not NULL, are not read. */
+int slip_paged_attention(const float *q, const float *cache, const int32_t *starts, const int32_t *query_lens,
+                         const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
+                         int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
+                         int64_t table_stride, float scale, int64_t window, int num_threads) {
+    Attention a = {q,   cache,     starts,       query_lens, seq_lens, block_table, seq_starts, out, heads, kv_heads,
+                   dim, page_size, table_stride, scale,      window,   0,           0};
+    int64_t work = 0;
+    for (int64_t r = 0; r < requests; r++) {
+        a.longest = seq_lens[r] > a.longest ? seq_lens[r] : a.longest;
+        int64_t alive = seq_lens[r] ? query_lens[r] : 0, dead = starts[r + 1] - starts[r] - alive;
+        work += (int64_t)seq_lens[r] * alive * heads * dim;
+        memset(out + (starts[r] + alive) * heads * dim, 0, (size_t)(dead * heads * dim) * sizeof(float));
+    }
+    int64_t num_pieces = 0;
+    for (int64_t r = 0; r < requests; r++) num_pieces += num_chunks(&a, r) * kv_heads;
+    /* Short contexts: one thread is done before another has come. */
+    slip_spread(attend_piece, &a, num_pieces, 1, work > 100000 ? num_threads : 1);
+    return atomic_load(&a.failed);
+}

@@ -1,0 +1,58 @@
+/* All layers of a dense decoder for a few tokens a request, in one call: between two products there is too little work
+ * to return to Python for. Field order is that of the structures in decoder_stack.py.
+ */
+#include "kernels.h"
+
+#include <stdlib.h>
+
+typedef struct {
+    const float *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm; /* biases, q_norm and k_norm may be NULL */
+    const Matrix *qkv, *o, *gate_up, *down;
+    float *cache;
+    int64_t window;
+} Layer;
+
+typedef struct {
+    int64_t hidden, heads, kv_heads, dim, intermediate, page_size, rotary_dim;
+    float eps, scale;
+} Sizes;
+
+typedef struct {
+    int64_t tokens, requests, table_stride;
+    const float *cosine, *sine;
+    const int64_t *page_ids, *offsets;
+    const int32_t *starts, *query_lens, *seq_lens, *block_table, *seq_starts; /* seq_starts may be NULL */
+    int planes, num_threads;
+} Step;
+
+static void normalise_heads(float *x, const float *weight, float eps, int64_t tokens, int64_t stride, int64_t heads, int64_t dim) {
+    for (int64_t t = 0; t < tokens; t++) slip_rms_norm(x + t * stride, weight, eps, x + t * stride, heads, dim);
+}
+
+/* `hidden` is what is still to be added to `residual`; both are read and written. Returns 1 when memory ran out. */
+int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, const Step *s, float *hidden, float *residual) {
+    int64_t n = s->tokens, q_size = z->heads * z->dim, kv_size = z->kv_heads * z->dim, qkv_size = q_size + 2 * kv_size;
+    float *normed = malloc((size_t)(n * (z->hidden + qkv_size + 2 * q_size + z->intermediate)) * sizeof(float));
+    if (!normed) return 1;
+    float *qkv = normed + n * z->hidden, *q = qkv + n * qkv_size, *mixed = q + n * q_size, *gated = mixed + n * q_size;
+    int failed = 0;
+    for (const Layer *l = layers; l < layers + num_layers && !failed; l++) {
+        slip_add_rms_norm(hidden, residual, l->input_norm, z->eps, normed, residual, n, z->hidden);
+        failed = slip_product(l->qkv, normed, l->qkv_bias, qkv, n, s->planes, s->num_threads);
+        if (l->q_norm) normalise_heads(qkv, l->q_norm, z->eps, n, qkv_size, z->heads, z->dim);
+        if (l->k_norm) normalise_heads(qkv + q_size, l->k_norm, z->eps, n, qkv_size, z->kv_heads, z->dim);
+        slip_rope_and_cache(qkv, qkv_size, qkv + q_size, qkv_size, qkv + q_size + kv_size, qkv_size, s->cosine, s->sine,
+                            l->cache, s->page_ids, s->offsets, q, n, z->heads, z->kv_heads, z->dim, z->rotary_dim,
+                            z->page_size);
+        failed |= slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, s->seq_starts,
+                                        mixed, s->requests, z->heads, z->kv_heads, z->dim, z->page_size, s->table_stride,
+                                       z->scale, l->window, s->num_threads);
+        failed |= slip_product(l->o, mixed, l->o_bias, hidden, n, s->planes, s->num_threads);
+        slip_add_rms_norm(hidden, residual, l->post_norm, z->eps, normed, residual, n, z->hidden);
+        failed |= slip_product(l->gate_up, normed, NULL, gated, n, s->planes, s->num_threads);
+        failed |= slip_product(l->down, gated, NULL, hidden, n, s->planes, s->num_threads);
+    }
+    free(normed);
+    return failed;
+}
+

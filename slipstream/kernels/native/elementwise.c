@@ -1,0 +1,101 @@
+/* Small operations between the products, in plain C for CPUs.
+ *
+ * In torch each of them is five to ten calls, and at one token a call costs more than the work. The definitions are the
+ * torch bodies in the files of slipstream/kernels that call these; tests compare the two.
+ */
+#include "kernels.h"
+#include "threads.h"
+#include "vectors.h"
+
+static void normalise(const float *x, const float *weight, float eps, float *out, int64_t size) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+    float scale = 1.0f / sqrtf(sum / (float)size + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+void slip_rms_norm(const float *x, const float *weight, float eps, float *out, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++) normalise(x + row * size, weight, eps, out + row * size, size);
+}
+
+void slip_add_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *out, float *total,
+                       int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *a = x + row * size, *b = residual + row * size;
+        float *sum = total + row * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) sum[i] = a[i] + b[i];
+        normalise(sum, weight, eps, out + row * size, size);
+    }
+}
+
+void slip_swiglu(const float *gate_up, float *out, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = gate_up + row * 2 * size, *up = gate + size;
+        float *target = out + row * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) target[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+    }
+}
+
+static void rotate(const float *x, const float *cosine, const float *sine, float *out, int64_t rotary_dim, int64_t dim) {
+    int64_t half = rotary_dim / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        out[i] = x[i] * cosine[i] + x[i + half] * sine[i];
+        out[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
+    }
+    for (int64_t i = rotary_dim; i < dim; i++) out[i] = x[i];
+}
+
+/* Rotates queries into q_out and keys into the cache, beside the values. Strides are from token to token. */
+void slip_rope_and_cache(const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
+                         int64_t v_stride, const float *cosine, const float *sine, float *cache, const int64_t *page_ids,
+                         const int64_t *offsets, float *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
+                         int64_t dim, int64_t rotary_dim, int64_t page_size) {
+    int64_t head_bytes = dim * (int64_t)sizeof(float), side = kv_heads * page_size * dim;
+    for (int64_t t = 0; t < tokens; t++) {
+        const float *c = cosine + t * rotary_dim, *s = sine + t * rotary_dim;
+        for (int64_t h = 0; h < heads; h++)
+            rotate(q + t * q_stride + h * dim, c, s, q_out + (t * heads + h) * dim, rotary_dim, dim);
+        float *keys = cache + page_ids[t] * 2 * side;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            float *slot = keys + (h * page_size + offsets[t]) * dim;
+            rotate(k + t * k_stride + h * dim, c, s, slot, rotary_dim, dim);
+            memcpy(slot + side, v + t * v_stride + h * dim, (size_t)head_bytes);
+        }
+    }
+}
+
+/* The largest entry of each row and where it first stands; not a number, at 0, if the row holds anything that is not one. */
+typedef struct {
+    const float *x;
+    int64_t size;
+    float *largest;
+    int64_t *index;
+} Rows;
+
+static void find_largest(const void *arg, int64_t first, int64_t end) {
+    const Rows *r = arg;
+    for (int64_t row = first; row < end; row++) {
+        const float *x = r->x + row * r->size;
+        float largest = -INFINITY;
+        int bad = 0;
+#pragma omp simd reduction(max : largest) reduction(| : bad)
+        for (int64_t i = 0; i < r->size; i++) {
+            largest = x[i] > largest ? x[i] : largest;
+            bad |= x[i] != x[i];
+        }
+        int64_t at = 0;
+        while (!bad && at < r->size && x[at] != largest) at++;
+        r->largest[row] = bad ? NAN : largest;
+        r->index[row] = bad ? 0 : at;
+    }
+}
+
+void slip_row_max(const float *x, int64_t rows, int64_t size, float *largest, int64_t *index, int num_threads) {
+    Rows r = {x, size, largest, index};
+    slip_spread(find_largest, &r, rows, 1, rows * size > 100000 ? num_threads : 1);
+}

@@ -1,0 +1,74 @@
+"""Matrix products with quantised weights on a CPU, and rows of such matrices."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels import native
+from slipstream.kernels.quant_weights import QuantMatrix, dequantised
+
+
+def default_planes() -> int:
+    """How activations meet quantised weights, by speed at an accuracy as good as float32's.
+
+    As 3 bytes each, 24 bits of fixed point a block of 32, where an instruction multiplies bytes; else 0, as they are.
+    2 bytes are faster and 200 times less accurate.
+    """
+    lib = native.library()
+    return 3 if lib is not None and lib.slip_has_byte_products() else 0
+
+
+def _linear_shape(x: Tensor, matrix: QuantMatrix, bias: Tensor | None, planes: int) -> TensorSpec:
+    return TensorSpec((x.shape[0], matrix.out_size), x.dtype)
+
+
+@operation(_linear_shape)
+def quant_linear(
+    x: Tensor,  # [num_tokens, in] float32
+    matrix: QuantMatrix,
+    bias: Tensor | None,  # [out], without gates only
+    planes: int,  # of activations: 0, 2 or 3, see default_planes
+) -> Tensor:  # [num_tokens, out]
+    """``linear``, and ``swiglu`` after it where gated. A token's result does not depend on how many are computed with it."""
+    if (lib := native.library()) is None:
+        out = F.linear(x, dequantised(matrix))
+        if matrix.gated:
+            gate, up = out.chunk(2, dim=1)
+            return F.silu(gate) * up
+        return out if bias is None else out + bias
+    x = x.contiguous()
+    num_tokens, in_size = x.shape
+    assert x.dtype is torch.float32
+    assert in_size == matrix.in_size
+    out = torch.empty(num_tokens, matrix.out_size)
+    shift = None if bias is None else bias.data_ptr()
+    arrays = (ctypes.addressof(matrix.record), x.data_ptr(), shift, out.data_ptr())
+    if lib.slip_product(*arrays, num_tokens, planes, torch.get_num_threads()):
+        raise MemoryError("no memory for the activations of a product")
+    return out
+
+
+def _embedding_shape(token_ids: Tensor, matrix: QuantMatrix) -> TensorSpec:
+    return TensorSpec((token_ids.shape[0], matrix.in_size), torch.float32)
+
+
+@operation(_embedding_shape)
+def quant_embedding(
+    token_ids: Tensor,  # [num_tokens] int32
+    matrix: QuantMatrix,  # [vocab, hidden], of one segment: it may be the output matrix, too
+) -> Tensor:  # [num_tokens, hidden] float32
+    """Rows of a quantised matrix, dequantised."""
+    if (lib := native.library()) is None:
+        return torch.index_select(dequantised(matrix), 0, token_ids)
+    assert len(matrix.segments) == 1
+    token_ids = token_ids.to(torch.int32).contiguous()
+    out = torch.empty(token_ids.shape[0], matrix.in_size)
+    arrays = (ctypes.addressof(matrix.record), token_ids.data_ptr(), token_ids.shape[0], out.data_ptr())
+    if lib.slip_quant_rows(*arrays, torch.get_num_threads()):
+        raise IndexError("a token id is no row of the embedding")
+    return out
