@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError, nearest
 from slipstream.speculative_config import SpeculativeConfig, read_speculative
 
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
+WEIGHT_FORMATS = ("auto", "stored", "float")
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -91,6 +92,10 @@ class EngineOptions:
         "auto", "Device to run on: auto, cuda, cpu, or sim (a simulated GPU that checks the engine; slow)."
     )
     dtype: str = _option("auto", "Data type of weights and cache: auto, float32, bfloat16, float16 or float64.")
+    weight_format: str = _option(
+        "auto",
+        "Quantised weights of a GGUF file: stored (kept as in the file; on a CPU), float (dequantised), or auto.",
+    )
     max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; the model's own limit if unset.")
     max_num_seqs: int | None = _option(None, "Most requests that run at the same time.")
     max_num_batched_tokens: int | None = _option(None, "Most tokens in one step, prefill and decode together.")

@@ -127,9 +127,9 @@ def case_name(model: str) -> str:
 
 def _open(options: EngineOptions) -> tuple[dict[str, Any], Checkpoint, Tokenizer | None]:
     """Configuration and, where a draft model's has to fit it, the tokenizer of a checkpoint."""
-    from slipstream.models.load import open_decoder
+    from slipstream.engine.build import open_target
 
-    checkpoint, speculative = open_decoder(Path(options.model)), speculation_of(options)
+    checkpoint, speculative = open_target(options), speculation_of(options)
     wanted = speculative is not None and speculative.model is not None
     return checkpoint.config, checkpoint, checkpoint.tokenizer() if wanted else None
 

@@ -11,13 +11,13 @@ import torch
 
 from slipstream.attention.backend import Caps
 from slipstream.attention.choice import open_caches
-from slipstream.config import GIB, EngineConfig, EngineOptions, speculation_of
-from slipstream.device import open_device
+from slipstream.config import GIB, WEIGHT_FORMATS, EngineConfig, EngineOptions, speculation_of
+from slipstream.device import choose_device, open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drafter import Drafter, open_drafter, without_network
 from slipstream.engine.resolve import resolve, resolve_dtype
-from slipstream.errors import ConfigError, ModelError, RequestError
+from slipstream.errors import ConfigError, ModelError, RequestError, nearest
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.models.fields import Fields
 from slipstream.models.hub import resolve_model
@@ -40,6 +40,7 @@ from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import SamplingParams
+from slipstream.weights.gguf_blocks import can_keep_blocks
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -61,9 +62,30 @@ class Engine(EngineInfo):
 
 def build_engine(options: EngineOptions) -> Engine:
     speculation_of(options)  # what is said wrongly of drafts is said before a model is looked for
-    checkpoint = open_decoder(resolve_model(options.model))
+    checkpoint = open_target(options)
     tokenizer = checkpoint.tokenizer()
     return _assemble(options, checkpoint.config, checkpoint, tokenizer)
+
+
+def open_target(options: EngineOptions) -> Checkpoint:
+    return open_decoder(resolve_model(options.model), keep_blocks=_keep_blocks(options))
+
+
+def _keep_blocks(options: EngineOptions) -> bool:
+    """Whether quantised weights of GGUF files stay in their blocks, which only the kernels for CPUs read."""
+    if options.weight_format not in WEIGHT_FORMATS:
+        hint = nearest(options.weight_format, WEIGHT_FORMATS)
+        raise ConfigError(
+            f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, not '{options.weight_format}'{hint}"
+        )
+    if options.weight_format == "float":
+        return False
+    can = choose_device(options.device) == "cpu" and options.dtype in ("auto", "float32") and can_keep_blocks()
+    if options.weight_format == "stored" and not can:
+        raise ConfigError(
+            "weight_format stored needs device cpu, dtype float32 and a C compiler; use weight_format auto"
+        )
+    return can
 
 
 def build_shape(options: EngineOptions, shape: str) -> Engine:
@@ -94,7 +116,8 @@ def plan_engine(
     device = open_device(options.device)
     hardware = device.hardware(options.dtype)
     model = architecture.read_config(hf_config)
-    placement = Placement(device.torch_device, getattr(torch, resolve_dtype(options.dtype, hardware, model)))
+    dtype = getattr(torch, resolve_dtype(options.dtype, hardware, model))
+    placement = Placement(device.torch_device, dtype, _keep_blocks(options))
     drafter = open_drafter(options, hf_config, checkpoint, tokenizer, placement)
     draft = None if drafter is None else drafter.model
     size = measure_model(architecture, model, placement)

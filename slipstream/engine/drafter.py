@@ -151,7 +151,7 @@ def _describe(
 def _open_draft_model(
     model: str, hf_config: dict[str, Any], tokenizer: Tokenizer | None, placement: Placement
 ) -> DraftModelDrafter:
-    draft = open_decoder(resolve_model(model))
+    draft = open_decoder(resolve_model(model), placement.keep_blocks)
     if tokenizer is None:
         sizes = [architecture_of(config).read_config(config).vocab_size for config in (hf_config, draft.config)]
         same = sizes[0] == sizes[1]

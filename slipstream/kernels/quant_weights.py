@@ -6,7 +6,6 @@ The layout is described in ``native/quant_format.h``. Packing takes codes and sc
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,6 +97,12 @@ def _empty_panels(kind: Kind, num_rows: int, in_size: int, group_blocks: int) ->
     num_groups = -(-in_size // (BLOCK * group_blocks))
     group_bytes = kind.header_bytes + group_blocks * 64 * kind.bits
     return torch.empty(-(-num_rows // PANEL_ROWS), num_groups, group_bytes, dtype=torch.uint8)
+
+
+def packed_bytes(kind: str, num_rows: int, in_size: int) -> int:
+    """Of such a segment in memory."""
+    with torch.device("meta"):
+        return _empty_panels(KINDS[kind], num_rows, in_size, KINDS[kind].group_blocks).nbytes
 
 
 def pack_gguf(
@@ -194,7 +199,9 @@ def _scales(name: str, header: Tensor, num_blocks: int) -> tuple[Tensor, Tensor 
     lead = (*header.shape[:2], num_blocks, 1, PANEL_ROWS)
     if name in ("INT4", "INT8"):
         both = header.view(torch.float32)
-        return tuple(both[..., i : i + 16].unsqueeze(2).expand(lead[:2] + (num_blocks, 16)).unsqueeze(3) for i in (0, 16))  # type: ignore[return-value]
+        return tuple(
+            both[..., i : i + 16].unsqueeze(2).expand(lead[:2] + (num_blocks, 16)).unsqueeze(3) for i in (0, 16)
+        )  # type: ignore[return-value]
     halves = header[..., :64].contiguous().view(torch.float16).to(torch.float32)
     if name in ("Q4_0", "Q5_0", "Q8_0"):
         return halves.view(lead), None

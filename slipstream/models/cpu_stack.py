@@ -9,7 +9,6 @@ from torch import nn
 from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, StackLayer
 from slipstream.models.layers import Attention, FeedForward, RMSNorm
-from slipstream.weights.panels import Panels
 
 
 def stack_of(config: ModelConfig, layers: Iterable[nn.Module]) -> DecoderStack | None:
@@ -37,10 +36,10 @@ def _stack_layer(layer: nn.Module) -> StackLayer | None:
     if not isinstance(mlp, FeedForward) or mlp.down_proj.bias is not None:
         return None
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    packed = [linear.matrix.packed for linear in products if isinstance(linear.matrix, Panels)]
-    if len(packed) < len(products) or any(linear.reduction is not None for linear in products):
+    found = [matrix for linear in products if (matrix := linear.matrix.stack_matrix()) is not None]
+    if len(found) < len(products) or any(linear.reduction is not None for linear in products):
         return None
-    qkv, o, gate_up, down = packed
+    qkv, o, gate_up, down = found
     if not gate_up.gated:
         return None
     return StackLayer(

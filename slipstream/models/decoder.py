@@ -29,8 +29,7 @@ from slipstream.models.layers import (
     open_weights,
 )
 from slipstream.models.rope import layer_tables
-from slipstream.weights.dense import DenseWeight
-from slipstream.weights.matrix import Matrix
+from slipstream.weights.matrix import Matrix, Slot
 from slipstream.weights.registry import scheme_of
 
 # Checkpoints may carry these; the engine computes them itself.
@@ -151,7 +150,7 @@ class Decoder(nn.Module):
         """What makes logits of the last hidden state."""
         if self.lm_head is not None:
             return self.lm_head.matrix
-        return DenseWeight.of(self.model.embed_tokens.weight) if self._output is None else self._output
+        return self.model.embed_tokens.matrix if self._output is None else self._output
 
     def finish_weights(self, device: torch.device | None = None) -> None:
         """After loading: bring every weight into the layout that multiplies fastest on the device it is on.
@@ -161,12 +160,12 @@ class Decoder(nn.Module):
         device = device or self.device
         finish_weights(self, device)
         if self.lm_head is None:
-            self._output = DenseWeight.of(self.model.embed_tokens.weight).finish(device)
+            self._output = self.model.embed_tokens.matrix.for_products(device)
         if self.layer_class is DecoderLayer and self.config.is_plain:
             self._stack = stack_of(self.config, self.model.layers)
             self._fused = fuse(self.model.layers)
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[tuple[str, Slot]]:
         """Every tensor a checkpoint must bring, by its name there."""
         return checkpoint_slots(self)
 

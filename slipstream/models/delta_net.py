@@ -13,6 +13,7 @@ from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.kernels.gated_norm import gated_norm
 from slipstream.models.layers import Layer, Linear, RMSNorm
+from slipstream.weights.matrix import Slot
 
 
 class GatedDeltaNet(Layer):
@@ -49,7 +50,7 @@ class GatedDeltaNet(Layer):
         out: Tensor = self.out_proj(mixed.flatten(1))
         return out
 
-    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """What is neither a product nor a norm."""
         yield f"{name}.conv1d.weight", self.conv_weight
         yield f"{name}.A_log", self.a_log

@@ -39,6 +39,7 @@ from slipstream.models.rope import layer_tables
 from slipstream.models.speculators_format import is_speculators, plain_config
 from slipstream.values import describe_value
 from slipstream.weights.dense import DenseWeight
+from slipstream.weights.matrix import Slot, WeightShape
 from slipstream.weights.registry import scheme_of
 
 Kind = Literal["eagle", "eagle3", "mtp"]
@@ -103,8 +104,13 @@ class Borrowed(NamedTuple):
     target: Decoder
 
     @property
-    def embedding(self) -> Tensor:
-        return self.target.model.embed_tokens.weight
+    def embedding(self) -> Embedding:
+        return self.target.model.embed_tokens
+
+    @property
+    def like(self) -> Tensor:
+        """Of the device and type that the target computes in."""
+        return self.target.model.norm.weight
 
     @property
     def head(self) -> Tensor | None:
@@ -192,10 +198,14 @@ class DraftHead(nn.Module, ABC):
 
         With ``positions`` the embedding at position 0 is left out.
         """
-        table = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
+        embedding = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens
         gains = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
-        if self.embedding_scale != 1.0:
-            table = scaled_embedding(table, input_ids, self.embedding_scale)
+        table = embedding.dense
+        if table is None or self.embedding_scale != 1.0:
+            if table is None:
+                table = embedding.matrix.look_up(input_ids) * self.embedding_scale
+            else:
+                table = scaled_embedding(table, input_ids, self.embedding_scale)
             input_ids = torch.arange(hidden.shape[0], dtype=torch.int32, device=hidden.device)
         return join_states(hidden, table, input_ids, gains[0], gains[1], self.config.rms_norm_eps, positions)
 
@@ -208,7 +218,7 @@ class DraftHead(nn.Module, ABC):
         """After loading: as a decoder's, for the head's own weights."""
         finish_weights(self, next(self.parameters()).device if device is None else device)
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[tuple[str, Slot]]:
         return checkpoint_slots(self)
 
     def rename(self, name: str) -> str:
@@ -243,7 +253,7 @@ class DraftHead(nn.Module, ABC):
         own = self.own_copy(tensor)
         if name == "embed_tokens.weight":
             # Many bring a copy of the target's, and one is enough, unless it is to be the output matrix as well.
-            if self.config.tie_embeddings or not torch.equal(own, self.borrowed.embedding):
+            if self.config.tie_embeddings or not torch.equal(own, self.borrowed.embedding.matrix.dequantised()):
                 self.embed_tokens = _embedding_of(own)
         else:
             theirs = self.borrowed.head
@@ -252,7 +262,7 @@ class DraftHead(nn.Module, ABC):
 
     def own_copy(self, tensor: Tensor) -> Tensor:
         """In the memory and type of the target's weights."""
-        return self.borrowed.embedding.new_empty(tensor.shape).copy_(tensor)
+        return self.borrowed.like.new_empty(tensor.shape).copy_(tensor)
 
     def passes_over(self, name: str) -> bool:
         return name.endswith(_IGNORED)
@@ -284,21 +294,16 @@ class DraftHead(nn.Module, ABC):
             raise ModelError("tensor 't2d' does not mark the tokens that 'd2t' leads to")
         if size == target_size and torch.equal(target_ids, drafts):
             return None
-        return target_ids.to(self.borrowed.embedding.device, torch.int32)
+        return target_ids.to(self.borrowed.like.device, torch.int32)
 
     def rope_tables(self, max_position: int) -> list[Tensor]:
         """One for each decoder layer."""
         return layer_tables(self.config, max_position, next(self.parameters()).device)
 
 
-def _parameter(weight: Tensor) -> nn.Parameter:
-    return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-
-
 def _embedding_of(weight: Tensor) -> Embedding:
-    with torch.device("meta"):  # nothing is allocated that the weight replaces at once
-        made = Embedding(*weight.shape)
-    made.weight = _parameter(weight)
+    made = Embedding(*weight.shape)
+    made.hold(DenseWeight(WeightShape(made.size, {"embed_tokens": made.vocab_size}), weight))
     return made
 
 

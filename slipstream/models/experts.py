@@ -14,7 +14,7 @@ from slipstream.config import ExpertsConfig, ModelConfig
 from slipstream.errors import ModelError
 from slipstream.kernels.moe import route_tokens
 from slipstream.models.layers import FeedForward, Layer, Linear, Reduction
-from slipstream.weights.matrix import ExpertMatrices, ExpertShape, StoredExperts, WeightScheme
+from slipstream.weights.matrix import ExpertMatrices, ExpertShape, Slot, StoredExperts, WeightScheme
 
 
 class ExpertWeights(Layer):
@@ -35,7 +35,7 @@ class ExpertWeights(Layer):
         if isinstance(self.stored, ExpertMatrices):
             self.matrices = self.stored  # usable as it is
 
-    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """One expert after another."""
         assert self.stored is not None, "the weights are not open"
         return self.stored.slots(f"{name}.")

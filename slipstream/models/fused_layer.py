@@ -41,9 +41,9 @@ class FusedLayers(NamedTuple):
         """The residual stream behind the last layer: [num_tokens, hidden]."""
         before = self.layers[0].before
         assert before is not None
-        self.prepare(context, cos_sin, embed.weight.dtype)
-        if embed.scale == 1.0:
-            x, *scaled = embed_scaled(embed.weight, input_ids, before.weight)
+        self.prepare(context, cos_sin, before.weight.dtype)
+        if embed.scale == 1.0 and (table := embed.dense) is not None:
+            x, *scaled = embed_scaled(table, input_ids, before.weight)
             stream = Stream(x, (scaled[0], scaled[1]))
         else:
             x = embed(input_ids)

@@ -26,6 +26,7 @@ from slipstream.models.hf_config import MAX_EXPERTS, MAX_HEADS
 from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.values import describe_value
+from slipstream.weights.gguf_blocks import is_kept
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,12 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# The weights that each product stacks. One that an architecture cuts first is not among them.
+_STACKED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    *((name,) for name in ("o_proj", "down_proj", "embed_tokens", "lm_head")),
+)
 _EXPERT_NAMES = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _NUMBER = "(0|[1-9][0-9]{0,4})"
 _LAYER_TENSOR = re.compile(rf"blk\.{_NUMBER}\.(\w+)\.(weight|bias)")
@@ -120,7 +127,8 @@ _PIECE_ELEMENTS = 1 << 20
 class GGUFCheckpoint:
     """One GGUF file, seen as a Hugging Face checkpoint."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep_blocks: bool = False) -> None:
+        """With ``keep_blocks`` weights come as rows of raw bytes, where ``weights/gguf_blocks`` takes them so."""
         self.path = path
         self._codec = BlockCodec()
         self._file = GGUFFile(path, self._codec.block_sizes)
@@ -132,6 +140,7 @@ class GGUFCheckpoint:
         named = {key: self._read_factors(entries.pop(name, None)) for key, name in _LONGROPE_FACTORS.items()}
         longrope = {key: values for key, values in named.items() if values is not None}
         self._entries = self._translate_all(entries.values())
+        self._kept = self._find_kept() if keep_blocks else {}
         values: dict[str, Any] = {
             "architectures": [self._architecture.model_class],
             "model_type": self._architecture.model_type,
@@ -142,20 +151,27 @@ class GGUFCheckpoint:
         if factors is not None:
             # Divisors of the inverse frequencies: the form in which GGUF keeps Llama 3's rope scaling.
             values["rope_freq_factors"] = factors
+        if self._kept:
+            types = {name.removesuffix(".weight"): kind for name, kind in self._kept.items()}
+            values["quantization_config"] = {"quant_method": "gguf", "tensor_types": types}
         self.config = Fields(values, str(path))
         self._check_rotation()
         self.generation_config = Fields(generation_config(metadata, self._architecture.end_tokens), str(path))
 
     def tensor_headers(self) -> list[TensorHeader]:
-        dtype_of = self._codec.dtype_of
-        return [TensorHeader(name, entry.shape, dtype_of(entry)) for name, entry in self._entries.items()]
+        return [self._header(name, entry) for name, entry in self._entries.items()]
+
+    def _header(self, name: str, entry: TensorEntry) -> TensorHeader:
+        if name in self._kept:
+            return TensorHeader(name, (entry.shape[0], entry.num_bytes // entry.shape[0]), torch.uint8)
+        return TensorHeader(name, entry.shape, self._codec.dtype_of(entry))
 
     def tensor_names(self) -> list[str]:
         return list(self._entries)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, entry in self._entries.items():
-            tensor = self._decode(entry)
+            tensor = self._rows_of(entry) if name in self._kept else self._decode(entry)
             if self._architecture.rotary_rows_permuted and ".self_attn.q_proj." in name:
                 tensor = self._unpermute(name, tensor, self.config["num_attention_heads"])
             elif self._architecture.rotary_rows_permuted and ".self_attn.k_proj." in name:
@@ -174,6 +190,26 @@ class GGUFCheckpoint:
                 f"{self.path}: {name} has {tensor.shape[0]} rows, the metadata says {num_heads} heads of {head_dim}"
             )
         return unpermute_rotary_rows(tensor, num_heads)
+
+    def _find_kept(self) -> dict[str, str]:
+        """The encodings of weights that stay in blocks, by their names: all that one product stacks, or none of it."""
+        found = {}
+        for name, entry in self._entries.items():
+            kind = self._codec.type_name(entry)
+            if name.endswith(".weight") and len(entry.shape) == 2 and is_kept(kind):
+                found[name.removesuffix(".weight")] = kind
+        kept = {}
+        for name, kind in found.items():
+            prefix, _, part = name.rpartition(".")
+            stacked = next((parts for parts in _STACKED if part in parts), None)
+            names = [".".join(filter(None, (prefix, other))) for other in stacked or ()]
+            if stacked is not None and all(other in found for other in names):
+                kept[f"{name}.weight"] = kind
+        return kept
+
+    def _rows_of(self, entry: TensorEntry) -> torch.Tensor:
+        """[rows, bytes of a row], as in the file."""
+        return torch.from_numpy(np.array(self._file.raw(entry))).view(entry.shape[0], -1)
 
     def _decode(self, entry: TensorEntry) -> torch.Tensor:
         try:
@@ -303,6 +339,10 @@ class BlockCodec:
         except NotImplementedError:
             raise UnreadableBlocks(f"{entry.name} is stored as {kind.name}, which cannot be read") from None
         return torch.from_numpy(values).reshape(entry.shape)
+
+    def type_name(self, entry: TensorEntry) -> str:
+        name: str = self._kinds(entry.type_id).name
+        return name
 
     def dtype_of(self, entry: TensorEntry) -> torch.dtype:
         """As ``decode`` gives it."""

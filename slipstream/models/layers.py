@@ -12,11 +12,11 @@ from slipstream.attention.backend import AttentionLayer, HeadNorms
 from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep, NewHeads
 from slipstream.config import ModelConfig
-from slipstream.kernels.linear import embedding
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
 from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.kernels.small_linear import Epilogue
-from slipstream.weights.matrix import Matrix, StoredWeight, WeightScheme, WeightShape
+from slipstream.weights.dense import DenseWeight
+from slipstream.weights.matrix import Matrix, Slot, StoredWeight, WeightScheme, WeightShape
 
 
 def _weight(*shape: int) -> nn.Parameter:
@@ -36,8 +36,8 @@ class Layer(nn.Module):
     def open_weights(self, scheme: WeightScheme, name: str) -> None:
         """Make the memory whose format the checkpoint decides. ``name`` is the layer's in the network."""
 
-    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that a checkpoint must bring, by its name there, beside the memory it goes to."""
+    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """Every tensor that a checkpoint must bring, by its name there, beside where it goes."""
         return iter(())
 
     def finish_weights(self, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class Linear(Layer):
         if self.stored is not None:
             self.matrix, self.stored = self.stored.finish(device), None
 
-    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         assert self.stored is not None, "the weights are not open"
         prefix = _parent(name)
         yield from self.stored.slots(prefix)
@@ -113,23 +113,56 @@ class RMSNorm(Layer):
         """The norm of x + residual, and the sum itself as the next residual."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         yield f"{name}.weight", self.weight
 
 
 class Embedding(Layer):
+    """A table with a row for each token; where the model says so, the output matrix as well."""
+
+    matrix: Matrix
+
     def __init__(self, vocab_size: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight = _weight(vocab_size, size)
-        self.scale = scale
+        self.vocab_size, self.size, self.scale = vocab_size, size, scale
+        self.stored: StoredWeight | None = None  # until the weights are finished
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.scale == 1.0:
-            return embedding(self.weight, token_ids)
-        return scaled_embedding(self.weight, token_ids, self.scale)
+            return self.matrix.look_up(token_ids)
+        if (weight := self.dense) is not None:
+            return scaled_embedding(weight, token_ids, self.scale)
+        return self.matrix.look_up(token_ids) * self.scale
 
-    def own_slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{name}.weight", self.weight
+    @property
+    def dense(self) -> Tensor | None:
+        """The table itself, if it is kept as plain numbers."""
+        matrix = self.matrix
+        return matrix.weight if isinstance(matrix, DenseWeight) else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The same for whoever knows that it is."""
+        weight = self.dense
+        assert weight is not None, "the embedding is not kept as plain numbers"
+        return weight
+
+    def open_weights(self, scheme: WeightScheme, name: str) -> None:
+        part = name.rpartition(".")[2]
+        self.hold(scheme.format_of_table(name).open(WeightShape(self.size, {part: self.vocab_size})))
+
+    def hold(self, stored: StoredWeight) -> None:
+        self.stored = stored
+        if isinstance(stored, Matrix):
+            self.matrix = stored
+
+    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        assert self.stored is not None, "the weights are not open"
+        return self.stored.slots(_parent(name))
+
+    def finish_weights(self, device: torch.device) -> None:
+        if self.stored is not None:
+            self.matrix, self.stored = self.stored.finish_table(device), None
 
 
 class Attention(Layer):
@@ -213,7 +246,7 @@ def open_weights(network: nn.Module, scheme: WeightScheme) -> None:
         layer.open_weights(scheme, name)
 
 
-def checkpoint_slots(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_slots(network: nn.Module) -> Iterator[tuple[str, Slot]]:
     """Every tensor that the network's layers want of a checkpoint, by its name there."""
     for name, layer in _layers(network):
         yield from layer.own_slots(name)

@@ -15,12 +15,12 @@ from slipstream.config import EngineConfig, ModelConfig, NetworkSize
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
 from slipstream.models.experts import ExpertWeights
-from slipstream.models.layers import Linear
+from slipstream.models.layers import Embedding, Linear
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.values import describe_value
-from slipstream.weights.matrix import ExpertMatrices, Matrix, StoredExperts, StoredWeight
+from slipstream.weights.matrix import ExpertMatrices, Matrix, PackingSlot, Slot, StoredExperts, StoredWeight
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
@@ -42,8 +42,8 @@ class Loadable(Protocol):
         """What a wrong shape of a tensor may come from, by the name of its slot."""
         ...
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that a checkpoint must bring, by its name there, beside the memory it goes to."""
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Every tensor that a checkpoint must bring, by its name there, beside where it goes."""
         ...
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -72,18 +72,19 @@ class Placement(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+    keep_blocks: bool = False  # of GGUF files, as far as that device has kernels for them
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> Placement:
         return cls(device, getattr(torch, config.dtype))
 
 
-def open_decoder(path: Path) -> Checkpoint:
+def open_decoder(path: Path, keep_blocks: bool = False) -> Checkpoint:
     """Open the checkpoint of a whole model. What its config says is compared with its tensors, from headers alone.
 
     After this no count of the config is larger than the files bear out, and nothing was built or allocated for it.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, keep_blocks)
     architecture = architecture_of(checkpoint.config)
     config = architecture.read_config(checkpoint.config)
     headers = checkpoint.tensor_headers()
@@ -150,6 +151,8 @@ def count_parameters(network: nn.Module) -> int:
     for module in network.modules():
         if isinstance(module, Linear | ExpertWeights):
             total += module.shape.num_params
+        elif isinstance(module, Embedding):
+            total += module.vocab_size * module.size
         if not isinstance(module, StoredWeight | StoredExperts | Matrix | ExpertMatrices):
             total += sum(parameter.numel() for parameter in module.parameters(recurse=False))
     return total
@@ -167,7 +170,7 @@ class _Match(NamedTuple):
     name: str  # of the slot
     file_name: str  # in the checkpoint
     tensor: Tensor
-    slot: Tensor | None  # None: the network may adopt it
+    slot: Slot | None  # None: the network may adopt it
 
 
 def check_tensors(network: Loadable, headers: Iterable[TensorHeader]) -> None:
@@ -182,6 +185,8 @@ def load_weights(network: Loadable, tensors: Iterable[tuple[str, Tensor]]) -> No
     for name, file_name, tensor, slot in _match_tensors(network, tensors):
         if slot is None:
             network.adopt(name, file_name, tensor)
+        elif isinstance(slot, PackingSlot):
+            slot.fill(tensor)
         else:
             slot.copy_(tensor)
     network.finish_loading()
@@ -192,7 +197,10 @@ def _match_tensors(network: Loadable, tensors: Iterable[tuple[str, Tensor]]) -> 
     for file_name, tensor in tensors:
         for name, part in network.translate(file_name, tensor):
             slot = slots.pop(name, None)
-            if (expected := optional.get(name) if slot is None else slot) is not None:
+            expected = slot.expected if isinstance(slot, PackingSlot) else slot
+            if expected is None:
+                expected = optional.get(name)
+            if expected is not None:
                 # A tensor that holds several weights is cut; what does not fit is then one of those.
                 said = file_name if part.shape == tensor.shape else name
                 _check_fits(said, part, expected, network.hints.get(name, ""))
@@ -221,7 +229,7 @@ def _check_fits(name: str, tensor: Tensor, expected: Tensor, hint: str) -> None:
 @torch.inference_mode()
 def randomize_weights(network: Loadable, seed: int = 0) -> None:
     """Random weights of sane size, for benchmarks of a shape whose real weights are not at hand."""
-    slots = dict(network.slots())
+    slots = {name: slot for name, slot in network.slots() if isinstance(slot, Tensor)}
     generator = torch.Generator(device=next(iter(slots.values())).device).manual_seed(seed)
     for name, slot in slots.items():
         if "norm" in name:

@@ -27,6 +27,7 @@ from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, proje
 from slipstream.models.hf_config import MAX_LAYERS, read_architecture_name
 from slipstream.models.layers import Attention, Layer, Linear, RMSNorm
 from slipstream.values import describe_value
+from slipstream.weights.matrix import Slot
 
 # Every layer of a checkpoint may repeat these; they are one matrix, shared with the target.
 _SHARED = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -113,7 +114,8 @@ class MtpHead(DraftHead):
             return
         known: Tensor | None
         if name == "embed_tokens.weight":
-            known = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens.weight
+            embedding = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens
+            known = embedding.matrix.dequantised()
         else:
             known = self.borrowed.head if self.lm_head is None else self.lm_head.matrix.dequantised()
         assert known is not None
@@ -181,7 +183,7 @@ class DeepSeekMtp(MtpHead):
         assert isinstance(layer, DeepSeekLayer)
         return MtpModule((layer.enorm, layer.hnorm), layer.eh_proj, layer.body, layer.shared_head_norm)
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[tuple[str, Slot]]:
         """A checkpoint numbers these layers on from the target's and names the parts of all layers alike."""
         for name, slot in super().slots():
             _, idx, rest = name.split(".", 2)
@@ -204,7 +206,7 @@ class QwenMtp(MtpHead):
         assert isinstance(body, DecoderLayer)
         return MtpModule(norms, self.fc, body, self.norm)
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[tuple[str, Slot]]:
         return ((f"mtp.{name}", slot) for name, slot in super().slots())
 
 

@@ -27,6 +27,7 @@ from slipstream.models.hf_config import (
     read_layer_types,
     require,
 )
+from slipstream.weights.matrix import Slot
 
 _KINDS = ("linear_attention", "full_attention")
 # What configs may leave out, as published.
@@ -63,7 +64,7 @@ class Qwen3Next(Decoder):
         )
         return replace(config, layer_caches=_layer_caches(fields, config.keys_and_values))
 
-    def slots(self) -> Iterator[tuple[str, Tensor]]:
+    def slots(self) -> Iterator[tuple[str, Slot]]:
         for name, slot in super().slots():
             parts = name.split(".")
             if parts[:2] == ["model", "layers"] and _is_delta_net(self.config, int(parts[2])):

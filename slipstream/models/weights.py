@@ -48,14 +48,17 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder with ``config.json``, or a ``.gguf`` file, as ``resolve_model`` gives them."""
+def open_checkpoint(path: Path, keep_blocks: bool = False) -> Checkpoint:
+    """Open a folder with ``config.json``, or a ``.gguf`` file, as ``resolve_model`` gives them.
+
+    With ``keep_blocks`` the weights of the latter stay quantised.
+    """
     if path.is_dir():
         return SafetensorsCheckpoint(path)
     if path.suffix.lower() == ".gguf" and path.is_file():
         from slipstream.models.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path)
+        return GGUFCheckpoint(path, keep_blocks)
     raise ModelError(f"{path} is neither a model folder nor a .gguf file; check the path")
 
 

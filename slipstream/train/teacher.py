@@ -40,8 +40,7 @@ class Lesson(NamedTuple):
 class Teacher:
     def __init__(self, model: Decoder, taps: tuple[int, ...], backend: AttentionBackend | None = None) -> None:
         self.model, self._taps = model, taps
-        weight = model.model.embed_tokens.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = model.device, model.model.norm.weight.dtype
         self._backend = backend or (TritonBackend() if self.device.type == "cuda" else CpuBackend(_PAGE))
         self._cache = torch.empty(0)
 
@@ -71,7 +70,8 @@ class Teacher:
         if self.model.layer_class is not DecoderLayer or config.has_experts(idx) or config.activation != "silu":
             return {}
         prefix = f"model.layers.{idx}."
-        slots = {name.removeprefix(prefix): slot for name, slot in self.model.slots() if name.startswith(prefix)}
+        own = ((name, slot) for name, slot in self.model.slots() if name.startswith(prefix))
+        slots = {name.removeprefix(prefix): slot for name, slot in own if isinstance(slot, Tensor)}
         left_out = ("bias", "q_norm.weight", "k_norm.weight")
         return {name: slot.detach() for name, slot in slots.items() if not name.endswith(left_out)}
 

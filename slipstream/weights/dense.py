@@ -16,7 +16,7 @@ from slipstream.kernels.fused_linear import (
     scaled_linear,
 )
 from slipstream.kernels.geglu import ACTIVATIONS
-from slipstream.kernels.linear import head_logits, linear
+from slipstream.kernels.linear import embedding, head_logits, linear
 from slipstream.kernels.moe import expert_mlp
 from slipstream.kernels.small_linear import Epilogue, Product, Scaled
 from slipstream.kernels.tiles import Kind
@@ -56,6 +56,15 @@ class DenseWeight(StoredWeight, Matrix):
 
     def finish(self, device: torch.device) -> Matrix:
         return Panels.pack(self.weight.data, self.shape, device) or self
+
+    def finish_table(self, device: torch.device) -> Matrix:
+        return self
+
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        return embedding(self.weight, token_ids)
+
+    def for_products(self, device: torch.device) -> Matrix:
+        return self.finish(device)
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = linear(x, self.weight, bias)
@@ -122,4 +131,7 @@ class Dense:
         return DenseExperts(shape)
 
     def format_of(self, names: Sequence[str]) -> WeightFormat:
+        return self
+
+    def format_of_table(self, name: str) -> WeightFormat:
         return self

@@ -7,13 +7,14 @@ A format opens the memory that a checkpoint's tensors go to (``StoredWeight``), 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.kernels.decoder_stack import StackMatrix
 from slipstream.kernels.small_linear import Epilogue, Product, Scaled
 from slipstream.kernels.tiles import Kind
 from slipstream.kernels.tiles import Weight as TileKey
@@ -53,6 +54,16 @@ class ExpertShape(NamedTuple):
         return self.num_experts * 3 * self.hidden_size * self.intermediate_size
 
 
+class PackingSlot(NamedTuple):
+    """In place of memory, where a format brings a tensor into its own layout as soon as it comes."""
+
+    expected: Tensor  # without memory, of the shape and the type that the tensor must have
+    fill: Callable[[Tensor], None]
+
+
+Slot = Tensor | PackingSlot
+
+
 class Matrix(nn.Module, ABC):
     """A weight in the memory layout it is multiplied from. Its tensors are parameters of the module, and nothing else.
 
@@ -81,6 +92,18 @@ class Matrix(nn.Module, ABC):
         """The same product with sums in float32 at least, for logits: neighbours there are close together."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), self.dequantised().to(wide))
+
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """Rows of a table, such as an embedding: [num_tokens] int32 -> [num_tokens, in_size]."""
+        return torch.index_select(self.dequantised(), 0, token_ids)
+
+    def for_products(self, device: torch.device) -> Matrix:
+        """Of a table that is an output matrix as well: the same numbers in the layout that multiplies fastest."""
+        return self
+
+    def stack_matrix(self) -> StackMatrix | None:
+        """As the operation over all layers of a CPU takes it; None: layers with such a matrix run one by one."""
+        return None
 
     def rows(self, first: int, count: int) -> Matrix:
         """A part of the outputs. Heads that only keep keys of a token want no queries of it."""
@@ -117,8 +140,12 @@ class StoredWeight(nn.Module, ABC):
     """
 
     @abstractmethod
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that the checkpoint must bring, by its name there, beside the memory that it goes to."""
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Every tensor that the checkpoint must bring, by its name there, beside where it goes."""
+
+    def finish_table(self, device: torch.device) -> Matrix:
+        """As ``finish``, where rows are looked up, and products may be wanted or not."""
+        return self.finish(device)
 
     @abstractmethod
     def finish(self, device: torch.device) -> Matrix:
@@ -143,7 +170,7 @@ class StoredExperts(nn.Module, ABC):
     """As ``StoredWeight``, of all experts of a layer."""
 
     @abstractmethod
-    def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]: ...
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]: ...
 
     @abstractmethod
     def finish(self, device: torch.device) -> ExpertMatrices: ...
@@ -164,4 +191,8 @@ class WeightScheme(Protocol):
 
     def format_of(self, names: Sequence[str]) -> WeightFormat:
         """Of the weights that one product stacks, or of a layer's experts, by their full names without ``.weight``."""
+        ...
+
+    def format_of_table(self, name: str) -> WeightFormat:
+        """Of an embedding: most checkpoints that quantise products do not quantise it."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.decoder_stack import StackMatrix
 from slipstream.kernels.geglu import ACTIVATIONS
 from slipstream.kernels.linear import PackedWeight, cut_panels, panel_linear, panel_width
 from slipstream.weights.matrix import Matrix, WeightShape
@@ -34,6 +35,9 @@ class Panels(Matrix):
             return panel_linear(x, self.packed.panels, None, self.out_size, True)
         out = panel_linear(x, self.packed.panels, bias, self.packed.out_size, False)
         return out if self._activate is None else self._activate(out)
+
+    def stack_matrix(self) -> StackMatrix:
+        return self.packed
 
     def project_wide(self, x: Tensor) -> Tensor:
         return self.project(x, None)  # float32 as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,12 +14,14 @@ from slipstream.weights.matrix import WeightScheme
 METHOD = "quant_method"
 
 ReadScheme = Callable[[Mapping[str, Any]], WeightScheme]
+# Files are imported when their method is asked for.
+_METHODS = {"gguf": ("slipstream.weights.gguf_blocks", "GGUFScheme")}
 _registered: dict[str, ReadScheme] = {}
 
 
 def register(method: str, read: ReadScheme) -> None:
     """``read`` makes the scheme of a ``quantization_config``, or raises a ``ModelError``."""
-    if _registered.get(method, read) is not read:
+    if method in _METHODS or _registered.get(method, read) is not read:
         raise ValueError(f"two schemes of weights are called {method}")
     _registered[method] = read
 
@@ -28,10 +31,14 @@ def scheme_of(quantization: Mapping[str, Any] | None) -> WeightScheme:
     if quantization is None:
         return Dense()
     method = quantization.get(METHOD)
+    if isinstance(method, str) and method in _METHODS:
+        module, name = _METHODS[method]
+        read: ReadScheme = getattr(importlib.import_module(module), name)
+        return read(quantization)
     if not isinstance(method, str) or method not in _registered:
-        supported = f"supported: {', '.join(_registered)}" if _registered else "use a checkpoint that is not quantised"
+        known = (*_METHODS, *_registered)
         raise ModelError(
             f"quantized weights of the kind {describe_value(method)} are not supported"
-            f"{nearest(str(method), _registered)}; {supported}"
+            f"{nearest(str(method), known)} (supported: {', '.join(known)})"
         )
     return _registered[method](quantization)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests import tiny_models
 from tests.corruption.tokenizers import tiny_tokenizers
 from tests.models import test_gguf_architectures as converted_models
-from tests.models.tiny_gguf import random_state, write_model
+from tests.models.tiny_gguf import random_state, sentencepiece_tokenizer, write_model
 from tests.models.tiny_heads import TAPS, eagle, eagle3, eagle_of_speculators
 
 _LONG = {"max_position_embeddings": 512}
@@ -93,7 +93,7 @@ def _write_ggufs(folder: Path) -> None:
         "llama.rope.scaling.factor": 2.0,
         "llama.rope.scaling.original_context_length": 256,
     }
-    tokenizer = {**_sentencepiece(), "chat_template": tiny_models.CHAT_TEMPLATE}
+    tokenizer = {**sentencepiece_tokenizer(), "chat_template": tiny_models.CHAT_TEMPLATE}
     path = folder / "llama.gguf"
     write_model(path, "llama", state, quantise=q8, extra_metadata=metadata, tokenizer=tokenizer)
     write_model(folder / "qwen3.gguf", "qwen3", random_state("qwen3", 300), tokenizer=_byte_level())
@@ -102,22 +102,6 @@ def _write_ggufs(folder: Path) -> None:
         model = tiny_models.build(case.variant, **case.changes)
         tensors = {**dict(converted_models.converted(model, case.arch)), **converted_models.factor_tensors(case)}
         converted_models.write(folder / f"{name}.gguf", case.arch, model, case.metadata, tensors)
-
-
-def _sentencepiece() -> dict[str, Any]:
-    pieces = ["▁", *"abcdehlort", "he", "ll", "hell", "hello", "▁hello", "th", "the", "▁the"]
-    return {
-        "ggml.model": "llama",
-        "ggml.pre": "default",
-        "ggml.tokens": ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
-        "ggml.scores": [0.0] * 259 + [-float(idx) for idx in range(len(pieces))],
-        "ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
-        "ggml.bos_token_id": 1,
-        "ggml.eos_token_id": 2,
-        "ggml.unknown_token_id": 0,
-        "ggml.add_bos_token": True,
-        "ggml.add_space_prefix": True,
-    }
 
 
 def _byte_level() -> dict[str, Any]:

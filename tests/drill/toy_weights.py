@@ -67,6 +67,9 @@ class Int8Rows:
     def format_of(self, names: Sequence[str]) -> WeightFormat:
         return Dense() if self._ignored.issuperset(names) else self
 
+    def format_of_table(self, name: str) -> WeightFormat:
+        return Dense()
+
     def open(self, shape: WeightShape) -> StoredWeight:
         return Int8Weight(shape)
 

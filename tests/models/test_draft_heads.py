@@ -51,7 +51,7 @@ class Run:
         self.head, self.plain = head, plain
         config, num_pages = head.config, 1 + NUM_REQUESTS * PAGES_PER_REQUEST
         shape = (num_pages + 1, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
-        dtype = head.borrowed.embedding.dtype
+        dtype = head.borrowed.like.dtype
         # What nobody wrote must not be read.
         self.kv_caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(config.num_layers)]
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(3)) + 1

@@ -95,7 +95,7 @@ def moved(context: AttentionContext, device: str) -> AttentionContext:
 @torch.inference_mode()
 def two_passes(head: DraftHead, device: str = "cpu") -> list[Tensor]:
     """States and logits of a first pass over two requests, and of one over a token of each."""
-    dtype = head.borrowed.embedding.dtype
+    dtype = head.borrowed.like.dtype
     generator = torch.Generator().manual_seed(7)
     features = torch.randn(6, max(1, len(head.taps)) * HIDDEN, generator=generator).to(dtype).to(device)
     ids = torch.randint(0, VOCAB, (8,), generator=generator).int().to(device)
@@ -137,7 +137,7 @@ def test_kernels_round_no_worse_than_the_plain_way(name: str, dtype: torch.dtype
 @torch.inference_mode()
 def keys_left(head: DraftHead, only_keys: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    features = torch.randn(6, max(1, len(head.taps)) * HIDDEN, generator=generator).to(head.borrowed.embedding.dtype)
+    features = torch.randn(6, max(1, len(head.taps)) * HIDDEN, generator=generator).to(head.borrowed.like.dtype)
     ids = torch.randint(0, VOCAB, (6,), generator=generator).int()
     run = Run(head, None)  # type: ignore[arg-type]
     context = run.context([0, 1], [0, 0], [4, 2])

@@ -123,6 +123,23 @@ def write_model(
     return path
 
 
+def sentencepiece_tokenizer() -> dict[str, Any]:
+    """Metadata of 278 tokens: a few pieces, and every byte."""
+    pieces = ["▁", *"abcdehlort", "he", "ll", "hell", "hello", "▁hello", "th", "the", "▁the"]
+    return {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.tokens": ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
+        "ggml.scores": [0.0] * 259 + [-float(idx) for idx in range(len(pieces))],
+        "ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+        "ggml.add_bos_token": True,
+        "ggml.add_space_prefix": True,
+    }
+
+
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
