@@ -95,14 +95,7 @@ static void prepare_tokens(const void *arg, int64_t first, int64_t end) {
     }
 }
 
-/* Whether an instruction multiplies bytes and adds them up in fours. */
-int slip_has_byte_products(void) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    return 1;
-#else
-    return 0;
-#endif
-}
+int slip_has_byte_products(void) { return HAS_BYTE_PRODUCTS; }
 
 typedef struct {
     const Matrix *matrix;
