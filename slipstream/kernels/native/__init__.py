@@ -127,10 +127,15 @@ def _built(isa: str) -> Path | None:
 
 def _build_key(flags: list[str]) -> str:
     # A home folder may be shared by different machines: what is built for one CPU is not for another.
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-    features = [line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features"))]
     sources = [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]"))]
-    return hashlib.sha256("\0".join([*sources, *flags, platform.machine(), *features]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join([*sources, *flags, platform.machine(), cpu_features()]).encode()).hexdigest()[:16]
+
+
+def cpu_features() -> str:
+    """The CPU's name and the names of its abilities, between spaces."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    lines = [line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features"))]
+    return " ".join([*lines, ""])
 
 
 def _run(command: list[str]) -> None:

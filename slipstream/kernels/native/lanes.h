@@ -11,8 +11,16 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-/* A tile is compiled for each kind and number of tokens, but in plain C, where that takes compilers minutes, once. */
-#define TILE INLINE
+/* A tile is compiled for each kind and number of tokens where that is fast, and else once, for it takes minutes. */
+#define ONCE static __attribute__((noinline))
+#define FLOAT_TILE INLINE
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#define HAS_BYTE_PRODUCTS 1 /* an instruction multiplies bytes and adds them up in fours */
+#define PLANE_TILE INLINE
+#else
+#define HAS_BYTE_PRODUCTS 0
+#define PLANE_TILE ONCE
+#endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -134,10 +142,74 @@ INLINE Ints ints_dot(Ints sum, Bytes codes, const int8_t *digits) {
     return (Ints){half_dot(sum.a, codes.a, x), half_dot(sum.b, codes.b, x)};
 }
 
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include <arm_neon.h>
+
+typedef struct { float32x4_t v[4]; } Floats;
+typedef struct { int32x4_t v[4]; } Ints;
+typedef struct { uint8x16_t v[4]; } Bytes;
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+
+INLINE Floats floats_all(float x) { Floats r; EACH r.v[i] = vdupq_n_f32(x); return r; }
+INLINE Floats floats_load(const float *p) { Floats r; EACH r.v[i] = vld1q_f32(p + 4 * i); return r; }
+INLINE void floats_store(float *p, Floats a) { EACH vst1q_f32(p + 4 * i, a.v[i]); }
+INLINE Floats floats_mul(Floats a, Floats b) { EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
+INLINE Floats floats_fma(Floats a, Floats b, Floats c) { EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
+INLINE Floats floats_from_half(const uint8_t *p) {
+    Floats r;
+    EACH r.v[i] = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
+    return r;
+}
+INLINE Ints ints_from_shorts(int16x8_t low, int16x8_t high) {
+    return (Ints){{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)}};
+}
+INLINE Floats ints_to_floats(Ints a) { Floats r; EACH r.v[i] = vcvtq_f32_s32(a.v[i]); return r; }
+INLINE Floats floats_from_u8(const uint8_t *p) {
+    uint8x16_t x = vld1q_u8(p);
+    int16x8_t low = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(x))), high = vreinterpretq_s16_u16(vmovl_high_u8(x));
+    return ints_to_floats(ints_from_shorts(low, high));
+}
+INLINE Floats floats_from_s8(const uint8_t *p) {
+    int8x16_t x = vreinterpretq_s8_u8(vld1q_u8(p));
+    return ints_to_floats(ints_from_shorts(vmovl_s8(vget_low_s8(x)), vmovl_high_s8(x)));
+}
+INLINE Ints ints_zero(void) { Ints r; EACH r.v[i] = vdupq_n_s32(0); return r; }
+INLINE Ints ints_join(Ints high, Ints low) { EACH low.v[i] = vaddq_s32(vshlq_n_s32(high.v[i], 8), low.v[i]); return low; }
+INLINE Bytes bytes_load(const uint8_t *p) { Bytes r; EACH r.v[i] = vld1q_u8(p + 16 * i); return r; }
+INLINE Bytes bytes_field(Bytes a, int n, int mask) {
+    EACH a.v[i] = vandq_u8(vshlq_u8(a.v[i], vdupq_n_s8((int8_t)-n)), vdupq_n_u8((uint8_t)mask));
+    return a;
+}
+INLINE Bytes bytes_or(Bytes a, Bytes b) { EACH a.v[i] = vorrq_u8(a.v[i], b.v[i]); return a; }
+INLINE Bytes bytes_minus(Bytes a, int n) { EACH a.v[i] = vsubq_u8(a.v[i], vdupq_n_u8((uint8_t)n)); return a; }
+INLINE Floats bytes_to_floats(Bytes a, int j) {
+    Ints r;
+    EACH r.v[i] = vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u8(a.v[i]), vdupq_n_s32(24 - 8 * j)), 24);
+    return ints_to_floats(r);
+}
+INLINE Ints ints_dot(Ints sum, Bytes codes, const int8_t *digits) {
+    int32_t four;
+    memcpy(&four, digits, 4);
+    int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    EACH sum.v[i] = vusdotq_s32(sum.v[i], codes.v[i], x);
+#else
+    int16x8_t wide = vmovl_s8(vget_low_s8(x));
+    EACH {
+        int16x8_t low = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(codes.v[i])));
+        int16x8_t high = vreinterpretq_s16_u16(vmovl_high_u8(codes.v[i]));
+        int32x4_t a = vpaddq_s32(vmull_s16(vget_low_s16(low), vget_low_s16(wide)), vmull_high_s16(low, wide));
+        int32x4_t b = vpaddq_s32(vmull_s16(vget_low_s16(high), vget_low_s16(wide)), vmull_high_s16(high, wide));
+        sum.v[i] = vaddq_s32(sum.v[i], vpaddq_s32(a, b));
+    }
+#endif
+    return sum;
+}
+
 #else /* Plain C, in loops that compilers may vectorise. */
 
-#undef TILE
-#define TILE static __attribute__((noinline))
+#undef FLOAT_TILE
+#define FLOAT_TILE ONCE
 
 typedef struct { float v[16]; } Floats;
 typedef struct { int32_t v[16]; } Ints;

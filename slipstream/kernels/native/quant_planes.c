@@ -14,7 +14,7 @@ INLINE Floats joined(int planes, const Ints *digit_sums) {
     return floats_fma(ints_to_floats(digit_sums[0]), floats_all(65536.0f), low);
 }
 
-TILE void plane_tile(Kind kind, int planes, int num_tokens, const uint8_t *panel, int64_t groups, int64_t blocks,
+PLANE_TILE void plane_tile(Kind kind, int planes, int num_tokens, const uint8_t *panel, int64_t groups, int64_t blocks,
                      const Activations *x, int64_t token, float *out) {
     Floats total[MAX_QUANT_TILE];
     const int8_t *digits[MAX_QUANT_TILE];

@@ -4,11 +4,11 @@
 #include "threads.h"
 #include "vectors.h"
 
-#include <float.h>
 #include <stdlib.h>
 
 #define LARGEST_TWO_DIGITS 32600.0f      /* below 127 * 257, so that no digit overflows */
 #define LARGEST_THREE_DIGITS 8355000.0f  /* below 127 * 65793 */
+#define INFINITY_BITS 0x7f800000
 #define SMALLEST_ACTIVATION 1e-31f       /* of a block; where all are smaller they count as zeros */
 #define CACHED_ACTIVATION_BYTES (256 * 1024) /* of the tokens that share a pass over the weights */
 
@@ -20,38 +20,48 @@ typedef struct {
 
 /* One block as fixed point in signed digits, the highest first. A number that is none makes the scale none, too. */
 static void quantise_block(const float *x, int planes, int8_t *digits, float *scales) {
-    float largest = 0.0f, top = planes == 2 ? LARGEST_TWO_DIGITS : LARGEST_THREE_DIGITS;
-    int bad = 0, sums[2] = {0, 0};
-    int32_t fixed[BLOCK];
-#pragma omp simd reduction(max : largest) reduction(| : bad)
-    for (int i = 0; i < BLOCK; i++) {
-        float size = fabsf(x[i]);
-        largest = size > largest ? size : largest;
-        bad |= !(size <= FLT_MAX);
+    float top = planes == 2 ? LARGEST_TWO_DIGITS : LARGEST_THREE_DIGITS;
+    int32_t bits[BLOCK], fixed[BLOCK], largest_bits = 0;
+    memcpy(bits, x, sizeof bits);
+    /* Without their signs, floats are in the order of their bits; infinity and what is no number come last. */
+#pragma omp simd reduction(max : largest_bits)
+    for (int i = 0; i < BLOCK; i++) largest_bits = (bits[i] & INT32_MAX) > largest_bits ? bits[i] & INT32_MAX : largest_bits;
+    float largest, scale, inverse = 0.0f;
+    memcpy(&largest, &largest_bits, sizeof largest);
+    if (largest_bits >= INFINITY_BITS)
+        scale = NAN;
+    else if (largest < SMALLEST_ACTIVATION)
+        scale = 0.0f;
+    else {
+        scale = largest * (1.0f / top);
+        inverse = top / largest;
     }
-    float inverse = bad || largest < SMALLEST_ACTIVATION ? 0.0f : top / largest;
+    if (inverse == 0.0f) {
+        memset(digits, 0, (size_t)planes * BLOCK);
+        for (int i = 0; i < 4; i++) scales[i] = scale;
+        return;
+    }
+    int32_t sums[2] = {0, 0};
 #pragma omp simd
-    for (int i = 0; i < BLOCK; i++) fixed[i] = bad ? 0 : (int32_t)rintf(x[i] * inverse);
+    for (int i = 0; i < BLOCK; i++) fixed[i] = (int32_t)rintf(x[i] * inverse);
     for (int half = 0; half < 2; half++) {
-        int sum = 0;
+        int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int i = 16 * half; i < 16 * half + 16; i++) sum += fixed[i];
+        for (int i = 0; i < 16; i++) sum += fixed[16 * half + i];
         sums[half] = sum;
     }
-    for (int p = planes - 1; p > 0; p--) {
+    /* Rounding at a digit's border makes the lower digits signed. */
+    for (int p = planes - 1; p >= 0; p--) {
 #pragma omp simd
         for (int i = 0; i < BLOCK; i++) {
-            int32_t digit = ((fixed[i] + 128) & 255) - 128;
-            digits[p * BLOCK + i] = (int8_t)digit;
-            fixed[i] = (fixed[i] - digit) >> 8;
+            digits[p * BLOCK + i] = (int8_t)fixed[i];
+            fixed[i] = (fixed[i] + 128) >> 8;
         }
     }
-#pragma omp simd
-    for (int i = 0; i < BLOCK; i++) digits[i] = (int8_t)fixed[i];
-    scales[0] = bad ? NAN : largest < SMALLEST_ACTIVATION ? 0.0f : largest / top;
-    scales[1] = scales[0] * (float)(sums[0] + sums[1]);
-    scales[2] = scales[0] * (float)sums[0];
-    scales[3] = scales[0] * (float)sums[1];
+    scales[0] = scale;
+    scales[1] = scale * (float)(sums[0] + sums[1]);
+    scales[2] = scale * (float)sums[0];
+    scales[3] = scale * (float)sums[1];
 }
 
 /* Sums in an order of their own, not the vector's, so that all machines agree. */
@@ -85,14 +95,7 @@ static void prepare_tokens(const void *arg, int64_t first, int64_t end) {
     }
 }
 
-/* Whether an instruction multiplies bytes and adds them up in fours. */
-int slip_has_byte_products(void) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    return 1;
-#else
-    return 0;
-#endif
-}
+int slip_has_byte_products(void) { return HAS_BYTE_PRODUCTS; }
 
 typedef struct {
     const Matrix *matrix;
