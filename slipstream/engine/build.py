@@ -19,6 +19,7 @@ from slipstream.engine.drafter import Drafter, open_drafter, without_network
 from slipstream.engine.resolve import resolve, resolve_dtype
 from slipstream.errors import ConfigError, ModelError, RequestError, nearest
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
+from slipstream.kernels import native
 from slipstream.models.fields import Fields
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import (
@@ -40,7 +41,6 @@ from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.types import SamplingParams
-from slipstream.weights.gguf_blocks import can_keep_blocks
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -80,7 +80,9 @@ def _keep_blocks(options: EngineOptions) -> bool:
         )
     if options.weight_format == "float":
         return False
-    can = choose_device(options.device) == "cpu" and options.dtype in ("auto", "float32") and can_keep_blocks()
+    can = (
+        choose_device(options.device) == "cpu" and options.dtype in ("auto", "float32") and native.library() is not None
+    )
     if options.weight_format == "stored" and not can:
         raise ConfigError(
             "weight_format stored needs device cpu, dtype float32 and a C compiler; use weight_format auto"

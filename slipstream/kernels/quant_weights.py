@@ -99,10 +99,10 @@ def _empty_panels(kind: Kind, num_rows: int, in_size: int, group_blocks: int) ->
     return torch.empty(-(-num_rows // PANEL_ROWS), num_groups, group_bytes, dtype=torch.uint8)
 
 
-def packed_bytes(kind: str, num_rows: int, in_size: int) -> int:
-    """Of such a segment in memory."""
+def packed_bytes(kind: str, num_rows: int, in_size: int, group_blocks: int = 0) -> int:
+    """Of such a segment in memory. ``group_blocks`` is asked for where the kind leaves it open."""
     with torch.device("meta"):
-        return _empty_panels(KINDS[kind], num_rows, in_size, KINDS[kind].group_blocks).nbytes
+        return _empty_panels(KINDS[kind], num_rows, in_size, group_blocks or KINDS[kind].group_blocks).nbytes
 
 
 def pack_gguf(

@@ -10,14 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.kernels import native
-from slipstream.kernels.decoder_stack import StackMatrix
-from slipstream.kernels.geglu import ACTIVATIONS
-from slipstream.kernels.quant_linear import default_planes, quant_embedding, quant_linear
-from slipstream.kernels.quant_weights import KINDS, QuantMatrix, QuantSegment, dequantised, pack_gguf, packed_bytes
+from slipstream.kernels.quant_weights import KINDS, QuantSegment, pack_gguf, packed_bytes
 from slipstream.weights.dense import Dense
 from slipstream.weights.matrix import (
     ExpertShape,
@@ -28,14 +24,10 @@ from slipstream.weights.matrix import (
     WeightFormat,
     WeightShape,
 )
+from slipstream.weights.quantised import PlannedMatrix, join_segments
 
 METHOD = "gguf"
 TYPES = "tensor_types"  # the encoding of each weight that is kept in blocks, by its name without ``.weight``
-
-
-def can_keep_blocks() -> bool:
-    """Whether this machine has kernels that multiply with blocks."""
-    return native.library() is not None
 
 
 def is_kept(kind: str) -> bool:
@@ -47,51 +39,6 @@ def row_bytes(kind: str, in_size: int) -> int:
     """Of a row of so many weights in the file."""
     weights, num_bytes = KINDS[kind].file_block
     return in_size // weights * num_bytes
-
-
-class Blocks(Matrix):
-    """Rows of one encoding or several, one below the other."""
-
-    def __init__(self, quantised: QuantMatrix, shape: WeightShape) -> None:
-        super().__init__(shape.in_size, shape.out_size)
-        self.quantised = quantised
-        self._panels = nn.ParameterList(_fixed(segment.panels) for segment in quantised.segments)
-        self._activate = ACTIVATIONS[shape.activation] if shape.activation and not quantised.gated else None
-        self._planes = default_planes()
-
-    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out = quant_linear(x, self.quantised, bias, self._planes)
-        return out if self._activate is None else self._activate(out)
-
-    def project_wide(self, x: Tensor) -> Tensor:
-        return quant_linear(x, self.quantised, None, self._planes)  # float32 as it is
-
-    def look_up(self, token_ids: Tensor) -> Tensor:
-        return quant_embedding(token_ids, self.quantised)
-
-    def dequantised(self) -> Tensor:
-        return dequantised(self.quantised)
-
-    def stack_matrix(self) -> StackMatrix | None:
-        return self.quantised if self._activate is None else None
-
-
-class PlannedBlocks(Matrix):
-    """The same without memory, for its size."""
-
-    def __init__(self, shape: WeightShape, num_bytes: int) -> None:
-        super().__init__(shape.in_size, shape.out_size)
-        self.panels = _fixed(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
-
-    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise TypeError("a network without memory is only measured")
-
-    def dequantised(self) -> Tensor:
-        raise TypeError("a network without memory has no numbers")
-
-
-def _fixed(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 class BlocksWeight(StoredWeight):
@@ -118,11 +65,8 @@ class BlocksWeight(StoredWeight):
         if self._is_planned:
             parts = self._shape.parts.items()
             sizes = (packed_bytes(self._kinds[part], num_rows, self._shape.in_size) for part, num_rows in parts)
-            return PlannedBlocks(self._shape, sum(sizes))
-        segments = tuple(self._segments[part] for part in self._shape.parts)
-        # The product applies the gate where that is silu and nothing is added before.
-        gated = self._shape.activation == "silu" and not self._shape.has_bias and len(segments) == 2
-        return Blocks(QuantMatrix(segments, gated), self._shape)
+            return PlannedMatrix(self._shape, sum(sizes))
+        return join_segments(tuple(self._segments[part] for part in self._shape.parts), self._shape)
 
 
 class BlocksFormat:

@@ -15,7 +15,12 @@ METHOD = "quant_method"
 
 ReadScheme = Callable[[Mapping[str, Any]], WeightScheme]
 # Files are imported when their method is asked for.
-_METHODS = {"gguf": ("slipstream.weights.gguf_blocks", "GGUFScheme")}
+_METHODS = {
+    "gguf": ("slipstream.weights.gguf_blocks", "GGUFScheme"),
+    "compressed-tensors": ("slipstream.weights.compressed_tensors", "CompressedTensors"),
+    "gptq": ("slipstream.weights.gptq_awq", "read_gptq"),
+    "awq": ("slipstream.weights.gptq_awq", "read_awq"),
+}
 _registered: dict[str, ReadScheme] = {}
 
 

@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.models.load import Placement, measure_model, open_decoder
 from slipstream.models.registry import architecture_of
-from slipstream.weights.gguf_blocks import Blocks
+from slipstream.weights.quantised import QuantisedMatrix
 from tests.engine.drive import make_request, run
 from tests.models.tiny_gguf import random_state, sentencepiece_tokenizer, write_model
 
@@ -52,10 +52,10 @@ def generate(engine: Engine, temperature: float = 0.0) -> list[list[int]]:
     return [outcomes[f"r{i}"].token_ids for i in range(len(PROMPTS))]
 
 
-def blocks_of(engine: Engine) -> list[Blocks]:
+def blocks_of(engine: Engine) -> list[QuantisedMatrix]:
     model = engine.core.runner.program.model
     assert isinstance(model, torch.nn.Module)
-    return [module for module in model.modules() if isinstance(module, Blocks)]
+    return [module for module in model.modules() if isinstance(module, QuantisedMatrix)]
 
 
 @pytest.mark.parametrize(("arch", "tied"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", True)])
