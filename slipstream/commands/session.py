@@ -28,11 +28,14 @@ def open_model(options: EngineOptions) -> Iterator[LLM]:
     options = with_shipped_head(options, by_default=True)
     warn_if_synthetic(options)
     name, options = options.model, resolve_models(options)  # shows its own progress
-    with Console(stderr=True).status(f"loading {name}"):
+    with Console(stderr=True).status(f"loading {name}") as status:
         from slipstream.engine.build import build_engine
         from slipstream.llm import LLM  # with torch, which takes seconds of its own
 
-        llm = LLM(build=lambda: build_engine(options))
+        def show(share: float) -> None:
+            status.update(f"loading {name}: {share:.0%}")
+
+        llm = LLM(build=lambda: build_engine(options, show))
     with llm:
         yield llm
 

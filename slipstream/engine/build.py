@@ -23,12 +23,14 @@ from slipstream.kernels import native
 from slipstream.models.fields import Fields
 from slipstream.models.hub import resolve_model
 from slipstream.models.load import (
+    OnLoaded,
     Placement,
     build_model,
     load_weights,
     measure_model,
     open_decoder,
     randomize_weights,
+    report_loading,
 )
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import shape_config
@@ -60,11 +62,11 @@ class Engine(EngineInfo):
     core: EngineCore
 
 
-def build_engine(options: EngineOptions) -> Engine:
+def build_engine(options: EngineOptions, on_loaded: OnLoaded | None = None) -> Engine:
     speculation_of(options)  # what is said wrongly of drafts is said before a model is looked for
     checkpoint = open_target(options)
     tokenizer = checkpoint.tokenizer()
-    return _assemble(options, checkpoint.config, checkpoint, tokenizer)
+    return _assemble(options, checkpoint.config, checkpoint, tokenizer, on_loaded)
 
 
 def open_target(options: EngineOptions) -> Checkpoint:
@@ -137,7 +139,11 @@ def plan_engine(
 
 
 def _assemble(
-    options: EngineOptions, hf_config: dict[str, Any], checkpoint: Checkpoint | None, tokenizer: Tokenizer | None
+    options: EngineOptions,
+    hf_config: dict[str, Any],
+    checkpoint: Checkpoint | None,
+    tokenizer: Tokenizer | None,
+    on_loaded: OnLoaded | None = None,
 ) -> Engine:
     architecture, device, config, drafter = plan_engine(options, hf_config, checkpoint, tokenizer)
     generation = checkpoint.generation_config if checkpoint is not None else {}
@@ -149,7 +155,7 @@ def _assemble(
             if checkpoint is None:
                 randomize_weights(model)
             else:
-                load_weights(model, checkpoint.tensors())
+                load_weights(model, report_loading(checkpoint, on_loaded))
             make_speculator = without_network(config)
             if drafter is not None and config.draft_model is not None:
                 make_speculator = drafter.build(config, device, model)

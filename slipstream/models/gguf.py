@@ -209,7 +209,7 @@ class GGUFCheckpoint:
 
     def _rows_of(self, entry: TensorEntry) -> torch.Tensor:
         """[rows, bytes of a row], as in the file."""
-        return torch.from_numpy(np.array(self._file.raw(entry))).view(entry.shape[0], -1)
+        return torch.from_numpy(self._file.read(entry)).view(entry.shape[0], -1)
 
     def _decode(self, entry: TensorEntry) -> torch.Tensor:
         try:

@@ -72,6 +72,10 @@ class GGUFFile:
         """The tensor's bytes: a read-only view of the file, nothing is read yet."""
         return np.frombuffer(self._map, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
 
+    def read(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
+        """The same in memory of its own. The map would keep pages of the file in the process's."""
+        return np.fromfile(self.path, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
+
     def _broken(self, reason: str) -> ModelError:
         return ModelError(f"{self.path} is half-downloaded or not a GGUF file ({reason}); download it again")
 
@@ -124,6 +128,21 @@ class GGUFFile:
             raise _MalformedError(f"it has a text of {length} bytes")
         return self._take(length).decode("utf-8")
 
+    def _strings(self, count: int) -> list[str]:
+        """As ``count`` times ``_string``, without its calls: a tokenizer has several hundred thousand."""
+        content, position, found = self._map, self._position, []
+        for _ in range(count):
+            begin = position + 8
+            length = int.from_bytes(content[position:begin], "little")
+            if length > _MAX_STRING_BYTES:
+                raise _MalformedError(f"it has a text of {length} bytes")
+            position = begin + length
+            if position > len(content):
+                raise _MalformedError("it ends within its metadata")
+            found.append(content[begin:position].decode("utf-8"))
+        self._position = position
+        return found
+
     def _take(self, length: int) -> bytes:
         end = self._position + length
         if end > len(self._map):
@@ -151,6 +170,8 @@ class GGUFFile:
         if item_type in _SCALARS:
             layout = f"<{count}{_SCALARS[item_type]}"
             return list(struct.unpack(layout, self._take(struct.calcsize(layout))))
+        if item_type == _STRING:
+            return self._strings(count)
         return [self._value(item_type, depth) for _ in range(count)]
 
     def _tensor_row(self) -> _Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -177,6 +177,18 @@ def check_tensors(network: Loadable, headers: Iterable[TensorHeader]) -> None:
     """Compare a network without memory with the headers of its checkpoint: the errors of ``load_weights``, early."""
     for _ in _match_tensors(network, ((header.name, header.make_meta_tensor()) for header in headers)):
         pass
+
+
+OnLoaded = Callable[[float], None]  # the share of a checkpoint's tensors that are there
+
+
+def report_loading(checkpoint: Checkpoint, on_loaded: OnLoaded | None) -> Iterator[tuple[str, Tensor]]:
+    """Its tensors, and how far they are."""
+    count = max(1, len(checkpoint.tensor_names()))
+    for idx, named in enumerate(checkpoint.tensors()):
+        if on_loaded is not None:
+            on_loaded(idx / count)
+        yield named
 
 
 @torch.inference_mode()

@@ -101,11 +101,12 @@ class CompressedTensors:
 def _read_layout(weights: Mapping[str, Any], packed: bool) -> CompressedIntegers:
     bits, strategy, group = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
     said = f"{bits} bits, type {weights.get('type')}, strategy {strategy}, group_size {group}"
-    is_known = weights.get("type") == "int" and bits in ((4, 8) if packed else (8,))
+    is_known = weights.get("type") == "int" and type(bits) is int and bits in ((4, 8) if packed else (8,))
     has_groups = strategy == "group" and type(group) is int and group > 0
     symmetric = weights.get("symmetric", True)
-    if type(bits) is not int or not is_known or not (has_groups or strategy == "channel") or (not packed and not symmetric):
+    if not is_known or not (has_groups or strategy == "channel") or not (packed or symmetric):
         raise ModelError(f"{METHOD} with weights of {said} is not supported")
+    assert isinstance(bits, int)
     if weights.get("actorder") in ("group", True):
         raise ModelError(f"{METHOD} with actorder {describe_value(weights.get('actorder'))} is not supported")
     return CompressedIntegers(bits, group if has_groups else None, bool(symmetric), packed)
