@@ -323,6 +323,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None
     num_draft_modules: int = 1  # that take turns at drafting
+    weight_formats: str = ""  # of the target, as users know them: "bfloat16", "Q4_K, Q6_K"
 
     @property
     def num_drafts(self) -> int:
@@ -352,6 +353,7 @@ class NetworkSize(NamedTuple):
 
     num_params: int = 0  # numbers that the checkpoint says, however they are stored
     num_bytes: int = 0  # of all weights as they lie in memory
+    formats: str = ""  # the kinds of numbers that products read, most of them first
 
 
 UNMEASURED = NetworkSize()

@@ -183,6 +183,7 @@ def _row(case: str, batch: int, workload: Workload, config: EngineConfig, runs: 
         "weights": weights,
         "device": config.device,
         "dtype": config.dtype,
+        "weight_formats": config.weight_formats,
         "attention_backend": config.attention_backend,
         **_speculation(config.speculative, best.drafts),
     }

@@ -48,7 +48,7 @@ def run(prompt: str | None, engine: EngineOptions, *, max_tokens: int) -> int:
         for text in PROMPTS if prompt is None else (prompt,):
             out.print(f"> {text}", style="bold")
             pairs.append(_compare(llm, text, max_tokens, out))
-        out.print(_table(pairs))
+        out.print(_table(pairs, llm.config.weight_formats))
         if any(plain.token_ids != drafted.token_ids for plain, drafted in pairs):
             # Two orders of summation may disagree about a tie in 16 bits; on a CPU in float32 none has been seen.
             out.print("An answer differs: two tokens were equally likely up to rounding.", style="yellow")
@@ -111,8 +111,8 @@ def paint(outputs: Iterable[RequestOutput], tokenizer: Tokenizer, out: Console) 
     return check(last)
 
 
-def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
-    table = Table("prompt", title="tokens per second")
+def _table(pairs: list[tuple[Answer, Answer]], weight_formats: str) -> Table:
+    table = Table("prompt", title=f"tokens per second, weights {weight_formats}")
     for name in ("without drafts", "with drafts", "speed-up"):
         table.add_column(name, justify="right")
     rows = [(str(number), plain.rate, drafted.rate) for number, (plain, drafted) in enumerate(pairs, 1)]

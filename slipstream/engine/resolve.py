@@ -103,6 +103,7 @@ def resolve(
         speculative=speculative,
         draft_model=None if draft is None else draft.config,
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
+        weight_formats=size.formats,
     )
 
 

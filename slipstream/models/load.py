@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,7 +143,7 @@ def measure_model(architecture: Architecture, config: ModelConfig, placement: Pl
         model = architecture(config, max_position=1)
         num_params = count_parameters(model)
         model.finish_weights(placement.device)
-    return NetworkSize(num_params, count_bytes(model))
+    return NetworkSize(num_params, count_bytes(model), name_formats(model))
 
 
 def count_parameters(network: nn.Module) -> int:
@@ -161,6 +162,18 @@ def count_parameters(network: nn.Module) -> int:
 def count_bytes(network: nn.Module) -> int:
     """Of all weights as they lie in memory; what two layers share counts once."""
     return sum(parameter.nbytes for parameter in network.parameters())
+
+
+def name_formats(network: nn.Module) -> str:
+    """The kinds of numbers that its products read, most of them first; what is not a hundredth is left out."""
+    found: Counter[str] = Counter()
+    for module in network.modules():
+        if isinstance(module, Linear):
+            found.update(module.matrix.formats())
+        elif isinstance(module, ExpertWeights):
+            found.update(module.matrices.formats())
+    total = found.total()
+    return ", ".join(name for name, count in found.most_common() if 100 * count >= total)
 
 
 # --- loading --------------------------------------------------------------------------------------

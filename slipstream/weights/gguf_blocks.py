@@ -65,7 +65,7 @@ class BlocksWeight(StoredWeight):
         if self._is_planned:
             parts = self._shape.parts.items()
             sizes = (packed_bytes(self._kinds[part], num_rows, self._shape.in_size) for part, num_rows in parts)
-            return PlannedMatrix(self._shape, sum(sizes))
+            return PlannedMatrix(self._shape, sum(sizes), (self._kinds[part] for part in self._shape.parts))
         return join_segments(tuple(self._segments[part] for part in self._shape.parts), self._shape)
 
 

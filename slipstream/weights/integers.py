@@ -84,7 +84,7 @@ class IntegerWeight(StoredWeight):
                 return DenseWeight(shape).finish(device)
             kind, group_blocks = f"INT{self._layout.bits}", -(-group_size // 32)
             sizes = (packed_bytes(kind, rows, shape.in_size, group_blocks) for rows in shape.parts.values())
-            return PlannedMatrix(shape, sum(sizes))
+            return PlannedMatrix(shape, sum(sizes), [kind] * len(shape.parts))
         parts = [self._layout.read(self._tensors.pop(part), shape.in_size) for part in shape.parts]
         if not in_panels or any(codes.group_of is not None for codes in parts):
             weight = torch.cat([codes.dequantise() for codes in parts])

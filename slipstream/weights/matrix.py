@@ -88,6 +88,11 @@ class Matrix(nn.Module, ABC):
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.parameters())
 
+    def formats(self) -> Mapping[str, int]:
+        """What users call the kinds of numbers that it holds, and how many of each there are."""
+        parameter = next(self.parameters())
+        return {str(parameter.dtype).removeprefix("torch."): parameter.numel()}
+
     def project_wide(self, x: Tensor) -> Tensor:
         """The same product with sums in float32 at least, for logits: neighbours there are close together."""
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -157,6 +162,11 @@ class StoredWeight(nn.Module, ABC):
 
 class ExpertMatrices(nn.Module, ABC):
     """The weights of a layer of experts, in the layout they are multiplied from."""
+
+    def formats(self) -> Mapping[str, int]:
+        """As ``Matrix.formats``."""
+        parameters = list(self.parameters())
+        return {str(parameters[0].dtype).removeprefix("torch."): sum(each.numel() for each in parameters)}
 
     @abstractmethod
     def run(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:

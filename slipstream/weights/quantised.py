@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +41,9 @@ class QuantisedMatrix(Matrix):
     def look_up(self, token_ids: Tensor) -> Tensor:
         return quant_embedding(token_ids, self.quantised)
 
+    def formats(self) -> Mapping[str, int]:
+        return count_formats(((own.kind, own.num_rows) for own in self.quantised.segments), self.in_size)
+
     def dequantised(self) -> Tensor:
         return dequantised(self.quantised)
 
@@ -48,15 +54,27 @@ class QuantisedMatrix(Matrix):
 class PlannedMatrix(Matrix):
     """The same without memory, for its size."""
 
-    def __init__(self, shape: WeightShape, num_bytes: int) -> None:
+    def __init__(self, shape: WeightShape, num_bytes: int, kinds: Iterable[str]) -> None:
         super().__init__(shape.in_size, shape.out_size)
+        self._rows = list(zip(kinds, shape.parts.values(), strict=True))
         self.panels = _fixed(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+
+    def formats(self) -> Mapping[str, int]:
+        return count_formats(self._rows, self.in_size)
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         raise TypeError("a network without memory is only measured")
 
     def dequantised(self) -> Tensor:
         raise TypeError("a network without memory has no numbers")
+
+
+def count_formats(rows: Iterable[tuple[str, int]], in_size: int) -> Counter[str]:
+    """Numbers of each kind, where so many rows have it."""
+    found: Counter[str] = Counter()
+    for kind, num_rows in rows:
+        found[kind] += num_rows * in_size
+    return found
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:

@@ -151,3 +151,10 @@ def test_without_a_compiler_weights_are_dequantised(tmp_path: Path, monkeypatch:
     engine = build(path)
     assert not blocks_of(engine)
     assert generate(engine) == expected
+
+
+def test_the_kinds_of_weights_are_named(tmp_path: Path) -> None:
+    path = quantised_model(tmp_path / "m.gguf", "llama")
+    assert build(path).config.weight_formats == "Q5_0, Q8_0, Q4_1, Q4_0, Q5_1"
+    assert build(path, weight_format="float").config.weight_formats == "float32"
+    assert build(path, dtype="float64").config.weight_formats == "float64"
