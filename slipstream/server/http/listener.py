@@ -124,7 +124,13 @@ class Listener:
         exchange.warnings += self.warnings
         return exchange
 
+    def free_body(self, request: HttpRequest) -> None:
+        """Its body is needed no more."""
+        self.num_buffered_bytes -= request.num_buffered_bytes
+        request.num_buffered_bytes = 0
+
     def end_exchange(self, exchange: Exchange) -> None:
+        self.free_body(exchange.request)
         self._note_end(exchange)
 
     def _tick(self) -> None:
