@@ -76,6 +76,14 @@ def open_listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
     return listener
 
 
+def open_own_listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
+    """The server's own: bound alone, so that the port of another server is refused, and shared afterwards."""
+    listener = open_listener(host, port, is_shared=False)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return listener
+
+
 def run_front_end(front_end: FrontEnd, listener: socket.socket, announce: Callable[[], None], ending: Ending) -> None:
     """Serve in this process until a signal comes, then finish what is under way."""
 
