@@ -53,7 +53,17 @@ class FrontEndTask:
 
 
 def place_of(supervisor: EngineSupervisor, client: int = 0, incarnation: int = 0) -> LinkPlace:
-    return LinkPlace(str(supervisor.folder), client, supervisor.generation, supervisor.step_timeout_s, incarnation)
+    state = supervisor.state()
+    return LinkPlace(
+        str(supervisor.folder),
+        client,
+        state.generation,
+        supervisor.step_timeout_s,
+        incarnation,
+        state.is_ready,
+        state.num_restarts,
+        state.num_sync_violations,
+    )
 
 
 def open_linked_client(place: LinkPlace, ready: Ready, tokenizer: Tokenizer) -> EngineClient:
