@@ -17,6 +17,7 @@ Item = TypeVar("Item")
 ListOf = Annotated[list[Item], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context, and bounded before anything is made of them
+MAX_DETOKENIZE = 1 << 20
 MAX_REQUEST_DRAFTS = 64  # beyond what any engine drafts: a client need not know this one's k
 Probability = Annotated[float, Field(gt=0, le=1)]
 
@@ -142,7 +143,7 @@ class TokenizeRequest(_Body):
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: ListOf[TokenId]
+    tokens: Annotated[ListOf[TokenId], Field(max_length=MAX_DETOKENIZE)]
     skip_special_tokens: bool = False
 
 
