@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,6 +336,66 @@ def test_whoever_waits_longest_makes_room() -> None:
             assert await working.status() == 200
 
     asyncio.run(run())
+
+
+def test_a_crowd_at_the_door_takes_no_more_descriptors_than_there_are() -> None:
+    """However many come at once: they are let in a few at a time."""
+
+    async def run() -> None:
+        site = Site(replace(LIMITS, max_connections=4))
+        async with site.open():
+            with contextlib.ExitStack() as opened:
+                for _ in range(300):
+                    opened.enter_context(socket.create_connection(("127.0.0.1", site.port)))
+                before = count_descriptors()
+                most = 0
+                for _ in range(200):
+                    await asyncio.sleep(0)
+                    most = max(most, count_descriptors() - before)
+                assert 4 <= most <= 4 + listener_module._ACCEPTED_A_TURN
+                client = await site.client()
+                await client.say(b"GET / HTTP/1.1\r\n\r\n")
+                assert await client.status() == 200
+                assert site.listener.num_connections <= 4
+            await asyncio.sleep(0.05)
+            assert site.listener._num_descriptors == site.listener.num_connections
+
+    asyncio.run(run())
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Door(socket.socket):
+    """The system gives no descriptor a few times."""
+
+    num_asked = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.num_asked += 1
+        if self.num_asked <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_without_a_descriptor_the_door_is_closed_for_a_moment(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        own = Door(socket.AF_INET, socket.SOCK_STREAM)
+        own.bind(("127.0.0.1", 0))
+        site.port = own.getsockname()[1]
+        await site.listener.listen([own])
+        client = await site.client()
+        await client.say(b"GET / HTTP/1.1\r\n\r\n")
+        assert await client.status() == 200
+        client.writer.close()
+        site.listener.stop_accepting()
+        await site.listener.close(0.1)
+        assert 4 <= own.num_asked < 10
+
+    asyncio.run(run())
+    assert len(caplog.records) == 1 and "Too many open files" in caplog.text
 
 
 def test_when_all_are_at_work_the_new_one_goes() -> None:

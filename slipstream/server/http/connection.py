@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
-        self._listener.drop(self)
+        self._listener.lose(self)
         self._free_body()
         for request in self._ready:
             self._listener.free_body(request)
