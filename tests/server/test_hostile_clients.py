@@ -33,6 +33,8 @@ def narrow(model_folder: Path) -> Iterator[RunningServer]:
         running = start_server(model_folder, "--max-connections", str(DESCRIPTORS - 64), "--header-timeout-s", "3600")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # The server has taken as many as the system gives; from now on these are all.
+    resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     yield running
     running.stop()
 
