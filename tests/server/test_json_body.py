@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
+from slipstream.server.protocol import MAX_DETOKENIZE, ChatCompletionRequest, CompletionRequest, DetokenizeRequest
 from slipstream.types import MAX_LOGIT_BIAS
 
 from .scripted import ScriptedServer
@@ -84,3 +84,8 @@ def test_a_body_with_many_faults_is_read_to_the_first(kind: type[BaseModel], bod
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() <= MAX_LOGIT_BIAS + 1
+
+
+def test_ids_beyond_any_context_are_too_many() -> None:
+    with pytest.raises(ValidationError, match="at most"):
+        DetokenizeRequest(tokens=[1] * (MAX_DETOKENIZE + 1))
