@@ -56,7 +56,8 @@ class Admission:
         self._serials = itertools.count()
         self._name = secrets.token_hex(4)  # so that no caller has chosen an id that is made up here
         seed = info().config.seed
-        self._seeds = random.Random(seed if id_prefix in ("", _FIRST_PREFIX) else f"{seed} {id_prefix}")
+        is_first = id_prefix in ("", _FIRST_PREFIX)
+        self._seeds = random.Random(seed if is_first or seed is None else f"{seed} {id_prefix}")
         self._lock = threading.Lock()
 
     def resolve(

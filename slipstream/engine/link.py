@@ -47,6 +47,9 @@ class LinkPlace:
     generation: int  # of the engine that runs at the start
     step_timeout_s: float
     incarnation: int = 0  # how often the client was started before
+    is_ready: bool = True  # whether that engine takes requests
+    num_restarts: int = 0  # before, and what those engines had counted
+    num_sync_violations: int = 0
 
 
 class EngineLink:
@@ -58,9 +61,10 @@ class EngineLink:
         self._lock = threading.Lock()
         self._known: set[str] = set()  # requests that have not been told their end
         self._failure: str | None = None
-        self._stats = EngineStats()
-        self._violations_before = 0  # of engines that are no more
-        self.num_restarts = 0
+        self._stats = EngineStats(num_sync_violations=place.num_sync_violations)
+        self._violations_before = place.num_sync_violations  # of engines that are no more
+        self.num_restarts = place.num_restarts
+        self._generation = place.generation
         self._monitor = PulseMonitor(place.step_timeout_s)
         self._monitor.note_pulse(0.0)  # it has said that it is ready
         self._noted_at = time.monotonic()
@@ -68,7 +72,7 @@ class EngineLink:
         self._inbox = open_pull(self._context, client_address(place.folder, place.client))
         self._outbox = open_push(self._context, engine_address(place.folder, place.generation))
         self._info = self._describe(ready)
-        self._is_ready = True
+        self._is_ready = place.is_ready
 
     def _describe(self, ready: Ready) -> EngineInfo:
         return EngineInfo(ready.config, self._tokenizer, ready.defaults, ready.eos_token_ids)
@@ -158,6 +162,8 @@ class EngineLink:
             self._take_new_engine(message)
 
     def _lose_engine(self, message: EngineLost) -> None:
+        if message.generation < self._generation:
+            return  # it was lost before this client was there
         with self._lock:
             self._is_ready, self._failure = False, None
         self._violations_before = message.num_sync_violations
@@ -165,13 +171,15 @@ class EngineLink:
         self._end_all(f"{message.reason}; it is being restarted, send the request again")
 
     def _take_new_engine(self, message: EngineBack) -> None:
+        if self._is_ready and message.generation == self._generation:
+            return  # known from the start
         with self._lock:
             self._outbox.close()
             self._outbox = open_push(self._context, engine_address(self._place.folder, message.generation))
             self._info = self._describe(message.ready)
             self._monitor = PulseMonitor(self._place.step_timeout_s)
             self._monitor.note_pulse(0.0)
-            self.num_restarts += 1
+            self._generation, self.num_restarts = message.generation, message.num_restarts
             self._is_ready, self._failure = True, None
 
     def _end_all(self, reason: str) -> None:

@@ -7,7 +7,10 @@ them; a second pool makes the workers sleep between kernels, which was measured 
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +22,23 @@ from slipstream.engine.driver import Add, Deliver, Driver, Finish, Message, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError
 from slipstream.types import Request, TokenUpdate, TokenUpdates
+
+_EXIT_INTERRUPTED = 130
+_loading_on: list[threading.Thread] = []  # for nobody: whoever waited for the engine was interrupted
+
+
+def _leave_at_once() -> None:
+    """At the interpreter's end. Native code that still runs in a thread would meet the destructors of its libraries,
+    and end the process with a message of its own: so they are left out."""
+    if any(thread.is_alive() for thread in _loading_on):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(_EXIT_INTERRUPTED)
+
+
+atexit.register(_leave_at_once)  # as early as can be, so that it comes behind what others do at the end
 
 
 class RunningEngine(Protocol):
@@ -55,7 +75,11 @@ class EngineLoop:
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="slipstream-engine", daemon=True)
         self._thread.start()
-        engine = built.result()  # raises what the build raised
+        try:
+            engine = built.result()  # raises what the build raised
+        except BaseException:
+            _loading_on.append(self._thread)
+            raise
         self._core: EngineCore | None = engine.core
         self._stats = engine.core.stats
         self.info = EngineInfo(engine.config, engine.tokenizer, engine.defaults, engine.eos_token_ids)

@@ -43,7 +43,7 @@ class EngineProcess:
 
     def __init__(self, options: EngineOptions, deliver: Deliver, step_timeout_s: float = 300.0) -> None:
         self._supervisor, tokenizer = open_supervisor(options, 1, step_timeout_s)
-        place = LinkPlace(str(self._supervisor.folder), 0, self._supervisor.generation, step_timeout_s)
+        place = LinkPlace(str(self._supervisor.folder), 0, self._supervisor.state().generation, step_timeout_s)
         self._link = EngineLink(place, self._supervisor.ready, tokenizer, deliver)
         self._closing = False
         self._watching = threading.Thread(target=self._supervisor.run, name="slipstream-engine-watch", daemon=True)

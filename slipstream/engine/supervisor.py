@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,17 @@ class _Child:
             close_context(self._context)
 
 
+@dataclass(frozen=True)
+class EngineState:
+    """Which engine there is, and what became of those before it."""
+
+    generation: int
+    is_ready: bool  # false while it is started, or could not be
+    num_restarts: int
+    num_sync_violations: int  # of engines that are no more
+    ready: Ready  # of the last one that was
+
+
 class EngineSupervisor:
     """``run`` watches, in a thread of the caller's choice, until ``close``.
 
@@ -172,6 +184,8 @@ class EngineSupervisor:
         self._pause = threading.Event()  # set to end a pause early
         self._lock = threading.Lock()
         self._num_violations = 0  # of engines that are no more
+        self._num_restarts = 0
+        self._is_ready = False
         self._context = zmq.Context()
         self._clients: Sequence[zmq.Socket[bytes]] = ()
         self._child: _Child | None = None
@@ -179,6 +193,7 @@ class EngineSupervisor:
             self._clients = [open_push(self._context, client_address(self.folder, i)) for i in range(num_clients)]
             self._child = _Child(options, self.folder, 0, num_clients, step_timeout_s)
             self.ready = self._wait_until_ready(self._child)
+            self._is_ready = True
         except BaseException:  # Ctrl-C too: nothing may be left over
             self._end()
             raise
@@ -188,9 +203,12 @@ class EngineSupervisor:
         assert self._child is not None
         return self._child
 
-    @property
-    def generation(self) -> int:
-        return self.child.generation
+    def state(self) -> EngineState:
+        """As it is now, for a client that was not told what happened before it was there."""
+        with self._lock:
+            return EngineState(
+                self.child.generation, self._is_ready, self._num_restarts, self._num_violations, self.ready
+            )
 
     @property
     def pid(self) -> int:
@@ -258,8 +276,10 @@ class EngineSupervisor:
         logger.error("%s; starting another", reason)
         if not child.is_alive:
             child.note_last_words()
-        self._num_violations += child.num_sync_violations
-        self._tell_clients(EngineLost(reason, self._num_violations))
+        with self._lock:
+            self._is_ready = False
+            self._num_violations += child.num_sync_violations
+        self._tell_clients(EngineLost(child.generation, reason, self._num_violations))
         child.end()
         generation, pause_s = child.generation, 1.0
         while not self._closing:
@@ -280,8 +300,9 @@ class EngineSupervisor:
             with self._lock:
                 if self._closing:
                     child.send(Stop())  # the one that `stop` sent went to the dead
-                self.ready = ready
-            self._tell_clients(EngineBack(generation, ready))
+                self.ready, self._is_ready = ready, True
+                self._num_restarts += 1
+            self._tell_clients(EngineBack(generation, self._num_restarts, ready))
             logger.warning("the engine is back")
             break
         return child

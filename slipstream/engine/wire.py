@@ -63,6 +63,7 @@ class Leave:
 class EngineLost:
     """The engine's process has ended, and with it every request it had. Another one may follow."""
 
+    generation: int
     reason: str
     num_sync_violations: int  # of this engine and those before it
 
@@ -79,6 +80,7 @@ class EngineBack:
     """Another engine takes requests."""
 
     generation: int
+    num_restarts: int
     ready: Ready
 
 

@@ -24,7 +24,7 @@ from slipstream.config import EngineOptions
 from slipstream.device.sync_guard import HostSyncError
 from slipstream.engine.build import build_engine
 from slipstream.engine.core import EngineCore
-from slipstream.engine.driver import Driver, Finish, Message
+from slipstream.engine.driver import Add, Driver, Finish, Message
 from slipstream.engine.split_updates import UpdateSplitter
 from slipstream.engine.wire import (
     Leave,
@@ -114,6 +114,7 @@ class Worker:
         self._core: EngineCore | None = None
         self._driver: Driver | None = None
         self._early: deque[Message] = deque()  # from a message that means several
+        self._gone: tuple[str, ...] = ()  # prefixes of clients that have left
         self._stats_sent_at = 0.0
 
     def run(self, options: EngineOptions) -> int:
@@ -158,8 +159,11 @@ class Worker:
             return None
         if isinstance(message, Leave):
             assert self._driver is not None
+            self._gone += (message.prefix,)
             self._early += [Finish(known) for known in self._driver.known if known.startswith(message.prefix)]
             return None
+        if isinstance(message, Add) and message.request.request_id.startswith(self._gone):
+            return None  # the client's last words came by another way than the word of its end, and later
         return message
 
     def _deliver(self, updates: TokenUpdates) -> None:

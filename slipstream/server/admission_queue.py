@@ -88,7 +88,7 @@ class AdmissionQueue:
         future.add_done_callback(take)
 
     def _start(self, exchange: Exchange, plan: AnswerPlan) -> None:
-        exchange.request.body = b""  # it may be large, and the answer long
+        exchange.drop_body()
         writer = AnswerWriter(self._writers, exchange, plan)
         exchange.note = RequestNote(plan.answer.request_id, plan.generation)
         try:

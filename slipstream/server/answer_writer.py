@@ -171,16 +171,18 @@ class AnswerWriter:
             parts.insert(0, self._plan.answer.opening(self._num_choices))
 
     def _complete(self, parts: list[bytes]) -> None:
-        self._is_over = True
         answer, generation = self._plan.answer, self._generation
         if self.every_token:
             parts.append(answer.closing(generation, self._plan.include_usage))
             self._open(parts)
+        else:
+            parts.append(answer.whole_bytes(generation, self._context.has_drafts))
+        self._is_over = True  # and not before: what fails while the answer is made has to be told
+        self._context.drop(self)
+        if self.every_token:
             self._exchange.end(b"".join(parts))
         else:
-            whole = answer.whole_bytes(generation, self._context.has_drafts)
-            self._exchange.respond(200, whole, _JSON)
-        self._context.drop(self)
+            self._exchange.respond(200, b"".join(parts), _JSON)
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error, and the request with it."""

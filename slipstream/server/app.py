@@ -49,7 +49,8 @@ class AppContext:
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
         """The model may have more ids than the tokenizer, or fewer; beyond both there is nothing."""
         vocab_size = max(self.client.config.model.vocab_size, self.client.tokenizer.vocab_size)
-        if (bad := next((one for one in token_ids if one >= vocab_size), None)) is not None:
+        if token_ids and max(token_ids) >= vocab_size:
+            bad = next(one for one in token_ids if one >= vocab_size)
             raise ApiError(400, f"tokens holds {bad}, which is not a token id below {vocab_size}", param="tokens")
 
 

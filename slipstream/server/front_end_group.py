@@ -63,6 +63,11 @@ class _Member:
     def has_died(self) -> bool:
         return self.process is not None and self.process.poll() is not None
 
+    def wait_before_restart(self, now: float) -> None:
+        has_run_well = now - self.started_at > _LONGEST_PAUSE_S
+        self.pause_s = 0.0 if has_run_well else min(max(0.5, 2 * self.pause_s), _LONGEST_PAUSE_S)
+        self.started_at, self.restart_at = now, now + self.pause_s
+
     def signal(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
@@ -133,11 +138,13 @@ class FrontEndGroup:
                 # Its requests are for no reader, and it has none under way any more.
                 self._supervisor.end_client(member.number, member.incarnation)
                 self._counters.clear("open", member.number)
-                has_run_well = now - member.started_at > _LONGEST_PAUSE_S
-                member.pause_s = 0.0 if has_run_well else min(max(0.5, 2 * member.pause_s), _LONGEST_PAUSE_S)
-                member.restart_at = now + member.pause_s
+                member.wait_before_restart(now)
             elif member.process is None and now >= member.restart_at:
-                self._start(member)
+                try:
+                    self._start(member)
+                except OSError as error:  # no process or memory is left just now; the others go on
+                    logger.error("front end %d cannot be started: %s", member.number, error)
+                    member.wait_before_restart(now)
 
     def _end(self, ending: Ending) -> None:
         for member in self._members:

@@ -53,7 +53,17 @@ class FrontEndTask:
 
 
 def place_of(supervisor: EngineSupervisor, client: int = 0, incarnation: int = 0) -> LinkPlace:
-    return LinkPlace(str(supervisor.folder), client, supervisor.generation, supervisor.step_timeout_s, incarnation)
+    state = supervisor.state()
+    return LinkPlace(
+        str(supervisor.folder),
+        client,
+        state.generation,
+        supervisor.step_timeout_s,
+        incarnation,
+        state.is_ready,
+        state.num_restarts,
+        state.num_sync_violations,
+    )
 
 
 def open_linked_client(place: LinkPlace, ready: Ready, tokenizer: Tokenizer) -> EngineClient:
@@ -73,6 +83,14 @@ def open_listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def open_own_listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
+    """The server's own: bound alone, so that the port of another server is refused, and shared afterwards."""
+    listener = open_listener(host, port, is_shared=False)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return listener
 
 

@@ -5,14 +5,19 @@ Unknown fields are refused by name: a misspelt option that is silently dropped i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import itertools
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from slipstream.types import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
 
+Item = TypeVar("Item")
+# Read until the first item that is wrong: an error for each of a million would take minutes and gigabytes.
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context, and bounded before anything is made of them
+MAX_DETOKENIZE = 1 << 20
 MAX_REQUEST_DRAFTS = 64  # beyond what any engine drafts: a client need not know this one's k
 Probability = Annotated[float, Field(gt=0, le=1)]
 
@@ -24,7 +29,17 @@ class _Body(BaseModel):
     @classmethod
     def _null_is_unset(cls, data: Any) -> Any:
         """OpenAI's client sends null for what its user left open."""
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        known = {key: value for key, value in given.items() if key in cls.model_fields}
+        # Each unknown one would be an error; the first of them is told.
+        return known | dict(itertools.islice(((key, given[key]) for key in given if key not in known), 1))
+
+
+def _cut_bias(given: Any) -> Any:
+    """One entry too many is enough to refuse it."""
+    return dict(itertools.islice(given.items(), MAX_LOGIT_BIAS + 1)) if isinstance(given, dict) else given
 
 
 class StreamOptions(_Body):
@@ -41,10 +56,10 @@ class SamplingFields(_Body):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: Probability | None = None
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
-    stop: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
+    stop: str | Annotated[ListOf[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), BeforeValidator(_cut_bias)] | None = None
     user: str | None = Field(None, description="Accepted and ignored.")
     # Extensions, named as vLLM names them.
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -52,10 +67,10 @@ class SamplingFields(_Body):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int = Field(0, ge=0, le=2**31 - 1)
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[ListOf[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[ListOf[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
     speculate: bool | None = Field(
         None, description="Whether tokens may be drafted ahead for this request, where the engine drafts at all."
@@ -66,7 +81,7 @@ class SamplingFields(_Body):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(..., min_length=1)
+    prompt: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] = Field(..., min_length=1)
     max_tokens: int | None = Field(16, ge=1, le=2**31 - 1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Literal[False] = False
@@ -99,19 +114,19 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: ListOf[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
 class ChatCompletionRequest(SamplingFields):
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: ListOf[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -121,14 +136,14 @@ class ChatCompletionRequest(SamplingFields):
 class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[ListOf[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[ListOf[TokenId], Field(max_length=MAX_DETOKENIZE)]
     skip_special_tokens: bool = False
 
 

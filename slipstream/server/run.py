@@ -18,7 +18,13 @@ from slipstream.output import SYNTHETIC_WARNING
 from slipstream.server.ending import noting_signals
 from slipstream.server.front_end import FrontEnd
 from slipstream.server.front_end_group import FrontEndGroup
-from slipstream.server.front_end_process import LOG_FORMAT, open_linked_client, open_listener, place_of, run_front_end
+from slipstream.server.front_end_process import (
+    LOG_FORMAT,
+    open_linked_client,
+    open_own_listener,
+    place_of,
+    run_front_end,
+)
 from slipstream.server.settings import ServerSettings
 
 _EXIT_SIGTERM = 143  # as a shell reports it
@@ -33,7 +39,7 @@ def serve(options: EngineOptions, settings: ServerSettings) -> int:
         logging.warning(SYNTHETIC_WARNING)
     num_front_ends = count_front_ends(settings.api_server_count)
     # First of all: a port that is taken should not cost the loading of a model.
-    listener = open_listener(settings.host, settings.port, is_shared=num_front_ends > 1)
+    listener = open_own_listener(settings.host, settings.port, is_shared=num_front_ends > 1)
     with _ended_by_sigterm():
         supervisor, tokenizer = open_supervisor(options, num_front_ends, settings.step_timeout_s)
     watching = threading.Thread(target=supervisor.run, name="slipstream-engine-watch", daemon=True)

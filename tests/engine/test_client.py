@@ -36,9 +36,8 @@ class Letters:
 class PlayedEngine:
     """Keeps what it is told, and says what a test gives it."""
 
-    id_prefix = ""
-
     def __init__(self, deliver: Deliver, options: dict[str, Any]) -> None:
+        self.id_prefix: str = options.pop("id_prefix", "")
         config = resolve(EngineOptions.from_dict(options), CPU, MODEL)
         self.info = EngineInfo(config, cast(Tokenizer, Letters()), SamplingParams(), ())
         self.stats = EngineStats()
@@ -89,6 +88,33 @@ def bench() -> Iterator[Bench]:
 
 def take(outputs: Outputs) -> RequestOutput:
     return outputs.get(timeout=10)
+
+
+@pytest.mark.parametrize("id_prefix", ["", "0.0:", "1.0:", "0.1:"])
+def test_seeds_are_drawn_anew_unless_the_engine_has_one(id_prefix: str) -> None:
+    """Whichever client of the engine draws them."""
+
+    def drawn(**options: Any) -> list[int | None]:
+        made = Bench(id_prefix=id_prefix, **options)
+        try:
+            made.begin()
+            made.begin()
+            return [request.params.seed for request in made.engine.requests]
+        finally:
+            made.client.close()
+
+    assert drawn(seed=7) == drawn(seed=7)
+    assert not set(drawn()) & set(drawn())
+
+
+def test_clients_of_an_engine_with_a_seed_draw_their_own() -> None:
+    seeds = []
+    for id_prefix in ("0.0:", "1.0:", "0.1:"):
+        made = Bench(id_prefix=id_prefix, seed=7)
+        made.begin()
+        seeds.append(made.engine.requests[0].params.seed)
+        made.client.close()
+    assert len(set(seeds)) == 3
 
 
 def test_what_came_with_the_first_token_stays(bench: Bench) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import queue
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -138,3 +141,33 @@ def test_an_unknown_request_can_be_finished(folder: Path) -> None:
     loop.close()
     with pytest.raises(EngineError, match="the engine is closed"):
         loop.add(make_request("b", [1, 2]))
+
+
+INTERRUPTED = """
+import ctypes, sys, time
+from slipstream import LLM
+
+libc = ctypes.CDLL(None)
+# What runs when libraries are torn down, beside a thread in the middle of their code.
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
+
+def build():
+    print("loading", flush=True)
+    time.sleep(600)
+
+try:
+    LLM(build=build)
+except KeyboardInterrupt:
+    print("interrupted")
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_while_the_engine_loads_ends_the_process_in_good_order() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=30)
+    assert (process.returncode, said, errors) == (130, "interrupted\n", "")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from slipstream.engine.wire import (
     client_address,
     decode,
     encode,
+    engine_address,
     watch_address,
 )
 from slipstream.errors import ConfigError, EngineError, ModelError, RequestError
@@ -80,9 +82,9 @@ def test_messages_survive_the_wire(folder: Path) -> None:
         Stats(stats),
         Pulse(1.5),
         Leave("1.0:"),
-        EngineLost("it died", 2),
+        EngineLost(2, "it died", 2),
         RestartFailed("no memory"),
-        EngineBack(3, Ready(config, GREEDY, (1, 2))),
+        EngineBack(3, 1, Ready(config, GREEDY, (1, 2))),
     ):
         assert decode(encode(message)) == message
 
@@ -357,6 +359,33 @@ def test_the_pulse_tells_how_long_a_step_takes() -> None:
         assert decode(inboxes[0].recv_multipart()).stuck_s < received[2].stuck_s
     finally:
         context.destroy(linger=0)
+        shutil.rmtree(folder)
+
+
+def test_requests_of_a_client_that_has_left_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last ones may come behind the word that it has left: that word comes from another process."""
+    monkeypatch.setattr(worker, "_Pulse", lambda place: SimpleNamespace(note_progress=lambda: None))
+    folder = Path(tempfile.mkdtemp())
+    context = zmq.Context()
+    place = worker.Place(str(folder), "0", "2", str(os.getppid()))
+    at_work = worker.Worker(place)
+    try:
+        monkeypatch.setattr(at_work, "_send_stats", lambda: None)
+        at_work._driver = SimpleNamespace(known={"1.0:4", "1.1:1", "0.0:4"})  # type: ignore[assignment]
+        outbox = supervisor.open_push(context, engine_address(folder, 0))
+        for message in (
+            Leave("1.0:"),
+            Add(make_request("1.0:5", [1])),
+            Add(make_request("1.1:2", [1])),
+            Add(make_request("0.0:5", [1])),
+        ):
+            outbox.send_multipart(encode(message))
+        assert at_work._receive(True) == Finish("1.0:4")
+        begun = [at_work._receive(True) for _ in range(2)]
+        assert [message.request.request_id for message in begun if isinstance(message, Add)] == ["1.1:2", "0.0:5"]
+    finally:
+        context.destroy(linger=0)
+        at_work._context.destroy(linger=0)
         shutil.rmtree(folder)
 
 

@@ -16,13 +16,17 @@ import zmq
 from slipstream.config import EngineOptions
 from slipstream.engine import supervisor
 from slipstream.engine.driver import Stop
+from slipstream.engine.link import EngineLink, LinkPlace
 from slipstream.engine.process import EngineProcess
 from slipstream.engine.pulse import PulseMonitor
 from slipstream.engine.resolve import resolve
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.supervisor import open_push
-from slipstream.engine.wire import Ready, Refused, Stats, client_address, encode
+from slipstream.engine.wire import EngineBack, EngineLost, Ready, Refused, Stats, client_address, encode
 from slipstream.errors import EngineError
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.weights import open_checkpoint
+from slipstream.server.front_end_process import place_of
 from slipstream.types import SamplingParams, TokenUpdate, TokenUpdates
 from tests.engine.drive import make_request
 from tests.test_config import CPU, MODEL
@@ -136,6 +140,11 @@ def start(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]
         bench.close()
 
 
+@pytest.fixture
+def tokenizer(tiny_folder: Path) -> Tokenizer:
+    return open_checkpoint(tiny_folder).tokenizer()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -210,3 +219,51 @@ def test_a_dead_engine_has_lost_the_requests_that_it_had_not_ended(start: Start)
     wait_until(lambda: bench.running.num_restarts == 1)
     assert bench.delivered.empty()
     assert not bench.running._link._known
+
+
+def place_in(bench: Bench) -> LinkPlace:
+    """Of a client that starts now. Nobody else has its number, so it hears what the test says."""
+    return place_of(bench.running._supervisor, client=1, incarnation=1)
+
+
+def test_a_client_that_starts_while_there_is_no_engine(start: Start, tokenizer: Tokenizer) -> None:
+    """Requests would wait for ever in front of an engine that could not be started."""
+    refusal = Refused("ConfigError", "no memory is left")
+    first, third = ScriptedChild(READY), ScriptedChild(READY)
+    bench = start(first, ScriptedChild(refusal), third)
+    first.tell_client(violations(2))
+    first.die()
+    wait_until(lambda: len(bench.pause.lengths) == 1)
+    link = EngineLink(place_in(bench), READY, tokenizer, bench.delivered.put)
+    try:
+        assert not link.is_ready and link.trouble == RESTARTING
+        with pytest.raises(EngineError, match="try again"):
+            link.add(make_request("a", [1]))
+        link._handle(EngineBack(2, 1, READY))
+        link.add(make_request("a", [1]))
+        assert link.is_ready and link.num_restarts == 1
+        bench.pause.set()
+        wait_until(lambda: bench.running.is_ready)
+    finally:
+        link.close()
+
+
+def test_a_client_that_starts_after_a_restart(start: Start, tokenizer: Tokenizer) -> None:
+    """It counts what the others count, and what its forerunner was told too late does not upset it."""
+    first, second = ScriptedChild(READY), ScriptedChild(READY)
+    bench = start(first, second)
+    first.tell_client(violations(2))
+    first.die()
+    wait_until(lambda: bench.running.num_restarts == 1)
+    link = EngineLink(place_in(bench), READY, tokenizer, bench.delivered.put)
+    try:
+        assert link.is_ready and link.num_restarts == 1
+        link.add(make_request("a", [1]))
+        assert link.stats.num_sync_violations == bench.running.stats.num_sync_violations == 2
+        link._handle(EngineLost(0, "it died", 2))
+        link._handle(EngineBack(1, 1, READY))
+        assert link.is_ready and link.num_restarts == 1 and link._known == {"a"}
+        link._handle(EngineLost(1, "it died", 2))
+        assert not link.is_ready and not link._known
+    finally:
+        link.close()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -144,6 +147,16 @@ def test_the_engine_dies(several: RunningServer) -> None:
         for client in clients.values():
             assert client.post("/v1/completions", json=SHORT).status_code == 200
             assert "slipstream_engine_restarts_total 1.0" in client.get("/metrics").text
+
+
+def test_a_port_of_another_server_is_not_shared(several: RunningServer, model_folder: Path) -> None:
+    """Its clients would be answered by either."""
+    port = str(urlsplit(several.url).port)
+    command = [sys.executable, "-m", "slipstream", "serve", str(model_folder), "--port", port]
+    command += ["--api-server-count", str(NUM)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.strip().startswith(f"error: cannot listen on 127.0.0.1 port {port}")
 
 
 def test_the_end_of_all_lets_requests_finish(model_folder: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -31,6 +33,8 @@ def narrow(model_folder: Path) -> Iterator[RunningServer]:
         running = start_server(model_folder, "--max-connections", str(DESCRIPTORS - 64), "--header-timeout-s", "3600")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # The server has taken as many as the system gives; from now on these are all.
+    resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     yield running
     running.stop()
 
@@ -57,6 +61,23 @@ def test_half_open_connections_keep_no_client_out(narrow: RunningServer) -> None
                 assert answer.status_code == 200
         assert num_descriptors(narrow) < DESCRIPTORS
     assert len(narrow.lines) - num_lines < 50, "connections that say nothing are not worth a line each"
+
+
+def test_a_crowd_that_comes_at_once(narrow: RunningServer) -> None:
+    """More than there are descriptors, in one turn of the server's loop."""
+    parts = urlsplit(narrow.url)
+    num_lines = len(narrow.lines)
+    with contextlib.ExitStack() as opened:
+        os.kill(narrow.process.pid, signal.SIGSTOP)
+        try:
+            for _ in range(4 * DESCRIPTORS):
+                opened.enter_context(socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5))
+        finally:
+            os.kill(narrow.process.pid, signal.SIGCONT)
+        start = time.monotonic()
+        assert httpx.get(f"{narrow.url}/health", timeout=30).status_code == 200
+        assert time.monotonic() - start < 5
+    assert len(narrow.lines) - num_lines < 50
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,14 +230,88 @@ def test_a_client_that_does_not_read_is_dropped_and_costs_little(clock: Clock) -
             clock.now += LIMITS.write_timeout_s - 1
             await site.tick()
             assert not gone
-            clock.now += 2
-            await site.tick()
+            for _ in range(3):  # the kernel may have taken some more meanwhile, which looks as if it were read
+                clock.now += LIMITS.write_timeout_s + 1
+                await site.tick()
             assert gone == [True]
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
     asyncio.run(run())
+
+
+def test_answers_that_are_not_read_do_not_pile_up(clock: Clock) -> None:
+    """However many requests a client sends ahead: the next one is looked at when the last answer is on its way."""
+
+    async def run() -> None:
+        site = Site(replace(LIMITS, max_body_bytes=1 << 20))
+        async with site.open():
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
+            body = b"x" * 500_000
+            request = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            sending = asyncio.create_task(_send(writer, 60 * request + b"GET /wait HTTP/1.1\r\n\r\n"))
+            await asyncio.sleep(0.5)
+            (own,) = site.listener._connections
+            assert own._transport.get_write_buffer_size() < 2 * len(body)
+            assert len(site.ended) < 60 and not site.waiting
+            while not site.waiting:  # it reads after all, and gets everything
+                assert await asyncio.wait_for(reader.read(1 << 20), 5)
+            await sending
+            assert len(site.ended) == 60
+            writer.close()
+
+    asyncio.run(run())
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        writer.write(data)
+        await writer.drain()
+
+
+def test_a_client_that_leaves_its_answers_unread_is_dropped(clock: Clock) -> None:
+    """Between requests too: no request behind the answer holds a place for ever."""
+
+    async def run() -> None:
+        site = Site(LIMITS)
+        site.listener._handle = lambda exchange: exchange.respond(200, b"x" * 20_000_000, b"text/plain")
+        async with site.open():
+            _, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n" * 2)
+            await asyncio.sleep(0.2)
+            assert [path for path, _ in site.ended] == ["/"]
+            for _ in range(3):
+                clock.now += LIMITS.write_timeout_s + 1
+                await site.tick()
+            assert site.listener.num_connections == 0
+            writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("last", [b"Connection: close\r\n", b""])
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(clock: Clock, last: bytes) -> None:
+    size = 20_000_000
+
+    async def run() -> int:
+        site = Site(LIMITS)
+        site.listener._handle = lambda exchange: exchange.respond(200, b"x" * size, b"text/plain")
+        async with site.open():
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+            writer.write(b"GET / HTTP/1.1\r\n" + last + b"\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            num_read = 0
+            while num_read < size:
+                if not (data := await asyncio.wait_for(reader.read(4 << 20), 5)):
+                    break
+                num_read += len(data)
+                clock.now += 0.9 * LIMITS.write_timeout_s / 10
+                await site.tick()
+            writer.close()
+            return num_read
+
+    assert asyncio.run(run()) == size
 
 
 def test_whoever_waits_longest_makes_room() -> None:
@@ -261,6 +338,66 @@ def test_whoever_waits_longest_makes_room() -> None:
     asyncio.run(run())
 
 
+def test_a_crowd_at_the_door_takes_no_more_descriptors_than_there_are() -> None:
+    """However many come at once: they are let in a few at a time."""
+
+    async def run() -> None:
+        site = Site(replace(LIMITS, max_connections=4))
+        async with site.open():
+            with contextlib.ExitStack() as opened:
+                for _ in range(300):
+                    opened.enter_context(socket.create_connection(("127.0.0.1", site.port)))
+                before = count_descriptors()
+                most = 0
+                for _ in range(200):
+                    await asyncio.sleep(0)
+                    most = max(most, count_descriptors() - before)
+                assert 4 <= most <= 4 + listener_module._ACCEPTED_A_TURN
+                client = await site.client()
+                await client.say(b"GET / HTTP/1.1\r\n\r\n")
+                assert await client.status() == 200
+                assert site.listener.num_connections <= 4
+            await asyncio.sleep(0.05)
+            assert site.listener._num_descriptors == site.listener.num_connections
+
+    asyncio.run(run())
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Door(socket.socket):
+    """The system gives no descriptor a few times."""
+
+    num_asked = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.num_asked += 1
+        if self.num_asked <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_without_a_descriptor_the_door_is_closed_for_a_moment(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        own = Door(socket.AF_INET, socket.SOCK_STREAM)
+        own.bind(("127.0.0.1", 0))
+        site.port = own.getsockname()[1]
+        await site.listener.listen([own])
+        client = await site.client()
+        await client.say(b"GET / HTTP/1.1\r\n\r\n")
+        assert await client.status() == 200
+        client.writer.close()
+        site.listener.stop_accepting()
+        await site.listener.close(0.1)
+        assert 4 <= own.num_asked < 10
+
+    asyncio.run(run())
+    assert len(caplog.records) == 1 and "Too many open files" in caplog.text
+
+
 def test_when_all_are_at_work_the_new_one_goes() -> None:
     async def run() -> None:
         site = Site(replace(LIMITS, max_connections=2))
@@ -283,6 +420,14 @@ def test_when_all_are_at_work_the_new_one_goes() -> None:
     [
         (b"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n", 413),
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001 + b"\r\n0\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nA: " + b"x" * 200_000, 431),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"x" * 200_000, 431),
+        (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\nx", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: +1\r\n\r\nx", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0x1\r\nx\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\nContent-Length: 1\n\nx", 400),
         (b"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000 + b"\r\n\r\n", 431),
@@ -326,7 +471,9 @@ def test_a_stranger_s_body_is_not_read() -> None:
     asyncio.run(run())
 
 
-def test_all_bodies_together_have_a_limit() -> None:
+def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "_SMALL_BODY", 0)
+
     async def run() -> None:
         site = Site(replace(LIMITS, max_body_bytes=100))
         async with site.open():
@@ -342,6 +489,104 @@ def test_all_bodies_together_have_a_limit() -> None:
         assert site.listener.num_buffered_bytes == 0
 
     asyncio.run(run())
+
+
+def test_small_bodies_have_their_room_whatever_others_send() -> None:
+    async def run() -> None:
+        site = Site(replace(LIMITS, max_body_bytes=100_000))
+        async with site.open():
+            for _ in range(64):
+                client = await site.client()
+                client.writer.write(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 99_999)
+            while site.listener.num_buffered_bytes < 64 * 99_999:
+                await asyncio.sleep(0.01)
+            small = await site.client()
+            await small.say(b"POST / HTTP/1.1\r\nContent-Length: 500\r\n\r\n" + b"x" * 500)
+            assert await small.status() == 200
+
+    asyncio.run(run())
+
+
+def test_bodies_that_wait_to_be_read_are_counted() -> None:
+    async def run() -> None:
+        site = Site(LIMITS)
+        async with site.open():
+            request = b"POST /wait HTTP/1.1\r\nContent-Length: 900\r\n\r\n" + b"x" * 900
+            first, second, third = [await site.client() for _ in range(3)]
+            for client in (first, second, third):
+                await client.say(request)
+            await third.say(request)  # behind the first, and not looked at yet
+            assert site.listener.num_buffered_bytes == 3 * 900
+            site.waiting[0].drop_body()
+            assert site.listener.num_buffered_bytes == 2 * 900
+            site.waiting[0].respond(200, b"", b"text/plain")
+            site.waiting[1].respond(200, b"", b"text/plain")
+            assert site.listener.num_buffered_bytes == 900
+            third.writer.close()
+            await asyncio.sleep(0.05)
+            assert site.listener.num_buffered_bytes == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("at", [30, 90, 120])
+def test_a_request_that_comes_in_two_parts_behind_another(at: int) -> None:
+    """Its body is one, whatever the first part held, and has the time of one."""
+    body = b"x" * 200_000
+    head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    requests = b"GET / HTTP/1.1\r\n\r\n" + head + body
+
+    async def run() -> bytes:
+        site = Site(replace(LIMITS, max_body_bytes=1 << 20))
+        async with site.open():
+            client = await site.client()
+            await client.say(requests[:at])
+            await client.say(requests[at:])
+            return await client.rest()
+
+    answer = asyncio.run(run())
+    assert answer.count(b"HTTP/1.1 200 OK") == 2 and answer.endswith(b"\r\n\r\n" + body)
+
+
+def test_the_time_of_a_request_behind_another(clock: Clock) -> None:
+    async def run() -> None:
+        site = Site(replace(LIMITS, body_timeout_s=30.0))
+        async with site.open():
+            client = await site.client()
+            await client.say(b"GET /wait HTTP/1.1\r\n\r\nPOST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nx")
+            clock.now += 3600  # the server's own
+            await site.tick()
+            site.waiting[0].respond(200, b"", b"text/plain")
+            for _ in range(2):
+                clock.now += LIMITS.header_timeout_s + 1
+                await site.tick()
+                await client.say(b"x")
+            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+            assert await client.status() == 200
+
+    asyncio.run(run())
+
+
+def test_what_follows_a_body_is_no_header() -> None:
+    """A proxy may have looked at the headers only."""
+    asked: list[HttpRequest] = []
+
+    async def run() -> None:
+        site = Site(LIMITS)
+
+        def handle(exchange: Exchange) -> None:
+            asked.append(exchange.request)
+            exchange.respond(200, b"", b"text/plain")
+
+        site.listener._handle = handle
+        async with site.open():
+            client = await site.client()
+            await client.say(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+            await client.say(b"1\r\nx\r\n0\r\nX-Request-Id: a\r\n\r\n")
+            assert await client.status() == 200
+
+    asyncio.run(run())
+    assert asked[0].body == b"x" and asked[0].header(b"x-request-id") is None
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.errors import EngineError
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.server.answers import CompletionAnswer
 from slipstream.server.settings import ServerSettings
 from slipstream.types import Request, TokenUpdate, TokenUpdates
 
@@ -78,6 +79,22 @@ def test_every_end_gives_the_places_back_once(
             asked["n"] = 2
         for _ in range(3):
             assert narrow.post(PATH, **asked).status_code in expected
+    assert statuses_at_once(narrow, 3, monkeypatch) == [200, 200, 429]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_written_is_an_error(
+    narrow: ScriptedServer, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not silence."""
+
+    def fail(*_: object) -> bytes:
+        raise ValueError("no such figure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompletionAnswer, "closing" if stream else "whole_bytes", fail)
+        answer = narrow.post(PATH, prompt="x", stream=stream)
+    assert answer.status_code == 500 and "ValueError: no such figure" in answer.text
     assert statuses_at_once(narrow, 3, monkeypatch) == [200, 200, 429]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SLICE = 16 << 10  # bytes parsed at a time, so that few requests wait as objects
 _MOST_AHEAD = 64 << 10  # bytes that a client may send ahead; then it is not read from
 _LARGEST_HEAD = 64 << 10
+_SMALL_BODY = 64 << 10  # has its room whatever the others send
 _MOST_HEADERS = 200
 _WRITE_BUFFER = 64 << 10  # beyond it a client does not keep up
 
@@ -48,7 +49,10 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._parser: Any = httptools.HttpRequestParser(self)
         self._phase = Phase.IDLE
-        self.deadline: float | None = None
+        self._arriving = Phase.IDLE  # where the parser is, which may be ahead of the answer: idle, head or body
+        self._phase_deadline: float | None = None
+        self._write_deadline: float | None = None  # while a client has to read
+        self._num_unsent = 0  # when that was set
         self.client: tuple[str, int] | None = None
         self.is_lost = False
         self.can_write = True
@@ -66,6 +70,11 @@ class Connection(asyncio.Protocol):
     @property
     def date(self) -> bytes:
         return self._listener.date
+
+    @property
+    def deadline(self) -> float | None:
+        given = [at for at in (self._phase_deadline, self._write_deadline) if at is not None]
+        return min(given, default=None)
 
     @property
     def is_answering(self) -> bool:
@@ -87,14 +96,16 @@ class Connection(asyncio.Protocol):
         if self._phase is Phase.CLOSING:
             return  # read and dropped, so that the client gets to read its answer
         self._ahead += data
-        if self._exchange is not None and len(self._ahead) > _MOST_AHEAD:
-            self._transport.pause_reading()
         self._advance()
+        if len(self._ahead) > _MOST_AHEAD and not self.is_lost:
+            self._transport.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
-        self._listener.drop(self)
+        self._listener.lose(self)
         self._free_body()
+        for request in self._ready:
+            self._listener.free_body(request)
         self._ready.clear()
         if (exchange := self._exchange) is not None:
             self._exchange = None
@@ -105,20 +116,26 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.can_write = False
-        self.deadline = time.monotonic() + self._limits.write_timeout_s
+        self._give_time_to_read()
 
     def resume_writing(self) -> None:
         self.can_write = True
-        if self._exchange is not None:
-            self.deadline = None
-            if self._exchange.on_drained is not None:
-                self._exchange.on_drained()
+        if self._phase is Phase.CLOSING:
+            return
+        self._write_deadline = None
+        if self._exchange is None:
+            self._await_request()
+        elif self._exchange.on_drained is not None:
+            self._exchange.on_drained()
 
     # --- the exchange's calls
 
     def send(self, data: bytes) -> None:
         if data and not self.is_lost:
             self._transport.write(data)
+
+    def free_body(self, request: HttpRequest) -> None:
+        self._listener.free_body(request)
 
     def finish(self, exchange: Exchange) -> None:
         """The answer is complete."""
@@ -130,15 +147,18 @@ class Connection(asyncio.Protocol):
         if not exchange.request.keeps_alive or self._listener.is_ending:
             self.close_gently()
             return
-        self._enter(Phase.IDLE, self._limits.keep_alive_s)
-        self._transport.resume_reading()
-        self._advance()
+        self._await_request()
 
     # --- the listener's calls
 
     def expire(self) -> None:
         """The deadline has passed."""
-        if self._phase is Phase.BODY:
+        if self._write_deadline is not None and self._write_deadline < time.monotonic():
+            if self._transport.get_write_buffer_size() < self._num_unsent:
+                self._give_time_to_read()  # slow, but it reads
+            else:
+                self.abort()
+        elif self._phase is Phase.BODY:
             self._refuse(ApiError(408, "the body did not arrive in time"))
         elif self._phase is Phase.HEAD:
             self._refuse(ApiError(408, "the request's headers did not arrive in time"))
@@ -161,6 +181,9 @@ class Connection(asyncio.Protocol):
         self._free_body()
         if self.is_lost:
             return
+        if self._transport.get_write_buffer_size():
+            self._phase_deadline = None
+            self._give_time_to_read()
         self._transport.resume_reading()
         if self._transport.can_write_eof():
             with suppress(OSError):
@@ -174,16 +197,38 @@ class Connection(asyncio.Protocol):
 
     def _enter(self, phase: Phase, timeout_s: float | None) -> None:
         self._phase = phase
-        self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._phase_deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._listener.note_phase(self, phase in _UNFINISHED)
 
+    def _give_time_to_read(self) -> None:
+        self._num_unsent = self._transport.get_write_buffer_size()
+        self._write_deadline = time.monotonic() + self._limits.write_timeout_s
+
+    def _await_request(self) -> None:
+        """The next one, of which a part may have come already. Its time begins when the last answer is on its way."""
+        limits = self._limits
+        if not self.can_write:
+            self._enter(Phase.IDLE, None)
+        elif self._arriving is Phase.IDLE:
+            self._enter(Phase.IDLE, limits.keep_alive_s)
+        elif self._arriving is Phase.HEAD:
+            self._enter(Phase.HEAD, limits.header_timeout_s)
+        else:
+            self._enter(Phase.BODY, limits.body_timeout_s)
+            self._body_start = time.monotonic()
+        self._transport.resume_reading()
+        self._advance()
+
     def _advance(self) -> None:
-        """Parse what has come and start the next request, as far as it goes."""
+        """Parse what has come and start the next request, as far as it goes.
+
+        Not while the client leaves its answers unread: those of all the requests that it sends would pile up.
+        """
         if self._is_advancing:
             return  # an answer was complete at once: the loop below goes on
         self._is_advancing = True
         try:
-            while self._exchange is None and self._phase is not Phase.CLOSING and not self.is_lost:
+            while self._exchange is None and self._phase is not Phase.CLOSING and self.can_write and not self.is_lost:
                 if self._ready:
                     self._start(self._ready.popleft())
                 elif self._ahead:
@@ -199,6 +244,7 @@ class Connection(asyncio.Protocol):
         if self._phase is Phase.IDLE:
             self._enter(Phase.HEAD, self._limits.header_timeout_s)
             self._num_head_bytes = 0
+        num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -208,14 +254,15 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             if self._refusal is None:
                 self._refusal = ApiError(400, f"this is not HTTP/1.1: {str(error) or type(error).__name__}")
-        if self._phase is Phase.HEAD and self._refusal is None:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > _LARGEST_HEAD:
-                self._refusal = _head_too_large()
-        elif self._phase is Phase.BODY:
+        # What follows a body, or describes its chunks, is kept by the parser like headers.
+        self._num_head_bytes = 0 if self._num_body_bytes > num_body_bytes else self._num_head_bytes + len(data)
+        if self._num_head_bytes > _LARGEST_HEAD and not self._ready:
+            self._refusal = self._refusal or _head_too_large()
+        if self._phase is Phase.BODY:
             pause_s = self._limits.body_timeout_s
             # A byte now and then does not help.
-            self.deadline = min(time.monotonic() + pause_s, self._body_start + self._limits.longest_body * pause_s)
+            longest_s = self._limits.longest_body * pause_s
+            self._phase_deadline = min(time.monotonic() + pause_s, self._body_start + longest_s)
         if self._refusal is not None and not self._ready:
             self._refuse(self._refusal)
 
@@ -242,6 +289,7 @@ class Connection(asyncio.Protocol):
     # --- the parser's calls
 
     def on_message_begin(self) -> None:
+        self._arriving = Phase.HEAD
         self._request = HttpRequest(arrival_time=time.monotonic(), headers=[])
         self._num_head_bytes = 0
         self._target: list[bytes] = []
@@ -250,6 +298,8 @@ class Connection(asyncio.Protocol):
         self._target.append(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._arriving is Phase.BODY:
+            return  # what comes behind a body was not there when the request was checked, and is no header
         headers = self._request.headers
         headers.append((name.lower(), value))
         if len(headers) > _MOST_HEADERS:
@@ -257,6 +307,8 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         request, parser = self._request, self._parser
+        self._arriving = Phase.BODY
+        self._num_head_bytes = 0
         request.method = parser.get_method().decode("ascii", "replace")
         request.version = parser.get_http_version()
         request.keeps_alive = parser.should_keep_alive()
@@ -291,13 +343,15 @@ class Connection(asyncio.Protocol):
         self._listener.num_buffered_bytes += len(data)
         if self._num_body_bytes > self._limits.max_body_bytes:
             self._stop(self._too_large())
-        elif self._listener.num_buffered_bytes > self._limits.max_buffered_bytes:
+        elif self._num_body_bytes > _SMALL_BODY and self._listener.num_buffered_bytes > self._limits.max_buffered_bytes:
             self._stop(ApiError(503, "too many bodies arrive at once; try again later", headers={"Retry-After": "1"}))
 
     def on_message_complete(self) -> None:
         self._request.body = b"".join(self._body)
-        self._free_body()
+        self._request.num_buffered_bytes, self._num_body_bytes = self._num_body_bytes, 0
+        self._body.clear()
         self._ready.append(self._request)
+        self._arriving = Phase.IDLE
         self._phase = Phase.IDLE  # of the next request; one that is started is noted there
 
     def _stop(self, refusal: ApiError) -> None:

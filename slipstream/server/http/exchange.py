@@ -33,6 +33,7 @@ class HttpRequest:
     body: bytes = b""
     keeps_alive: bool = True
     arrival_time: float = 0.0
+    num_buffered_bytes: int = 0  # of its body, as long as the listener counts them
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for own, value in self.headers if own == name), None)
@@ -138,6 +139,11 @@ class Exchange:
         self.respond(
             status, body, _JSON, [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
         )
+
+    def drop_body(self) -> None:
+        """It was read: it may be large, and the answer long."""
+        self.request.body = b""
+        self._connection.free_body(self.request)
 
     def close_after(self) -> None:
         """The connection ends with this answer."""

@@ -22,7 +22,7 @@ class ConnectionLimits:
 
     @property
     def max_buffered_bytes(self) -> int:
-        """Of all bodies that are arriving."""
+        """Of all bodies that arrive or wait to be read, but for small ones."""
         return 64 * self.max_body_bytes
 
 

@@ -1,12 +1,15 @@
 """All connections of one front end: accepted, counted, timed out, and ended.
 
 At the limit a new client takes the place of the one that has waited longest without a whole request: clients that
-open connections and say nothing keep no other out.
+open connections and say nothing keep no other out. Few are accepted at a time, so that however many wait at the door
+never more descriptors are open than there may be; asyncio's own server takes all at once, and where that is too many,
+it writes thousands of lines and accepts none for seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import time
@@ -20,6 +23,11 @@ from slipstream.server.http.limits import ConnectionLimits
 
 _TICK_S = 0.5  # how late a deadline is noticed
 _BACKLOG = 2048
+_ACCEPTED_A_TURN = 16
+_ACCEPT_PAUSE_S = 0.1  # where the system gives no descriptor
+_WARN_EVERY_S = 10.0
+logger = logging.getLogger("slipstream.server")
+
 _USABLE_ID = re.compile(rb"[ -~]{1,128}")
 
 
@@ -39,7 +47,10 @@ class Listener:
         self._note_end = note_end
         self._connections: dict[Connection, None] = {}
         self._unfinished: dict[Connection, None] = {}  # without a whole request, the longest first
-        self._servers: list[asyncio.Server] = []
+        self._sockets: list[socket.socket] = []
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._num_descriptors = 0  # of clients: those of connections that are being made or closed as well
+        self._warned_at: float | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self.on_tick: Callable[[], None] = lambda: None
         self.warnings: list[str] = []  # that every answer carries
@@ -53,7 +64,9 @@ class Listener:
         loop = asyncio.get_running_loop()
         for own in sockets:
             own.setblocking(False)
-            self._servers.append(await loop.create_server(lambda: Connection(self), sock=own, backlog=_BACKLOG))
+            own.listen(_BACKLOG)
+            self._sockets.append(own)
+            loop.add_reader(own, self._accept, own)
         self._tick()
 
     @property
@@ -63,8 +76,9 @@ class Listener:
     def stop_accepting(self) -> None:
         """Requests under way go on; connections without one are closed."""
         self.is_ending = True
-        for server in self._servers:
-            server.close()
+        for own in self._sockets:
+            asyncio.get_running_loop().remove_reader(own)
+            own.close()
         for connection in list(self._connections):
             connection.close_if_idle()
 
@@ -89,6 +103,44 @@ class Listener:
             self._ticking.cancel()
         await asyncio.sleep(0)  # lets the transports tell their connections
 
+    # --- accepting
+
+    def _accept(self, own: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_ACCEPTED_A_TURN):
+            if self._num_descriptors >= self.limits.max_connections + _ACCEPTED_A_TURN:
+                return  # some are being closed; the loop comes back at once
+            try:
+                client, _ = own.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._pause_accepting(own, error)
+                return
+            self._num_descriptors += 1
+            task = loop.create_task(self._adopt(client))
+            self._arriving.add(task)  # the loop itself keeps no task alive
+            task.add_done_callback(self._arriving.discard)
+
+    async def _adopt(self, client: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: Connection(self), client)
+        except OSError:  # it has left already
+            client.close()
+            self._num_descriptors -= 1
+
+    def _pause_accepting(self, own: socket.socket, error: OSError) -> None:
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        if self._warned_at is None or now - self._warned_at > _WARN_EVERY_S:
+            self._warned_at = now
+            logger.warning("no connection can be accepted for a moment: %s", error)
+        loop.remove_reader(own)
+        loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting, own)
+
+    def _resume_accepting(self, own: socket.socket) -> None:
+        if not self.is_ending:
+            asyncio.get_running_loop().add_reader(own, self._accept, own)
+
     # --- the connections' calls
 
     def take(self, connection: Connection) -> None:
@@ -102,6 +154,11 @@ class Listener:
     def drop(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
         self._unfinished.pop(connection, None)
+
+    def lose(self, connection: Connection) -> None:
+        """Its descriptor is closed now."""
+        self.drop(connection)
+        self._num_descriptors -= 1
 
     def note_phase(self, connection: Connection, is_unfinished: bool) -> None:
         if is_unfinished:
@@ -124,7 +181,13 @@ class Listener:
         exchange.warnings += self.warnings
         return exchange
 
+    def free_body(self, request: HttpRequest) -> None:
+        """Its body is needed no more."""
+        self.num_buffered_bytes -= request.num_buffered_bytes
+        request.num_buffered_bytes = 0
+
     def end_exchange(self, exchange: Exchange) -> None:
+        self.free_body(exchange.request)
         self._note_end(exchange)
 
     def _tick(self) -> None:
