@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,9 @@ from transformers import (
 
 from slipstream.sampling.gumbel import gumbel_noise
 from slipstream.sampling.min_p import apply_min_p
-from slipstream.sampling.sampler import Positions, SamplingNeeds, process, sample
+from slipstream.sampling.operation import Positions
+from slipstream.sampling.registry import operations
+from slipstream.sampling.sampler import SamplingNeeds, process, sample
 from slipstream.types import Request
 from tests.sampling.rows import make_request, make_rows
 
@@ -118,7 +119,7 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
 def test_a_row_is_its_requests_alone_whichever_had_it_before() -> None:
     """What the last one has left in it, such as a longer list of biases or words, counts for nothing, even where a
     neighbour makes the step look at every parameter."""
-    rng, needs = random.Random(4), SamplingNeeds(*[True] * len(fields(SamplingNeeds)))
+    rng, needs = random.Random(4), SamplingNeeds(frozenset(o.name for o in operations()))
     for seed in range(20):
         before, (request, history) = (random_request(rng, list(PARAMETERS)) for _ in range(2))
         logits = torch.randn(1, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -156,7 +157,9 @@ def test_a_parameter_that_is_hardly_on_is_on(name: str, value: Any) -> None:
     """Nothing else of the batch would make the step look at it."""
     kind = "penalties" if name.endswith("_penalty") else name
     request = make_request([1], temperature=0.01, **{name: value})
-    assert SamplingNeeds.of(request) == SamplingNeeds(noise=True, **{kind: True})
+    needed = SamplingNeeds.of(request)
+    assert needed.operations == {"temperature", kind} - {"logprobs"}
+    assert needed.noise and needed.logprobs == (kind == "logprobs")
 
 
 def test_a_history_shorter_than_a_bad_word_does_not_complete_it() -> None:

@@ -1,0 +1,41 @@
+"""The fields of a request's body that sampling operations read, from what the operations declare."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from slipstream.parameters import Check, Parameter, Switch, Texts, TokenIds, TokenNumbers
+from slipstream.sampling.registry import packaged
+from slipstream.values import MAX_INT32, Bounds
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+# By name: those of the package. The rest come in ``extra``.
+DECLARED: dict[str, Parameter] = {p.name: p for operation in packaged() for p in operation.parameters}
+
+
+def body_fields() -> dict[str, Any]:
+    """As ``pydantic.create_model`` takes them. ``None`` is what a client leaves open."""
+    return {
+        name: (_type(declared.check) | None, Field(declared.default, description=declared.help))
+        for name, declared in DECLARED.items()
+    }
+
+
+def _type(check: Check) -> Any:
+    match check:
+        case Bounds(low=low, high=high, is_integer=is_integer, is_low_open=is_low_open):
+            most = (MAX_INT32 if is_integer else None) if high == math.inf else high
+            limits = Field(gt=low, le=most) if is_low_open else Field(ge=low, le=most)
+            return Annotated[int if is_integer else float, limits]
+        case Texts(most=most):
+            return Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=most)]
+        case TokenIds(most=most):
+            return Annotated[list[TokenId], Field(max_length=most)]
+        case TokenNumbers(most=most):
+            return Annotated[dict[str, float], Field(max_length=most)]
+        case Switch():
+            return bool
+    return Any  # it is checked where it is read
