@@ -90,6 +90,11 @@ class SamplingParams:
         "No end of sequence and no stop token before this many tokens.",
         default=0,
     )
+    top_n_sigma: float = parameter(
+        Bounds(0.0, 100.0, may_be_none=False),
+        "Drop tokens whose logit is more than this many standard deviations below the largest; 0 is off.",
+        default=0.0,
+    )
     # end
     max_tokens: int | None = parameter(Bounds(1, math.inf, is_integer=True), "Most tokens to generate.")
     n: int = parameter(
@@ -192,6 +197,8 @@ def _read_extra(given: Any) -> dict[str, Any]:
         raise RequestError(f"extra must map names of sampling parameters to values, not {describe_value(given)}")
     known = extra_parameters()
     for name in given:
+        if name in PARAMETERS:
+            raise RequestError(f"{name} is a parameter of its own; give it outside of extra")
         if name not in known:
             _refuse_unknown(name)
     return {name: known[name].check.read(name, value) for name, value in given.items() if value is not None}

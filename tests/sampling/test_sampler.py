@@ -29,6 +29,7 @@ from tests.sampling.rows import make_request, make_rows
 VOCAB = 60
 PARAMETERS: dict[str, list[Any]] = {
     "temperature": [0.0, 0.7, 1.5],
+    "top_n_sigma": [0.0, 0.5, 2.0],
     "top_k": [0, 1, 7],
     "top_p": [1.0, 0.6, 0.9, 0.99],
     "min_p": [0.0, 0.05, 0.3],
@@ -59,6 +60,9 @@ def expected_logits(logits: torch.Tensor, request: Request, history: list[int]) 
     scores = scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     if not params.temperature:
         return scores[0]
+    if params.top_n_sigma:
+        allowed = scores[torch.isfinite(scores)].numpy()
+        scores = scores.masked_fill(scores < allowed.max() - params.top_n_sigma * np.std(allowed), -torch.inf)
     steps = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     steps += [TopKLogitsWarper(params.top_k)] if params.top_k else []
     steps += [TopPLogitsWarper(params.top_p)] if params.top_p < 1.0 else []
@@ -149,7 +153,14 @@ def test_a_greedy_batch_needs_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("top_k", 1), ("top_p", 0.999), ("min_p", 0.001), ("logit_bias", {5: 0.01}), ("min_tokens", 1)),
+        *(
+            ("top_n_sigma", 99.0),
+            ("top_k", 1),
+            ("top_p", 0.999),
+            ("min_p", 0.001),
+            ("logit_bias", {5: 0.01}),
+            ("min_tokens", 1),
+        ),
         *(("repetition_penalty", 0.999), ("frequency_penalty", -0.01), ("presence_penalty", 0.01), ("logprobs", 0)),
     ],
 )
