@@ -10,8 +10,8 @@ from torch import Tensor
 
 from slipstream.sampling.draw import draw_drafts, draw_tokens
 from slipstream.sampling.penalties import apply_penalties
-from slipstream.sampling.top_n_sigma import apply_top_n_sigma
 from slipstream.sampling.top_k import apply_top_k
+from slipstream.sampling.top_n_sigma import apply_top_n_sigma
 from slipstream.sampling.top_p import apply_top_p
 from tests.kernels.triton_check import POISON, Case, Real
 
