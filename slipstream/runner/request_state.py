@@ -145,20 +145,18 @@ class RequestRows:
         self._put("seeds", row, np.array([params.seed], dtype=np.uint64).view(np.int32))
         stop_ids = request.stop_token_ids[:MAX_DEVICE_STOP_IDS]
         self._put("stop_ids", row, [*stop_ids, *[-1] * (MAX_DEVICE_STOP_IDS - len(stop_ids))])
-        for column in self._wide_columns:
-            if len(values := column.value(request)):
-                self._put(column.name, row, _float_bits(values) if column.dtype == "float32" else values)
+        for name, value, dtype, shape in self._wide_columns:
+            if values := value(request):
+                assert len(values) <= math.prod(shape), f"{name} has {len(values)} values"
+                self._put(name, row, _float_bits(values) if dtype == "float32" else values)
         self._put("token_ids", row, init.token_ids)
 
     def _stage_numbers(self, row: int, numbers: list[int], request: Request) -> None:
         """Fields of one number, the row's own and those of the sampling operations, in one piece."""
-        numbers += [column.value(request) for column in self._int_columns]
-        floats = [column.value(request) for column in self._float_columns]
+        floats = [value(request) for _, value, *_ in self._float_columns]
         assert None not in floats, f"{self._float_columns[floats.index(None)].name} is not resolved"
-        values = np.empty(len(self._field_starts), dtype=np.int32)
-        values[: len(numbers)] = numbers
-        values[len(numbers) :] = _float_bits(floats)
-        self._staged.put_at(self._field_starts + row, values)
+        values = [*numbers, *[value(request) for _, value, *_ in self._int_columns], *_float_bits(floats).tolist()]
+        self._staged.put_at(self._field_starts + row, np.array(values, dtype=np.int32))
 
     def stage_pages(self, diffs: Sequence[PageDiff]) -> None:
         start, (_, width) = self._layout["page_table"]

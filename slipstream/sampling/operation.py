@@ -31,8 +31,8 @@ class Column(NamedTuple):
     """A number, or several, of every request row. The host stages them when a request moves into the row."""
 
     name: str
-    # One number, or where there is a shape, as many as that or fewer: places after them keep what an earlier request of
-    # the row had there.
+    # One number, or where there is a shape, a list or tuple of at most as many: places after them keep what an earlier
+    # request of the row had there.
     value: Callable[[Request], Any]
     dtype: Literal["int32", "float32"] = "int32"
     shape: tuple[int, ...] = ()

@@ -7,9 +7,10 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable
 
-from slipstream.errors import RequestError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.parameters import register_parameter
 from slipstream.sampling.operation import SamplingOperation
 from slipstream.sampling_params import PARAMETERS
@@ -24,6 +25,23 @@ def register(operation: SamplingOperation) -> None:
         raise ValueError(f"two sampling operations are called {operation.name}")
     _declare_parameters(operation)
     _registered[operation.name] = operation
+
+
+def modules() -> tuple[str, ...]:
+    """Files that an engine's own process imports, to have the operations that are registered here."""
+    names = {operation.apply.__module__: operation for operation in _registered.values()}
+    return tuple(name for name, own in names.items() if getattr(sys.modules.get(name), "OPERATION", None) is own)
+
+
+def register_modules(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            register(importlib.import_module(name).OPERATION)
+        except ImportError as error:
+            raise ConfigError(
+                f"the engine's process cannot import the sampling operation in {name} ({error}); "
+                "put its folder into PYTHONPATH"
+            ) from error
 
 
 def operations() -> tuple[SamplingOperation, ...]:

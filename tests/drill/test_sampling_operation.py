@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream import LLM, RequestError, SamplingParams, parameters
+from slipstream import LLM, ConfigError, RequestError, SamplingParams, parameters
 from slipstream.engine.driver import Add
 from slipstream.engine.wire import MalformedRequest, decode, encode
 from slipstream.output import RequestOutput
@@ -217,6 +217,16 @@ def test_values_travel_to_the_engines_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(parameters, "_extra", {})
     with pytest.raises(MalformedRequest, match="unknown sampling parameter 'clock_size'"):
         decode(frames)
+
+
+def test_an_engine_in_a_process_of_its_own_has_the_operation(folders: dict[str, str]) -> None:
+    pytest.importorskip("zmq")
+    assert [o.token_ids for o in generate(folders, own_process=True)] == plain(folders)
+
+
+def test_a_file_that_cannot_be_found_is_said_to_be_missing() -> None:
+    with pytest.raises(ConfigError, match=r"cannot import the sampling operation in nowhere.at_all .* PYTHONPATH"):
+        registry.register_modules(["nowhere.at_all"])
 
 
 def test_an_engine_that_is_older_than_an_operation_refuses_it(

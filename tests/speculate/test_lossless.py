@@ -36,7 +36,7 @@ ALL_AT_ONCE: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8},
-    "cut": {"temperature": 1.5, "top_n_sigma": 1.0},
+    "cut": {"temperature": 0.8, "top_n_sigma": 1.5},
     "all": ALL_AT_ONCE,
 }
 
