@@ -31,7 +31,6 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 4096
 
-_COUNT = Bounds(0, math.inf, is_integer=True, may_be_none=False)
 _LOGPROBS = Bounds(0, MAX_LOGPROBS, is_integer=True)
 
 
@@ -148,7 +147,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """By name, as JSON has them: parameters of operations from outside the package stand among the others."""
+        """By name, as JSON has them: parameters of operations from outside the package among the others."""
         extra = {name: value for name, value in values.items() if name in extra_parameters()}
         if not extra:
             return cls(**values)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from slipstream.parameters import extra_parameters
 from slipstream.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
-from slipstream.server.sampling_fields import TokenId, body_fields
+from slipstream.server.sampling_fields import TokenId, body_fields, gather_extra
 
 MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context, and bounded before anything is made of them
 MAX_REQUEST_DRAFTS = 64  # beyond what any engine drafts: a client need not know this one's k
@@ -67,13 +66,7 @@ class SamplingFields(_OperationFields):
     @model_validator(mode="before")
     @classmethod
     def _gather_extra(cls, data: Any) -> Any:
-        """Parameters of sampling operations from outside the package; ``SamplingParams`` checks their values."""
-        if not isinstance(data, dict) or not (names := extra_parameters().keys() & data.keys()):
-            return data
-        extra = {name: data[name] for name in names}
-        if isinstance(given := data.get("extra"), dict):
-            extra = {**given, **extra}
-        return {**{name: value for name, value in data.items() if name not in names}, "extra": extra}
+        return gather_extra(data) if isinstance(data, dict) else data
 
 
 class CompletionRequest(SamplingFields):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from slipstream.parameters import Check, Parameter, Switch, Texts, TokenIds, TokenNumbers
+from slipstream.parameters import Check, Parameter, Switch, Texts, TokenIds, TokenNumbers, extra_parameters
 from slipstream.sampling.registry import packaged
 from slipstream.values import MAX_INT32, Bounds
 
@@ -22,6 +22,16 @@ def body_fields() -> dict[str, Any]:
         name: (_type(declared.check) | None, Field(declared.default, description=declared.help))
         for name, declared in DECLARED.items()
     }
+
+
+def gather_extra(data: dict[str, Any]) -> dict[str, Any]:
+    """The body with parameters of operations from outside the package in ``extra``; ``SamplingParams`` checks them."""
+    if not (names := extra_parameters().keys() & data.keys()):
+        return data
+    extra = {name: data[name] for name in names}
+    if isinstance(given := data.get("extra"), dict):
+        extra = {**given, **extra}
+    return {**{name: value for name, value in data.items() if name not in names}, "extra": extra}
 
 
 def _type(check: Check) -> Any:

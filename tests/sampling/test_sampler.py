@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from transformers import (
 
 from slipstream.sampling.gumbel import gumbel_noise
 from slipstream.sampling.min_p import apply_min_p
-from slipstream.sampling.operation import Positions
+from slipstream.sampling.operation import Positions, SamplingOperation
 from slipstream.sampling.registry import operations
-from slipstream.sampling.sampler import SamplingNeeds, process, sample
+from slipstream.sampling.sampler import NOISE_ALONE, SamplingNeeds, process, sample
 from slipstream.types import Request
 from tests.sampling.rows import make_request, make_rows
 
@@ -144,6 +145,26 @@ def test_the_mask_decides_what_may_stand_at_a_position() -> None:
     assert sample(logits, rows, at, needs, mask).token_ids.tolist() == [35]
     mask[0, 1] = 0
     assert sample(logits, rows, at, needs, mask).token_ids.tolist() == [31]
+
+
+def test_a_batch_runs_what_it_needs_alone() -> None:
+    """What no request of a batch asks for costs nothing, and what one asks for is run in order."""
+    request = make_request([1, 2], temperature=1.0, top_p=0.9, presence_penalty=0.5)
+    rows, at, needs = make_rows([request], [[1, 2, 3]])
+    ran: list[str] = []
+
+    def noted(operation: SamplingOperation) -> SamplingOperation:
+        def apply(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+            ran.append(operation.name)
+            return operation.apply(logits, *args)
+
+        return replace(operation, apply=apply)
+
+    rows = replace(rows, operations=tuple(map(noted, rows.operations)))
+    sample(torch.randn(1, VOCAB), rows, at, needs)
+    assert ran == ["penalties", "temperature", "top_p"]
+    sample(torch.randn(1, VOCAB), rows, at, NOISE_ALONE)
+    assert len(ran) == 3, "the draw divides by the temperature itself"
 
 
 def test_a_greedy_batch_needs_nothing() -> None:
