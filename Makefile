@@ -46,7 +46,8 @@ format: $(VENV)/.installed-dev ## apply format and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.installed ## bring the tables in docs/ up to date
+docs: $(VENV)/.installed ## bring generated tables and fields up to date
+	$(BIN)/python -m slipstream.commands.sampling_fields
 	$(BIN)/python -m slipstream.commands.reference
 
 readme: $(VENV)/.installed-dev ## bring the README's figures and pictures up to date with benchmarks/results/

@@ -6,20 +6,37 @@ Nothing here imports torch or knows how a step is run.
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.errors import RequestError, nearest
-from slipstream.values import MAX_INT32, Bounds, describe_value, is_valid_text, read_number, read_sequence
+from slipstream.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+
+__all__ = [
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_TOKENS",
+    "MAX_DEVICE_STOP_IDS",
+    "MAX_LOGPROBS",
+    "MAX_SEED",
+    "Composition",
+    "FinishReason",
+    "LogprobRow",
+    "PageDiff",
+    "Request",
+    "RowInit",
+    "RowStatus",
+    "SamplingParams",
+    "ScheduledRequest",
+    "StepPlan",
+    "StepResult",
+    "TokenUpdate",
+    "TokenUpdates",
+]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-MAX_SEED = 2**64 - 1
 
 
 class RowStatus(enum.IntEnum):
@@ -32,162 +49,9 @@ class RowStatus(enum.IntEnum):
     INERT = 4
 
 
-MAX_DEVICE_STOP_IDS = 16  # that the device checks by itself; the host checks the rest of a longer list
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
-# Texts and ids that are compared with every token of a request.
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKEN_IDS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose a request's tokens. ``None`` means: what the model's generation config says, else the default."""
-
-    temperature: float | None = None  # default 1.0; 0 is greedy
-    top_k: int | None = None  # default 0: off
-    top_p: float | None = None  # default 1.0: off
-    min_p: float | None = None  # default 0.0: off
-    presence_penalty: float = 0.0  # subtracted from tokens already in the output
-    frequency_penalty: float = 0.0  # subtracted for each time a token is already in the output
-    repetition_penalty: float | None = None  # default 1.0: off; divides tokens of prompt and output
-    logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
-    bad_words: tuple[str, ...] = ()  # never generated
-    min_tokens: int = 0  # no end of sequence and no stop token before
-    max_tokens: int | None = None  # default: up to the context limit
-    n: int = 1  # how many continuations
-    seed: int | None = None  # default: drawn at random, and reported in the output
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True  # in the text
-    logprobs: int | None = None  # for each token its log probability, and those of this many of the likeliest
-    prompt_logprobs: int | None = None  # the same for the prompt
-    speculate: bool = True  # whether tokens may be drafted ahead for this request, where the engine drafts at all
-    max_k: int | None = None  # most tokens drafted ahead for it; default: as many as the engine drafts
-
-    def __new__(cls, *_given: object, **values: object) -> SamplingParams:
-        """A name that does not exist is refused with the nearest one that does."""
-        for name in values:
-            if name not in _PARAM_NAMES:
-                raise RequestError(f"unknown sampling parameter '{name}'{nearest(name, _PARAM_NAMES)}")
-        return object.__new__(cls)
-
-    def __post_init__(self) -> None:
-        """Check every field, and keep plain values only: what is accepted here can travel to another process."""
-
-        def keep(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        for name, bounds in _NUMBERS.items():
-            keep(name, read_number(name, getattr(self, name), bounds))
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {describe_value(getattr(self, name))}")
-        keep("stop", _read_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
-        keep("bad_words", _read_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH))
-        keep("stop_token_ids", _read_stop_ids(self.stop_token_ids))
-        if self.logit_bias is not None:
-            keep("logit_bias", _read_bias(self.logit_bias))
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        return cls(**values)
-
-    def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
-        """Fill what the user left open from the model's defaults, then from the engine's."""
-
-        def pick(name: str, fallback: float) -> Any:
-            for source in (self, defaults):
-                if (value := getattr(source, name)) is not None:
-                    return value
-            return fallback
-
-        return self._copy(
-            temperature=float(pick("temperature", 1.0)),
-            top_k=max(0, int(pick("top_k", 0))),
-            top_p=float(pick("top_p", 1.0)),
-            min_p=float(pick("min_p", 0.0)),
-            repetition_penalty=float(pick("repetition_penalty", 1.0)),
-        )
-
-    def with_seed(self, seed: int) -> SamplingParams:
-        return self._copy(seed=seed)
-
-    def _copy(self, **changes: Any) -> SamplingParams:
-        """Another one with some values that are known to be good: nothing is checked again."""
-        copy = object.__new__(SamplingParams)
-        for name in _PARAM_NAMES:
-            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
-        return copy
-
-
-_PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
-
-
-_NUMBERS = {
-    "temperature": Bounds(0.0, 100.0),
-    "top_p": Bounds(0.0, 1.0, is_low_open=True),
-    "min_p": Bounds(0.0, 1.0),
-    "presence_penalty": Bounds(-2.0, 2.0, may_be_none=False),
-    "frequency_penalty": Bounds(-2.0, 2.0, may_be_none=False),
-    "repetition_penalty": Bounds(0.0, 100.0, is_low_open=True),
-    "top_k": Bounds(-1, math.inf, is_integer=True),
-    "min_tokens": Bounds(0, math.inf, is_integer=True, may_be_none=False),
-    "max_tokens": Bounds(1, math.inf, is_integer=True),
-    "n": Bounds(1, 128, is_integer=True, may_be_none=False),
-    "seed": Bounds(0, MAX_SEED, is_integer=True),
-    "logprobs": Bounds(0, MAX_LOGPROBS, is_integer=True),
-    "prompt_logprobs": Bounds(0, MAX_LOGPROBS, is_integer=True),
-    "max_k": Bounds(0, math.inf, is_integer=True),
-}
-_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate")
-_TOKEN_ID = Bounds(0, MAX_INT32, is_integer=True, may_be_none=False)
-_BIAS = Bounds(-100.0, 100.0, may_be_none=False)
-
-
-def _read_texts(name: str, value: Any, limit: int, max_length: int) -> tuple[str, ...]:
-    """One text or several."""
-    texts = (value,) if isinstance(value, str) else read_sequence(name, value or (), "texts", limit)
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must be non-empty strings")
-        if len(text) > max_length:
-            raise RequestError(f"{name} holds a text of {len(text)} characters; at most {max_length} are supported")
-        if not is_valid_text(text):
-            raise RequestError(f"{name} must be texts of valid Unicode characters")
-    return tuple(map(str, texts))
-
-
-def _read_stop_ids(value: Any) -> tuple[int, ...]:
-    given = () if value is None else read_sequence("stop_token_ids", value, "token ids", MAX_STOP_TOKEN_IDS)
-    return tuple(read_number("stop_token_ids", token_id, _TOKEN_ID) for token_id in given)
-
-
-def _read_bias(given: Any) -> dict[int, float]:
-    """Token ids as JSON has them, in strings, become numbers; everything is checked."""
-    if not isinstance(given, Mapping):
-        raise RequestError("logit_bias must map token ids to numbers")
-    if len(given) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS} are supported")
-    bias = {}
-    for token_id, value in given.items():
-        number: Any = token_id
-        if isinstance(token_id, str):
-            # Longer ones are no id, and Python refuses to read the longest.
-            number = int(token_id) if token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 else None
-            if number is None:
-                raise RequestError(f"logit_bias holds {describe_value(token_id)}, which is not a token id")
-        bias[read_number("token ids in logit_bias", number, _TOKEN_ID)] = read_number(
-            "values in logit_bias", value, _BIAS
-        )
-    return bias
+MAX_DEVICE_STOP_IDS = 16  # that the device checks by itself; the host checks the rest of a longer list
 
 
 @dataclass(frozen=True, slots=True)

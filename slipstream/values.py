@@ -21,6 +21,9 @@ class Bounds(NamedTuple):
     is_low_open: bool = False
     may_be_none: bool = True
 
+    def read(self, name: str, value: Any) -> Any:
+        return read_number(name, value, self)
+
 
 def read_number(name: str, value: Any, bounds: Bounds) -> Any:
     """The value as a plain ``int`` or ``float`` within its bounds; anything else is refused by name."""
@@ -74,6 +77,12 @@ def read_sequence(name: str, value: Any, kind: str, limit: int) -> Sequence[Any]
     if len(value) > limit:
         raise RequestError(f"{name} has {len(value)} entries; at most {limit} are supported")
     return tuple(value)
+
+
+def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestError(f"{name} holds {describe_value(bad)}, which is not a token id below {vocab_size}")
 
 
 def is_valid_text(text: str) -> bool:

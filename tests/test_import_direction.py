@@ -33,12 +33,24 @@ FLOORS: list[set[str]] = [
     {"cache_spec", "speculative_config"},
     {"output"},
     {"types"},
+    {"sampling_params"},
+    {"parameters"},
     {"values"},
     {"errors"},
 ]
 RANK = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The scheduler is pure decision: it can be tested, and reasoned about, without a tensor library.
-NO_TORCH = ("scheduler", "load", "types", "config", "cache_spec", "speculative_config", "errors")
+NO_TORCH = (
+    "scheduler",
+    "load",
+    "types",
+    "sampling_params",
+    "parameters",
+    "config",
+    "cache_spec",
+    "speculative_config",
+    "errors",
+)
 
 
 def room_of(path: Path) -> str:

@@ -33,34 +33,9 @@ _PANELS: dict[type, str] = {
     LoadSettings: "Load",
 }
 
-# Engine options carry their help themselves; requests are plain data, so the words for them are here.
-SAMPLING_HELP: dict[str, str] = {
-    "temperature": "Randomness: 0 always takes the likeliest token, 1 is the model's own distribution.",
-    "top_k": "Draw from this many of the likeliest tokens; 0 is off.",
-    "top_p": "Draw from the likeliest tokens that together have this probability; 1 is off.",
-    "min_p": "Drop tokens less likely than this share of the likeliest one; 0 is off.",
-    "presence_penalty": "Subtracted from the logits of tokens already in the output.",
-    "frequency_penalty": "Subtracted for each time a token is already in the output.",
-    "repetition_penalty": "Divides the logits of tokens in prompt and output, multiplies negative ones; 1 is off.",
-    "logit_bias": 'Added to logits, as JSON: {"token id": number}.',
-    "bad_words": "Never generate this text; may be given several times.",
-    "min_tokens": "No end of sequence and no stop token before this many tokens.",
-    "n": "How many continuations of the prompt.",
-    "include_stop_str_in_output": "Show the stop text that ended the output.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
-    "logprobs": "Log probability of each token, and of this many of the likeliest (at most 20).",
-    "prompt_logprobs": "The same for the prompt.",
-    "seed": "Seed of this request: the same seed gives the same text. Drawn at random if unset.",
-    "max_tokens": "Most tokens to generate.",
-    "stop": "Stop before this text; may be given several times.",
-    "stop_token_ids": "Stop after this token id; may be given several times.",
-    "ignore_eos": "Go on after the model's end-of-sequence token.",
-    "speculate": "Whether tokens may be drafted ahead for this request, where the engine drafts at all.",
-    "max_k": "Most tokens drafted ahead for this request; as many as the engine drafts if unset.",
-}
-# Switches of single requests that a command for one request does not need. `--speculate` is the engine's: it names a
-# method, and without it nothing is drafted.
-_WITHOUT_OPTION: dict[type, tuple[str, ...]] = {SamplingParams: ("speculate",)}
+# What a command for one request does not need. `--speculate` is the engine's: it names a method, and without it nothing
+# is drafted. Operations from outside the package are of programs that register them.
+_WITHOUT_OPTION: dict[type, tuple[str, ...]] = {SamplingParams: ("speculate", "extra")}
 
 
 def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -113,7 +88,7 @@ def _option(field: Field[Any], annotation: Any, owner: type, default: Any) -> in
     flag = "--" + field.name.replace("_", "-")
     kind = _value_type(annotation)
     settings: dict[str, Any] = {
-        "help": field.metadata.get("help") or SAMPLING_HELP.get(field.name),
+        "help": field.metadata.get("help"),
         "rich_help_panel": _PANELS.get(owner),
     }
     if default is MISSING or default == ():

@@ -13,13 +13,12 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from slipstream.commands.options import SAMPLING_HELP
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
 from slipstream.load.settings import LoadSettings
+from slipstream.sampling_params import PARAMETERS, SamplingParams
 from slipstream.server.settings import ServerSettings
 from slipstream.train.settings import TrainSettings
-from slipstream.types import SamplingParams
 
 # What an engine option is if nobody sets it and nothing is derived from the model and the machine.
 _UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
@@ -55,9 +54,10 @@ def sampling_parameters_table() -> str:
             _code(parameter.name),
             _type(parameter),
             _sampling_default(getattr(nothing_said, parameter.name), getattr(resolved, parameter.name)),
-            SAMPLING_HELP[parameter.name],
+            parameter.metadata["help"],
         )
         for parameter in fields(SamplingParams)
+        if parameter.name in PARAMETERS
     ]
     return _table(("parameter", "type", "default", "what it does"), rows)
 

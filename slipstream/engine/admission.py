@@ -17,16 +17,16 @@ from typing import Any
 
 from slipstream.engine.build import EngineInfo
 from slipstream.errors import RequestError
+from slipstream.sampling.registry import check_request
 from slipstream.scheduler.pages import check_fits
 from slipstream.types import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    MAX_DEVICE_STOP_IDS,
     MAX_SEED,
     Request,
     SamplingParams,
 )
-from slipstream.values import MAX_INT32, Bounds, describe_value, is_valid_text, read_number
+from slipstream.values import MAX_INT32, Bounds, check_vocabulary, describe_value, is_valid_text, read_number
 
 Prompt = str | Sequence[int]
 
@@ -70,12 +70,9 @@ class Admission:
         request_id = _read_id(request_id)
         token_ids = self._token_ids(prompt, info)
         _check_length(len(token_ids), info)
-        for name, ids in (
-            ("prompt", token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", tuple(params.logit_bias or ())),
-        ):
-            _check_vocabulary(name, ids, info.config.model.vocab_size)
+        vocab_size = info.config.model.vocab_size
+        check_vocabulary("prompt", token_ids, vocab_size)
+        check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         params = params.with_defaults(info.defaults)
         with self._lock:
             serial = f"{self._id_prefix}{next(self._serials)}"
@@ -83,8 +80,6 @@ class Admission:
                 params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         end_ids = () if params.ignore_eos else info.eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*end_ids, *params.stop_token_ids)))
-        if params.min_tokens and len(stop_token_ids) > MAX_DEVICE_STOP_IDS:
-            raise RequestError(f"min_tokens works with at most {MAX_DEVICE_STOP_IDS} stop token ids; give fewer")
         first = Request(
             request_id=serial,
             prompt_token_ids=token_ids,
@@ -95,6 +90,7 @@ class Admission:
             priority=read_number("priority", priority, _PRIORITY),
             bad_word_ids=_bad_word_ids(params.bad_words, info),
         )
+        check_request(first, vocab_size)
         check_fits(first, info.config.cache)
         others = (replace(first, request_id=f"{serial}.{i}", choice=i) for i in range(1, params.n))
         text = prompt if isinstance(prompt, str) else None
@@ -150,12 +146,6 @@ def _read_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
         if isinstance(value, bool):
             raise RequestError(f"{name} holds {value}, which is not a token id")
     return tuple(found)
-
-
-def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise RequestError(f"{name} holds {describe_value(bad)}, which is not a token id below {vocab_size}")
 
 
 def _max_total_tokens(prompt_len: int, max_tokens: int | None, info: EngineInfo) -> int:

@@ -24,6 +24,8 @@ class EngineCore:
         self._trace = open_trace(runner.device)
 
     def add(self, request: Request) -> None:
+        if request.params.extra:
+            self.runner.check(request)
         self.scheduler.add(request)
 
     def finish(self, request_id: str) -> bool:

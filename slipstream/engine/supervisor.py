@@ -44,6 +44,7 @@ from slipstream.engine.wire import (
     watch_address,
 )
 from slipstream.errors import EngineError, SlipstreamError
+from slipstream.sampling import registry
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -105,7 +106,7 @@ class _Child:
     def _start(self, folder: Path, num_clients: int) -> subprocess.Popen[bytes]:
         # The worker compares its parent with this process, and ends when it has another.
         place = [str(folder), str(self.generation), str(num_clients), str(os.getpid())]
-        command = [sys.executable, "-m", "slipstream.engine.worker", *place]
+        command = [sys.executable, "-m", "slipstream.engine.worker", *place, *registry.modules()]
         # torch's own pool must not spin on the cores that the C kernels' threads need next.
         environment = child_environment(OMP_WAIT_POLICY="passive")
         # In a group of its own: a terminal's Ctrl-C goes to the server, which decides what becomes of it.

@@ -20,6 +20,7 @@ import msgspec
 from slipstream.config import EngineConfig
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.stats import EngineStats
+from slipstream.errors import RequestError
 from slipstream.types import SamplingParams, TokenUpdates
 
 
@@ -113,7 +114,7 @@ def decode(frames: list[bytes]) -> Any:
     name, content = frames
     try:
         return _decoders[name].decode(content)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RequestError) as error:
         if name != _NAMES[Add]:
             raise
         loose = msgspec.msgpack.decode(content)

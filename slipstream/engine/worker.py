@@ -1,4 +1,4 @@
-"""The engine's own process: ``python -m slipstream.engine.worker FOLDER GENERATION CLIENTS PARENT``.
+"""The engine's own process: ``python -m slipstream.engine.worker FOLDER GENERATION CLIENTS PARENT [OPERATION ...]``.
 
 ``engine.supervisor`` starts it. The engine has one thread: torch's pool of workers belongs to it, and nothing can
 delay a step but the messages it takes in between. A second thread says every second that the process is alive, and
@@ -40,6 +40,7 @@ from slipstream.engine.wire import (
     watch_address,
 )
 from slipstream.errors import SlipstreamError
+from slipstream.sampling.registry import register_modules
 from slipstream.types import TokenUpdate, TokenUpdates
 
 _STATS_EVERY_S = 0.1
@@ -49,11 +50,15 @@ _EXIT_ORPHAN = 3
 
 
 class Place:
-    """The folder of the sockets, which engine this process is, how many clients it has, and who started it."""
+    """The folder of the sockets, which engine this process is, how many clients it has, and who started it.
 
-    def __init__(self, folder: str, generation: str, num_clients: str, parent: str) -> None:
+    Last the modules of sampling operations that are not of the package.
+    """
+
+    def __init__(self, folder: str, generation: str, num_clients: str, parent: str, *operations: str) -> None:
         self.folder, self.generation = Path(folder), int(generation)
         self.num_clients, self.parent = int(num_clients), int(parent)
+        self.operations = operations
 
     @property
     def client_addresses(self) -> list[str]:
@@ -111,6 +116,7 @@ class Worker:
         self._clients = [_open_push(context, address, 1000) for address in place.client_addresses]
         self._splitter = UpdateSplitter(place.num_clients)
         self._context = context
+        self._operations = place.operations
         self._core: EngineCore | None = None
         self._driver: Driver | None = None
         self._early: deque[Message] = deque()  # from a message that means several
@@ -119,6 +125,7 @@ class Worker:
 
     def run(self, options: EngineOptions) -> int:
         try:
+            register_modules(self._operations)
             engine = build_engine(options)
         except SlipstreamError as error:
             self._watch.send_multipart(encode(Refused(type(error).__name__, str(error))))

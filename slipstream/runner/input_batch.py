@@ -18,7 +18,7 @@ from slipstream.kernels.prepare_inputs import prepare_inputs
 from slipstream.runner.recent import Recent
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
-from slipstream.sampling.sampler import Positions
+from slipstream.sampling.operation import Positions
 from slipstream.speculate.speculator import DraftBatch, TargetPass, largest_lengths
 from slipstream.speculate.verify import Drafted
 from slipstream.types import Composition, StepPlan

@@ -18,17 +18,10 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.runner.staging import Int32s, StagedWrites
-from slipstream.sampling.sampler import SamplingRows
+from slipstream.sampling import registry
+from slipstream.sampling.operation import Column, SamplingRows
 from slipstream.speculate.speculator import DraftRows
-from slipstream.types import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_DEVICE_STOP_IDS,
-    MAX_LOGIT_BIAS,
-    PageDiff,
-    RowInit,
-    RowStatus,
-)
+from slipstream.types import MAX_DEVICE_STOP_IDS, PageDiff, Request, RowInit, RowStatus
 
 _INT_FIELDS = (
     "num_computed",
@@ -39,24 +32,13 @@ _INT_FIELDS = (
     "draft_end",
     "ran",
     "prompt_len",
-    "min_total",
     "max_total",
     "status",
-    "top_k",
     "choice",
-    "num_bias",
-    "num_bad_words",
 )
 # Where a request's tokens, its logits and its tokens in a pass of the drafter begin.
 _BATCH_OFFSETS = ("query_start_loc", "logit_start_loc", "draft_start_loc")
-_FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
-_WIDE_FIELDS = {
-    "seeds": (2,),
-    "stop_ids": (MAX_DEVICE_STOP_IDS,),
-    "bias_ids": (MAX_LOGIT_BIAS,),
-    "bias_values": (MAX_LOGIT_BIAS,),
-    "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
-}
+_WIDE_FIELDS = {"seeds": (2,), "stop_ids": (MAX_DEVICE_STOP_IDS,)}
 
 
 class RequestRows:
@@ -67,16 +49,25 @@ class RequestRows:
         self.max_pages = -(-limits.max_model_len // config.cache.page_size)
         self._layout: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._size = 0
-        for name in (*_INT_FIELDS, *_FLOAT_FIELDS):
+        operations = registry.operations()
+        columns = [column for operation in operations for column in operation.columns]
+        self._int_columns = [column for column in columns if not column.shape and column.dtype == "int32"]
+        self._float_columns = [column for column in columns if not column.shape and column.dtype == "float32"]
+        self._wide_columns = [column for column in columns if column.shape]
+        # What is staged of every row in one piece.
+        numbers = (*_INT_FIELDS, *(column.name for column in (*self._int_columns, *self._float_columns)))
+        for name in numbers:
             self._reserve(name, self.num_rows)
-        for name, shape in _WIDE_FIELDS.items():
+        wide_fields = {**_WIDE_FIELDS, **{column.name: column.shape for column in self._wide_columns}}
+        for name, shape in wide_fields.items():
             self._reserve(name, self.num_rows, *shape)
+        self._row_size = len(numbers) + sum(math.prod(shape) for shape in wide_fields.values())
         self._reserve("page_table", self.num_rows, self.max_pages)
         self._reserve("token_ids", self.num_rows, limits.max_model_len)
         self._reserve("batch_rows", limits.max_num_seqs)
         for name in _BATCH_OFFSETS:
             self._reserve(name, limits.max_num_seqs + 1)
-        self._field_starts = np.array([self._layout[name][0] for name in (*_INT_FIELDS, *_FLOAT_FIELDS)])
+        self._field_starts = np.array([self._layout[name][0] for name in numbers])
 
         self.store = torch.zeros(self._size, dtype=torch.int32, device=device.torch_device)
         self.num_computed = self._field("num_computed")
@@ -91,11 +82,20 @@ class RequestRows:
         self.query_start_loc = self._field("query_start_loc")
         self.logit_start_loc = self._field("logit_start_loc")
         self.draft_start_loc = self._field("draft_start_loc")
-        floats = {name: self._field(name).view(torch.float32) for name in (*_FLOAT_FIELDS, "bias_values")}
-        ints = {f.name: self._field(f.name) for f in fields(SamplingRows) if f.name not in floats}
-        self.sampling = SamplingRows(**floats, **ints)
-        own = {f.name: self._field(f.name) for f in fields(DraftRows) if f.name not in floats}
-        self.drafting = DraftRows(**own, temperature=floats["temperature"])
+        by_name = {column.name: self._column(column) for column in columns}
+        temperature = by_name["temperature"]
+        self.sampling = SamplingRows(
+            temperature=temperature,
+            seeds=self._field("seeds"),
+            choice=self._field("choice"),
+            stop_ids=self.stop_ids,
+            prompt_len=self._field("prompt_len"),
+            token_ids=self.token_ids,
+            columns=by_name,
+            operations=operations,
+        )
+        own = {f.name: self._field(f.name) for f in fields(DraftRows) if f.name != "temperature"}
+        self.drafting = DraftRows(**own, temperature=temperature)
         self.status.fill_(int(RowStatus.INERT))
         self.batch_rows.fill_(self.scratch_row)
 
@@ -106,6 +106,8 @@ class RequestRows:
         self._staged = StagedWrites(device, self._capacity(config), config.steps_in_flight + 1)
 
     def _reserve(self, name: str, *shape: int) -> None:
+        if name in self._layout:
+            raise ValueError(f"two columns of the request rows are called {name}")
         self._layout[name] = (self._size, shape)
         self._size += math.prod(shape)
 
@@ -113,26 +115,18 @@ class RequestRows:
         start, shape = self._layout[name]
         return self.store[start : start + math.prod(shape)].view(shape)
 
+    def _column(self, column: Column) -> Tensor:
+        values = self._field(column.name)
+        return values.view(torch.float32) if column.dtype == "float32" else values
+
     def _capacity(self, config: EngineConfig) -> int:
         """Most values one step can stage; the scheduler admits at most max_model_len prompt tokens a step."""
-        wide = sum(math.prod(shape) for shape in _WIDE_FIELDS.values())
-        a_row = len(_INT_FIELDS) + len(_FLOAT_FIELDS) + wide
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
-        return config.scheduler.max_model_len + pages + self.num_rows * (a_row + 1 + len(_BATCH_OFFSETS))
+        return config.scheduler.max_model_len + pages + self.num_rows * (self._row_size + 1 + len(_BATCH_OFFSETS))
 
     def stage_init(self, init: RowInit) -> None:
         """A request moves in: every field of its row is written but the page table, which comes as diffs."""
         row, request, params = init.row, init.request, init.request.params
-        prompt_len = len(request.prompt_token_ids)
-        bias, words = params.logit_bias or {}, request.bad_word_ids
-        floats = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition": params.repetition_penalty,
-            "frequency": params.frequency_penalty,
-            "presence": params.presence_penalty,
-        }
         numbers = {
             "num_computed": init.num_computed,
             "num_tokens": len(init.token_ids),
@@ -141,30 +135,28 @@ class RequestRows:
             "draft_start": init.draft_start,
             "draft_end": init.num_computed,
             "ran": 0,
-            "prompt_len": prompt_len,
-            # A least length beyond the limit is the limit: the row ends there.
-            "min_total": min(prompt_len + params.min_tokens, request.max_total_tokens),
+            "prompt_len": len(request.prompt_token_ids),
             "max_total": request.max_total_tokens,
             "status": int(RowStatus.RUNNING),
-            "top_k": min(params.top_k or 0, 2**31 - 1),
             "choice": request.choice,
-            "num_bias": len(bias),
-            "num_bad_words": len(words),
         }
-        resolved = [value for name in _FLOAT_FIELDS if (value := floats[name]) is not None]
-        assert len(resolved) == len(_FLOAT_FIELDS), f"not resolved: {floats}"
-        values = [*(numbers[name] for name in _INT_FIELDS), *_float_bits(resolved).tolist()]
-        self._staged.put_at(self._field_starts + row, np.array(values, dtype=np.int32))
+        self._stage_numbers(row, [numbers[name] for name in _INT_FIELDS], request)
         assert params.seed is not None
         self._put("seeds", row, np.array([params.seed], dtype=np.uint64).view(np.int32))
         stop_ids = request.stop_token_ids[:MAX_DEVICE_STOP_IDS]
         self._put("stop_ids", row, [*stop_ids, *[-1] * (MAX_DEVICE_STOP_IDS - len(stop_ids))])
-        if bias:
-            self._put("bias_ids", row, list(bias))
-            self._put("bias_values", row, _float_bits(list(bias.values())))
-        if words:
-            self._put("bad_words", row, [t for word in words for t in _right_aligned(word)])
+        for name, value, dtype, shape in self._wide_columns:
+            if values := value(request):
+                assert len(values) <= math.prod(shape), f"{name} has {len(values)} values"
+                self._put(name, row, _float_bits(values) if dtype == "float32" else values)
         self._put("token_ids", row, init.token_ids)
+
+    def _stage_numbers(self, row: int, numbers: list[int], request: Request) -> None:
+        """Fields of one number, the row's own and those of the sampling operations, in one piece."""
+        floats = [value(request) for _, value, *_ in self._float_columns]
+        assert None not in floats, f"{self._float_columns[floats.index(None)].name} is not resolved"
+        values = [*numbers, *[value(request) for _, value, *_ in self._int_columns], *_float_bits(floats).tolist()]
+        self._staged.put_at(self._field_starts + row, np.array(values, dtype=np.int32))
 
     def stage_pages(self, diffs: Sequence[PageDiff]) -> None:
         start, (_, width) = self._layout["page_table"]
@@ -205,7 +197,3 @@ class RequestRows:
 
 def _float_bits(values: Sequence[float]) -> Int32s:
     return np.array(values, dtype=np.float32).view(np.int32)
-
-
-def _right_aligned(word: tuple[int, ...]) -> list[int]:
-    return [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + list(word)

@@ -21,10 +21,11 @@ from slipstream.runner.recent import Recent
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import Drafting, DraftSizes, OnCost, StepGraphs
 from slipstream.sampling.logprobs import pack_logprobs
-from slipstream.sampling.sampler import SamplingNeeds
+from slipstream.sampling.registry import refuse_unknown
+from slipstream.sampling.sampler import NO_NEEDS, SamplingNeeds
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
 from slipstream.speculate.verify import Verifier
-from slipstream.types import Composition, StepPlan
+from slipstream.types import Composition, Request, StepPlan
 
 MakeSpeculator = Callable[[DraftRows], Speculator]
 
@@ -87,14 +88,16 @@ class Runner:
         sizes = (config.cudagraph_sizes, max_reqs)
         self.graphs = StepGraphs(device, self.program, mode, *sizes, drafts, logits, on_cost)
         self.graphs.capture()
-        self._needs_of_row = [SamplingNeeds()] * self.rows.num_rows
-        self._known_needs = {
-            SamplingNeeds(): SamplingNeeds()
-        }  # one object for each kind, so that they compare by identity
+        self._needs_of_row = [NO_NEEDS] * self.rows.num_rows
+        self._known_needs = {NO_NEEDS: NO_NEEDS}  # one object for each kind, so that they compare by identity
         self._drafts_of_row = [0] * self.rows.num_rows  # how many are made for it at most
         # How many tokens of a row are prompt whose log probabilities are wanted; 0 for most.
         self._scored_prompt_len = [0] * self.rows.num_rows
         self._wishes: Recent[Composition, _Wishes] = Recent()
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that this engine cannot run as it is asked to; a RequestError says why."""
+        refuse_unknown(request, self.rows.sampling.operations)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         # The loop is in this mode from its start; who calls from elsewhere need not know.
@@ -109,7 +112,7 @@ class Runner:
             for init in plan.row_inits:
                 self.rows.stage_init(init)
                 request = init.request
-                needs = SamplingNeeds.of(request)
+                needs = SamplingNeeds.of(request, self.rows.sampling.operations)
                 self._needs_of_row[init.row] = self._known_needs.setdefault(needs, needs)
                 self._drafts_of_row[init.row] = request.num_drafts(self._config.num_drafts)
                 scored = request.params.prompt_logprobs is not None
@@ -152,7 +155,7 @@ class Runner:
     def _needs(self, composition: Composition) -> SamplingNeeds:
         drawing = (row for row, samples in zip(composition.rows, composition.samples, strict=True) if samples)
         kinds = {id(kind): kind for kind in (self._needs_of_row[row] for row in drawing)}
-        needs = SamplingNeeds()
+        needs = NO_NEEDS
         for kind in kinds.values():
             needs |= kind
         return needs

@@ -22,14 +22,14 @@ from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import StepProgram, TargetOutput
 from slipstream.runner.recent import Recent
 from slipstream.runner.step_timing import seconds_of_a_step
-from slipstream.sampling.sampler import SamplingNeeds
+from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
 from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
 from slipstream.speculate.speculator import GraphSetting
 
 # Tokens of mixed batches that are recorded before the first step; where many decode, up to twice as many as those.
 _SMALLEST_MIXED, _LARGEST_MIXED = 16, 512
 # What a graph with sampling inside can do: greedy and noise at any temperature, row by row.
-_FAST_NEEDS = SamplingNeeds(noise=True)
+_FAST_NEEDS = NOISE_ALONE
 # Of the device's memory, for what is recorded when idle, beside what the first steps have needed.
 _IDLE_GRAPH_BYTES = 2 << 30
 _MAX_DECODE_TOKENS = 512  # of graphs for other draft lengths than the first: beyond, drafts do not pay on any GPU
@@ -259,7 +259,7 @@ class StepGraphs:
         def run() -> None:
             # Without noise: on a CPU it costs as much as a draft, and who draws some is put right by real steps.
             target = program.target(batch, num_drafts > 0 or self._follows)
-            program.finish(batch, target.logits, SamplingNeeds())
+            program.finish(batch, target.logits, NO_NEEDS)
             if num_drafts:
                 program.draft(batch.drafting, noise=False, in_graph=True)
             elif self._follows:
@@ -381,7 +381,7 @@ class StepGraphs:
             if desc.tier == "full":
                 self._logits[: logits.shape[0]].copy_(logits)
                 # What follows is launched, but compiled by then: a change of the draft length may come this way.
-                for needs in (SamplingNeeds(), _FAST_NEEDS) if warmup else ():
+                for needs in (NO_NEEDS, _FAST_NEEDS) if warmup else ():
                     program.finish(batch, logits, needs)
             else:
                 program.finish(batch, logits, _FAST_NEEDS)

@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.parameters import Parameter, Texts
+from slipstream.sampling.operation import Column, Positions, SamplingOperation, SamplingRows, Stage
+from slipstream.sampling_params import MAX_STOP_LENGTH
+from slipstream.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Request
 
 
 def _shape(
@@ -40,3 +44,33 @@ def ban_bad_words(
     banned = torch.zeros_like(logits, dtype=torch.int32)
     banned.scatter_add_(1, torch.where(complete, words[:, :, -1], 0).long(), complete.int())
     return logits.masked_fill(banned > 0, float("-inf"))
+
+
+def _apply(logits: Tensor, rows: SamplingRows, at: Positions) -> Tensor:
+    return ban_bad_words(logits, at.rows, rows.token_ids, at.positions, rows["num_bad_words"], rows["bad_words"])
+
+
+def _right_aligned(request: Request) -> list[int]:
+    words = request.bad_word_ids
+    return [token_id for word in words for token_id in (*[-1] * (MAX_BAD_WORD_TOKENS - len(word)), *word)]
+
+
+OPERATION = SamplingOperation(
+    "bad_words",
+    Stage.POSITION,
+    apply=_apply,
+    needed=lambda request: bool(request.bad_word_ids),
+    parameters=(
+        Parameter(
+            "bad_words",
+            Texts(MAX_BAD_WORDS, MAX_STOP_LENGTH),
+            "Never generate this text; may be given several times.",
+            default=(),
+        ),
+    ),
+    columns=(
+        Column("num_bad_words", lambda request: len(request.bad_word_ids)),
+        Column("bad_words", _right_aligned, shape=(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)),
+    ),
+    after=("logit_bias",),
+)

@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.parameters import Parameter, TokenNumbers
+from slipstream.sampling.operation import Column, Positions, SamplingOperation, SamplingRows, Stage
+from slipstream.types import Request
+from slipstream.values import check_vocabulary
+
+MAX_LOGIT_BIAS = 300
 
 
 def _shape(logits: Tensor, batch_rows: Tensor, num_bias: Tensor, bias_ids: Tensor, bias_values: Tensor) -> TensorSpec:
@@ -25,3 +31,33 @@ def apply_logit_bias(
     ids = torch.where(counts, bias_ids[rows].long(), 0)
     values = torch.where(counts, bias_values[rows], 0.0).to(logits.dtype)
     return logits.scatter_add(1, ids, values)
+
+
+def _apply(logits: Tensor, rows: SamplingRows, at: Positions) -> Tensor:
+    return apply_logit_bias(logits, at.rows, rows["num_bias"], rows["bias_ids"], rows["bias_values"])
+
+
+def _check(request: Request, vocab_size: int) -> None:
+    check_vocabulary("logit_bias", tuple(request.params.logit_bias or ()), vocab_size)
+
+
+OPERATION = SamplingOperation(
+    "logit_bias",
+    Stage.POSITION,
+    apply=_apply,
+    needed=lambda request: bool(request.params.logit_bias),
+    parameters=(
+        Parameter("logit_bias", TokenNumbers(MAX_LOGIT_BIAS), 'Added to logits, as JSON: {"token id": number}.'),
+    ),
+    columns=(
+        Column("num_bias", lambda request: len(request.params.logit_bias or ())),
+        Column("bias_ids", lambda request: list(request.params.logit_bias or ()), shape=(MAX_LOGIT_BIAS,)),
+        Column(
+            "bias_values",
+            lambda request: list((request.params.logit_bias or {}).values()),
+            "float32",
+            shape=(MAX_LOGIT_BIAS,),
+        ),
+    ),
+    check=_check,
+)

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.parameters import Parameter
+from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
+from slipstream.values import Bounds
 
 
 def _shape(logits: Tensor, min_p: Tensor) -> TensorSpec:
@@ -20,3 +23,21 @@ def apply_min_p(
     # p >= min_p * p_max is a statement about differences of logits, so no softmax is needed; log(0) is -inf: all stay.
     threshold = logits.amax(1, keepdim=True) + torch.log(min_p).unsqueeze(1)
     return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+OPERATION = SamplingOperation(
+    "min_p",
+    Stage.DISTRIBUTION,
+    apply=lambda logits, rows, at: apply_min_p(logits, rows["min_p"][at.rows]),
+    needed=lambda request: is_sampled(request) and bool(request.params.min_p),
+    parameters=(
+        Parameter(
+            "min_p",
+            Bounds(0.0, 1.0),
+            "Drop tokens less likely than this share of the likeliest one; 0 is off.",
+            fallback=0.0,
+        ),
+    ),
+    columns=(Column("min_p", lambda request: request.params.min_p, "float32"),),
+    after=("top_k", "top_p"),
+)

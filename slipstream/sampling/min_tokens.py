@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.errors import RequestError
+from slipstream.parameters import Parameter
+from slipstream.sampling.operation import Column, Positions, SamplingOperation, SamplingRows, Stage
+from slipstream.types import MAX_DEVICE_STOP_IDS, Request
+from slipstream.values import Bounds
 
 
 def _shape(logits: Tensor, batch_rows: Tensor, positions: Tensor, min_total: Tensor, stop_ids: Tensor) -> TensorSpec:
@@ -26,3 +33,36 @@ def hold_back_stops(
     banned = torch.zeros_like(logits, dtype=torch.int32)
     banned.scatter_add_(1, ids.clamp(min=0), held.int())
     return logits.masked_fill(banned > 0, float("-inf"))
+
+
+def _apply(logits: Tensor, rows: SamplingRows, at: Positions) -> Tensor:
+    return hold_back_stops(logits, at.rows, at.positions, rows["min_total"], rows.stop_ids)
+
+
+def _min_total(request: Request) -> int:
+    # A least length beyond the limit is the limit: the row ends there.
+    return min(len(request.prompt_token_ids) + request.params.min_tokens, request.max_total_tokens)
+
+
+def _check(request: Request, _vocab_size: int) -> None:
+    if request.params.min_tokens and len(request.stop_token_ids) > MAX_DEVICE_STOP_IDS:
+        raise RequestError(f"min_tokens works with at most {MAX_DEVICE_STOP_IDS} stop token ids; give fewer")
+
+
+OPERATION = SamplingOperation(
+    "min_tokens",
+    Stage.POSITION,
+    apply=_apply,
+    needed=lambda request: request.params.min_tokens > 0,
+    parameters=(
+        Parameter(
+            "min_tokens",
+            Bounds(0, math.inf, is_integer=True, may_be_none=False),
+            "No end of sequence and no stop token before this many tokens.",
+            default=0,
+        ),
+    ),
+    columns=(Column("min_total", _min_total),),
+    after=("logit_bias", "bad_words"),
+    check=_check,
+)

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.parameters import Parameter
+from slipstream.sampling.operation import Column, Positions, SamplingOperation, SamplingRows, Stage
+from slipstream.types import Request
+from slipstream.values import Bounds
 
 # Programs that share the counting of one row, and how many tokens each takes at a time.
 _SHARES, _CHUNK = 16, 1024
@@ -139,3 +143,45 @@ def _penalty_kernel(logits, batch_rows, repetition, frequency, presence, counts,
     count = (seen & ((1 << 30) - 1)).to(tl.float32)
     x = x - tl.load(frequency + own) * count - tl.where(count > 0, tl.load(presence + own), 0.0)
     tl.store(out + row * vocab_size + token, x.to(out.dtype.element_ty), mask=exists)
+
+
+def _apply(logits: Tensor, rows: SamplingRows, at: Positions) -> Tensor:
+    history = (rows.token_ids, at.positions, rows.prompt_len)
+    return apply_penalties(logits, at.rows, *history, rows["repetition"], rows["frequency"], rows["presence"])
+
+
+def _is_needed(request: Request) -> bool:
+    params = request.params
+    repeats = params.repetition_penalty not in (None, 1.0)
+    return repeats or bool(params.frequency_penalty) or bool(params.presence_penalty)
+
+
+_SUBTRACTED = Bounds(-2.0, 2.0, may_be_none=False)
+OPERATION = SamplingOperation(
+    "penalties",
+    Stage.HISTORY,
+    apply=_apply,
+    needed=_is_needed,
+    parameters=(
+        Parameter(
+            "presence_penalty", _SUBTRACTED, "Subtracted from the logits of tokens already in the output.", default=0.0
+        ),
+        Parameter(
+            "frequency_penalty",
+            _SUBTRACTED,
+            "Subtracted for each time a token is already in the output.",
+            default=0.0,
+        ),
+        Parameter(
+            "repetition_penalty",
+            Bounds(0.0, 100.0, is_low_open=True),
+            "Divides the logits of tokens in prompt and output, multiplies negative ones; 1 is off.",
+            fallback=1.0,
+        ),
+    ),
+    columns=(
+        Column("repetition", lambda request: request.params.repetition_penalty, "float32"),
+        Column("frequency", lambda request: request.params.frequency_penalty, "float32"),
+        Column("presence", lambda request: request.params.presence_penalty, "float32"),
+    ),
+)

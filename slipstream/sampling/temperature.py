@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.parameters import Parameter
+from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
+from slipstream.values import Bounds
 
 # So that no logit passes the range of float32: far below it the draw is the argmax anyway.
 LEAST_TEMPERATURE = 1e-30
@@ -25,3 +28,20 @@ def apply_temperature(
     temperature: Tensor,  # [n] float32
 ) -> Tensor:
     return logits / divisor(temperature).unsqueeze(1)
+
+
+OPERATION = SamplingOperation(
+    "temperature",
+    Stage.TEMPERATURE,
+    apply=lambda logits, rows, at: apply_temperature(logits, rows.temperature[at.rows]),
+    needed=is_sampled,
+    parameters=(
+        Parameter(
+            "temperature",
+            Bounds(0.0, 100.0),
+            "Randomness: 0 always takes the likeliest token, 1 is the model's own distribution.",
+            fallback=1.0,
+        ),
+    ),
+    columns=(Column("temperature", lambda request: request.params.temperature, "float32"),),
+)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.parameters import Parameter
+from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
 from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_threshold, keep_at_least
+from slipstream.values import MAX_INT32, Bounds
 
 
 def _shape(logits: Tensor, top_k: Tensor) -> TensorSpec:
@@ -47,3 +52,21 @@ def _top_k_kernel(logits, top_k, out, size, BLOCK: tl.constexpr):
         largest = find_largest(values, size, BLOCK)
         threshold, _ = find_threshold(values, size, largest, k.to(tl.float32), False, BLOCK)
     keep_at_least(values, out + row * size, size, threshold, BLOCK)
+
+
+OPERATION = SamplingOperation(
+    "top_k",
+    Stage.DISTRIBUTION,
+    apply=lambda logits, rows, at: apply_top_k(logits, rows["top_k"][at.rows]),
+    needed=lambda request: is_sampled(request) and bool(request.params.top_k),
+    parameters=(
+        Parameter(
+            "top_k",
+            Bounds(-1, math.inf, is_integer=True),
+            "Draw from this many of the likeliest tokens; 0 is off.",
+            fallback=0,
+            minimum=0,
+        ),
+    ),
+    columns=(Column("top_k", lambda request: min(request.params.top_k or 0, MAX_INT32)),),
+)

@@ -7,7 +7,11 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
+from slipstream.parameters import Parameter
+from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
 from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_threshold, keep_at_least
+from slipstream.types import Request
+from slipstream.values import Bounds
 
 
 def _shape(logits: Tensor, top_p: Tensor) -> TensorSpec:
@@ -74,3 +78,25 @@ def _cut(values, out, size, p, largest, BLOCK: tl.constexpr):
         stays = (x.to(tl.float32) > threshold) | (tied & stays)
         tl.store(out + column, tl.where(stays, x, float("-inf")), mask=column < size)
         num_tied += tl.sum(tied.to(tl.int32), 0)
+
+
+def _is_needed(request: Request) -> bool:
+    return is_sampled(request) and request.params.top_p is not None and request.params.top_p < 1.0
+
+
+OPERATION = SamplingOperation(
+    "top_p",
+    Stage.DISTRIBUTION,
+    apply=lambda logits, rows, at: apply_top_p(logits, rows["top_p"][at.rows]),
+    needed=_is_needed,
+    parameters=(
+        Parameter(
+            "top_p",
+            Bounds(0.0, 1.0, is_low_open=True),
+            "Draw from the likeliest tokens that together have this probability; 1 is off.",
+            fallback=1.0,
+        ),
+    ),
+    columns=(Column("top_p", lambda request: request.params.top_p, "float32"),),
+    after=("top_k",),
+)

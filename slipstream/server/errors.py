@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from slipstream.errors import EngineError, RequestError, nearest
+from slipstream.parameters import extra_parameters
 
 
 class ApiError(Exception):
@@ -93,7 +94,8 @@ def explain_invalid_body(problem: dict[str, Any], body: Any) -> tuple[str, str |
         return f"the body must be a JSON object: {problem['msg']}", None
     if problem["type"] == "extra_forbidden":
         field = ".".join(path)
-        return f"unknown field '{field}'{nearest(path[-1], _fields_at(body, path[:-1]))}", field
+        known = (*_fields_at(body, path[:-1]), *(extra_parameters() if len(path) == 1 else ()))
+        return f"unknown field '{field}'{nearest(path[-1], known)}", field
     return f"{'.'.join(path)}: {problem['msg']}", name
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.sampling_params import MAX_SEED
 from slipstream.server.errors import ApiError
 from slipstream.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
-from slipstream.types import MAX_SEED, SamplingParams
+from slipstream.server.sampling_fields import DECLARED
+from slipstream.types import SamplingParams
 
 
 def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -14,16 +16,7 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int 
     if any(not text for text in stop):
         raise ApiError(400, "stop must not hold empty texts", param="stop")
     return SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias,  # type: ignore[arg-type]  # names become numbers there
-        bad_words=tuple(body.bad_words or ()),
-        min_tokens=body.min_tokens,
+        **{name: getattr(body, name) for name in DECLARED},
         max_tokens=max_tokens,
         n=body.n,
         seed=None if body.seed is None else body.seed % (MAX_SEED + 1),
@@ -35,6 +28,7 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int 
         logprobs=logprobs,
         speculate=body.speculate is not False,
         max_k=body.max_k,
+        extra=body.extra or {},
     )
 
 

@@ -6,20 +6,16 @@ Unknown fields are refused by name: a misspelt option that is silently dropped i
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from slipstream.types import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
+from slipstream.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
+from slipstream.server.sampling_fields import ListOf, TokenId, body_fields, gather_extra
 
-Item = TypeVar("Item")
-# Read until the first item that is wrong: an error for each of a million would take minutes and gigabytes.
-ListOf = Annotated[list[Item], Field(fail_fast=True)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context, and bounded before anything is made of them
 MAX_DETOKENIZE = 1 << 20
 MAX_REQUEST_DRAFTS = 64  # beyond what any engine drafts: a client need not know this one's k
-Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Body(BaseModel):
@@ -37,40 +33,31 @@ class _Body(BaseModel):
         return known | dict(itertools.islice(((key, given[key]) for key in given if key not in known), 1))
 
 
-def _cut_bias(given: Any) -> Any:
-    """One entry too many is enough to refuse it."""
-    return dict(itertools.islice(given.items(), MAX_LOGIT_BIAS + 1)) if isinstance(given, dict) else given
-
-
 class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class SamplingFields(_Body):
-    """What completions and chat completions share."""
+if TYPE_CHECKING:
+    _OperationFields = _Body
+else:
+    _OperationFields = create_model("_OperationFields", __base__=_Body, **body_fields())
+
+
+class SamplingFields(_OperationFields):
+    """What completions and chat completions share. Those of sampling operations are named as vLLM names them."""
 
     model: str | None = Field(None, description="Any name this server lists; its model if left out.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=16)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: Probability | None = None
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     stop: str | Annotated[ListOf[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), BeforeValidator(_cut_bias)] | None = None
     user: str | None = Field(None, description="Accepted and ignored.")
     # Extensions, named as vLLM names them.
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    min_tokens: int = Field(0, ge=0, le=2**31 - 1)
     ignore_eos: bool = False
     stop_token_ids: Annotated[ListOf[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    bad_words: Annotated[ListOf[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
     speculate: bool | None = Field(
         None, description="Whether tokens may be drafted ahead for this request, where the engine drafts at all."
@@ -78,6 +65,15 @@ class SamplingFields(_Body):
     max_k: int | None = Field(
         None, ge=0, le=MAX_REQUEST_DRAFTS, description="Most tokens to draft ahead for this request."
     )
+    extra: dict[str, Any] | None = Field(
+        None,
+        description="By name, for sampling operations that are not of the package; they may be fields of the body too.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_extra(cls, data: Any) -> Any:
+        return gather_extra(data) if isinstance(data, dict) else data
 
 
 class CompletionRequest(SamplingFields):

@@ -27,7 +27,8 @@ from slipstream.kernels.triton_jit import (
 )
 from slipstream.sampling.check_logits import check_logits
 from slipstream.sampling.logprobs import pack_logprobs
-from slipstream.sampling.sampler import Positions, Sampled, SamplingNeeds, SamplingRows, process, sample
+from slipstream.sampling.operation import Positions, SamplingRows
+from slipstream.sampling.sampler import Sampled, SamplingNeeds, process, sample
 from slipstream.speculate.rejection import judge_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculative_config import SpeculativeConfig

@@ -7,9 +7,9 @@ import pytest
 import typer
 
 from slipstream import cli
-from slipstream.commands.options import SAMPLING_HELP, with_options
+from slipstream.commands.options import with_options
 from slipstream.config import EngineOptions
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import PARAMETERS
 
 
 def flags_of(command: str) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def test_every_engine_option_is_there(command: str) -> None:
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_every_sampling_parameter_is_there(command: str) -> None:
     known = flags_of(command)
-    assert {f.name for f in fields(SamplingParams)} == set(SAMPLING_HELP)
-    for parameter in fields(SamplingParams):
+    for name, parameter in PARAMETERS.items():
         # --seed included: at the command line it is the request's. --speculate is the engine's.
-        assert (known[flag(parameter.name)].help == SAMPLING_HELP[parameter.name]) == (parameter.name != "speculate")
+        assert (known[flag(name)].help == parameter.help) == (name != "speculate")
+    assert flag("extra") not in known
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench", "serve"])

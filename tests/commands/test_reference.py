@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.commands import sampling_fields
 from slipstream.commands.reference import engine_options_table, sampling_parameters_table, tables, update
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
-from slipstream.types import SamplingParams
+from slipstream.sampling.registry import packaged
+from slipstream.sampling_params import PARAMETERS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,12 +26,24 @@ def test_page_is_up_to_date(name: str) -> None:
     assert update(page, tables()[name]) == page, f"docs/{name} is behind the code; run `make docs`"
 
 
+def test_fields_of_sampling_operations_are_up_to_date() -> None:
+    """What the operations' files declare is what ``SamplingParams`` has: default, range and help."""
+    source = sampling_fields.PAGE.read_text(encoding="utf-8")
+    assert sampling_fields.update(source) == source, "sampling_params.py is not up to date; run `make docs`"
+    for operation in packaged():
+        for declared in operation.parameters:
+            assert PARAMETERS[declared.name] == declared
+
+
 @pytest.mark.parametrize(
-    ("table", "owner"), [(engine_options_table(), EngineOptions), (sampling_parameters_table(), SamplingParams)]
+    ("table", "names"),
+    [
+        (engine_options_table(), [f.name for f in fields(EngineOptions)]),
+        (sampling_parameters_table(), [*PARAMETERS]),
+    ],
 )
-def test_every_field_has_a_row_of_four_cells(table: str, owner: type) -> None:
+def test_every_field_has_a_row_of_four_cells(table: str, names: list[str]) -> None:
     rows = table.splitlines()[2:]
-    names = [f.name for f in fields(owner)]
     assert len(rows) == len(names)
     for row, name in zip(rows, names, strict=True):
         cells = re.split(r"(?<!\\)\|", row)[1:-1]

@@ -34,6 +34,7 @@ MakeEngine = Callable[..., Engine]
 _SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 1.0},
+    "top_n_sigma": {"temperature": 1.5, "top_n_sigma": 1.0},
     "top_k": {"temperature": 0.9, "top_k": 7},
     "top_p": {"temperature": 1.1, "top_p": 0.8},
     "min_p": {"temperature": 1.0, "min_p": 0.1},
@@ -47,6 +48,7 @@ _SAMPLING: dict[str, dict[str, Any]] = {
 }
 _SAMPLING["everything"] = {
     "temperature": 0.9,
+    "top_n_sigma": 3.0,
     "top_k": 40,
     "top_p": 0.95,
     "min_p": 0.01,

@@ -39,19 +39,15 @@ def test_a_request_moves_in_and_no_other_row_changes() -> None:
     assert rows.token_ids[1, :3].tolist() == [11, 12, 13]
     assert rows.num_tokens.tolist() == [0, 3, 0, 0] and rows.max_total[1] == 30 and rows.num_computed[1] == 1
     sampling = rows.sampling
-    assert (sampling.prompt_len[1], sampling.min_total[1], sampling.choice[1], sampling.top_k[1]) == (2, 6, 2, 5)
-    assert (sampling.min_p[1], sampling.repetition[1], sampling.frequency[1], sampling.presence[1]) == (
-        0.5,
-        1.5,
-        -0.5,
-        0.25,
-    )
-    assert sampling.num_bias[1] == 2 and sampling.bias_ids[1, :2].tolist() == [7, 9]
-    assert sampling.bias_values[1, :2].tolist() == [1.5, -100.0]
-    assert sampling.num_bad_words[1] == 2
-    assert sampling.bad_words[1, :2].tolist() == [[-1] * 6 + [1, 2], [-1] * 7 + [3]]
+    assert (sampling.prompt_len[1], sampling["min_total"][1], sampling.choice[1], sampling["top_k"][1]) == (2, 6, 2, 5)
+    names = ("min_p", "repetition", "frequency", "presence")
+    assert [sampling[name][1].item() for name in names] == [0.5, 1.5, -0.5, 0.25]
+    assert sampling["num_bias"][1] == 2 and sampling["bias_ids"][1, :2].tolist() == [7, 9]
+    assert sampling["bias_values"][1, :2].tolist() == [1.5, -100.0]
+    assert sampling["num_bad_words"][1] == 2
+    assert sampling["bad_words"][1, :2].tolist() == [[-1] * 6 + [1, 2], [-1] * 7 + [3]]
     assert rows.status.tolist() == [RowStatus.INERT, RowStatus.RUNNING, RowStatus.INERT, RowStatus.INERT]
-    assert rows.sampling.temperature[1] == torch.tensor(0.7) and rows.sampling.top_p[1] == 0.25
+    assert rows.sampling.temperature[1] == torch.tensor(0.7) and rows.sampling["top_p"][1] == 0.25
     assert rows.sampling.seeds[1].numpy().view(np.uint64)[0] == seed
     assert rows.stop_ids[1].tolist() == [3, 4] + [-1] * (MAX_DEVICE_STOP_IDS - 2)
     assert rows.page_table[1].tolist() == [0, 0, 8, 9] + [0] * 6

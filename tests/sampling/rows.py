@@ -8,7 +8,8 @@ from slipstream.config import EngineOptions, Hardware
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine.resolve import resolve
 from slipstream.runner.request_state import RequestRows
-from slipstream.sampling.sampler import Positions, SamplingNeeds, SamplingRows
+from slipstream.sampling.operation import Positions, SamplingRows
+from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.types import Request, RowInit, SamplingParams
 from tests.test_config import MODEL
 

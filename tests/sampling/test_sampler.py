@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,16 @@ from transformers import (
 
 from slipstream.sampling.gumbel import gumbel_noise
 from slipstream.sampling.min_p import apply_min_p
-from slipstream.sampling.sampler import Positions, SamplingNeeds, process, sample
+from slipstream.sampling.operation import Positions, SamplingOperation
+from slipstream.sampling.registry import operations
+from slipstream.sampling.sampler import NOISE_ALONE, SamplingNeeds, process, sample
 from slipstream.types import Request
 from tests.sampling.rows import make_request, make_rows
 
 VOCAB = 60
 PARAMETERS: dict[str, list[Any]] = {
     "temperature": [0.0, 0.7, 1.5],
+    "top_n_sigma": [0.0, 0.5, 2.0],
     "top_k": [0, 1, 7],
     "top_p": [1.0, 0.6, 0.9, 0.99],
     "min_p": [0.0, 0.05, 0.3],
@@ -58,6 +61,9 @@ def expected_logits(logits: torch.Tensor, request: Request, history: list[int]) 
     scores = scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     if not params.temperature:
         return scores[0]
+    if params.top_n_sigma:
+        allowed = scores[torch.isfinite(scores)].numpy()
+        scores = scores.masked_fill(scores < allowed.max() - params.top_n_sigma * np.std(allowed), -torch.inf)
     steps = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     steps += [TopKLogitsWarper(params.top_k)] if params.top_k else []
     steps += [TopPLogitsWarper(params.top_p)] if params.top_p < 1.0 else []
@@ -118,7 +124,7 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
 def test_a_row_is_its_requests_alone_whichever_had_it_before() -> None:
     """What the last one has left in it, such as a longer list of biases or words, counts for nothing, even where a
     neighbour makes the step look at every parameter."""
-    rng, needs = random.Random(4), SamplingNeeds(*[True] * len(fields(SamplingNeeds)))
+    rng, needs = random.Random(4), SamplingNeeds(frozenset(o.name for o in operations()))
     for seed in range(20):
         before, (request, history) = (random_request(rng, list(PARAMETERS)) for _ in range(2))
         logits = torch.randn(1, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -141,6 +147,26 @@ def test_the_mask_decides_what_may_stand_at_a_position() -> None:
     assert sample(logits, rows, at, needs, mask).token_ids.tolist() == [31]
 
 
+def test_a_batch_runs_what_it_needs_alone() -> None:
+    """What no request of a batch asks for costs nothing, and what one asks for is run in order."""
+    request = make_request([1, 2], temperature=1.0, top_p=0.9, presence_penalty=0.5)
+    rows, at, needs = make_rows([request], [[1, 2, 3]])
+    ran: list[str] = []
+
+    def noted(operation: SamplingOperation) -> SamplingOperation:
+        def apply(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+            ran.append(operation.name)
+            return operation.apply(logits, *args)
+
+        return replace(operation, apply=apply)
+
+    rows = replace(rows, operations=tuple(map(noted, rows.operations)))
+    sample(torch.randn(1, VOCAB), rows, at, needs)
+    assert ran == ["penalties", "temperature", "top_p"]
+    sample(torch.randn(1, VOCAB), rows, at, NOISE_ALONE)
+    assert len(ran) == 3, "the draw divides by the temperature itself"
+
+
 def test_a_greedy_batch_needs_nothing() -> None:
     assert SamplingNeeds.of(make_request([1], top_k=5, top_p=0.5, min_p=0.1)) == SamplingNeeds()
 
@@ -148,7 +174,14 @@ def test_a_greedy_batch_needs_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("top_k", 1), ("top_p", 0.999), ("min_p", 0.001), ("logit_bias", {5: 0.01}), ("min_tokens", 1)),
+        *(
+            ("top_n_sigma", 99.0),
+            ("top_k", 1),
+            ("top_p", 0.999),
+            ("min_p", 0.001),
+            ("logit_bias", {5: 0.01}),
+            ("min_tokens", 1),
+        ),
         *(("repetition_penalty", 0.999), ("frequency_penalty", -0.01), ("presence_penalty", 0.01), ("logprobs", 0)),
     ],
 )
@@ -156,7 +189,9 @@ def test_a_parameter_that_is_hardly_on_is_on(name: str, value: Any) -> None:
     """Nothing else of the batch would make the step look at it."""
     kind = "penalties" if name.endswith("_penalty") else name
     request = make_request([1], temperature=0.01, **{name: value})
-    assert SamplingNeeds.of(request) == SamplingNeeds(noise=True, **{kind: True})
+    needed = SamplingNeeds.of(request)
+    assert needed.operations == {"temperature", kind} - {"logprobs"}
+    assert needed.noise and needed.logprobs == (kind == "logprobs")
 
 
 def test_a_history_shorter_than_a_bad_word_does_not_complete_it() -> None:

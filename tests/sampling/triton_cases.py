@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.sampling.draw import draw_drafts, draw_tokens
 from slipstream.sampling.penalties import apply_penalties
 from slipstream.sampling.top_k import apply_top_k
+from slipstream.sampling.top_n_sigma import apply_top_n_sigma
 from slipstream.sampling.top_p import apply_top_p
 from tests.kernels.triton_check import POISON, Case, Real
 
@@ -163,6 +164,35 @@ def safe_p(logits: Tensor, wanted: float) -> float:
     return float(before[last] + probs[last] / 2)
 
 
+def safe_sigma(logits: Tensor, wanted: float) -> float:
+    """Near what is wanted, but in the middle between two logits."""
+    allowed = logits[torch.isfinite(logits)].double().unique()
+    distances = ((allowed[-1] - allowed) / logits[torch.isfinite(logits)].double().std(correction=0)).sort().values
+    if len(distances) < 2 or not torch.isfinite(distances).all():
+        return wanted
+    middles = (distances[1:] + distances[:-1]) / 2
+    return float(middles[(middles - wanted).abs().argmin()])
+
+
+def _top_n_sigma() -> Iterator[Case]:
+    for vocab_size in (*VOCABULARIES, 20_011):
+
+        def args(v: int = vocab_size) -> dict[str, Any]:
+            logits = grid_logits(6, v)
+            logits[:, 0] = 1.0  # nothing finite is a row of its own
+            logits[5] = -torch.inf
+            wanted = (1.0, 0.3, 2.5)
+            n = [*(safe_sigma(row, n) for row, n in zip(logits, wanted, strict=False)), 0.0, 100.0, 1.0]
+            return {"logits": Real(logits), "top_n_sigma": torch.tensor(n)}
+
+        yield Case(f"top_n_sigma-{vocab_size}", apply_top_n_sigma, args)
+    yield Case(
+        "top_n_sigma-all-alike",
+        apply_top_n_sigma,
+        lambda: {"logits": Real(torch.full((2, 5003), 2.5)), "top_n_sigma": torch.tensor([1.0, 0.0])},
+    )
+
+
 def _top_p() -> Iterator[Case]:
     for vocab_size in VOCABULARIES:
 
@@ -217,4 +247,4 @@ def _penalties() -> Iterator[Case]:
             )
 
 
-CASES = [*_draws(), *_drafts(), *_top_k(), *_top_p(), *_penalties()]
+CASES = [*_draws(), *_drafts(), *_top_n_sigma(), *_top_k(), *_top_p(), *_penalties()]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from slipstream.sampling.logit_bias import MAX_LOGIT_BIAS
 from slipstream.server.protocol import MAX_DETOKENIZE, ChatCompletionRequest, CompletionRequest, DetokenizeRequest
-from slipstream.types import MAX_LOGIT_BIAS
 
 from .scripted import ScriptedServer
 

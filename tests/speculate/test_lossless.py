@@ -21,6 +21,7 @@ MakeEngine = Callable[..., Engine]
 
 ALL_AT_ONCE: dict[str, Any] = {
     "temperature": 0.8,
+    "top_n_sigma": 2.5,
     "top_k": 40,
     "top_p": 0.95,
     "min_p": 0.01,
@@ -32,7 +33,12 @@ ALL_AT_ONCE: dict[str, Any] = {
     "min_tokens": 4,
     "logprobs": 3,
 }
-KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8}, "all": ALL_AT_ONCE}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8},
+    "cut": {"temperature": 0.8, "top_n_sigma": 1.5},
+    "all": ALL_AT_ONCE,
+}
 
 
 def random_requests(kind: str, count: int) -> list[Request]:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.sampling.logprobs import unpack_logprobs
-from slipstream.sampling.sampler import Positions, SamplingNeeds
+from slipstream.sampling.operation import Positions
+from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import Drafted, Verifier, accept_drafts
 from slipstream.speculative_config import SpeculativeConfig, VerifyMode
