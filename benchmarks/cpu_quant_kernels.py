@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from slipstream.kernels import native
-from slipstream.kernels.linear import pack, panel_linear
+from slipstream.kernels.linear import cut_panels, panel_linear
 from slipstream.kernels.quant_linear import default_planes, quant_linear
-from slipstream.kernels.quant_weights import KINDS, QuantMatrix, pack_codes, pack_gguf
+from slipstream.kernels.quant_weights import KINDS, PanelMemory, QuantMatrix, pack_codes, pack_gguf
 
 # (out, in) of the products of SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B.
 SHAPES = {
@@ -69,11 +70,13 @@ def best_ms(run: Callable[[int], object], num_copies: int, seconds: float) -> fl
 
 
 def copies(matrix: QuantMatrix) -> list[QuantMatrix]:
+    """In memory as a model's are."""
     (segment,) = matrix.segments
-    num = max(1, BYTES_IN_TURN // matrix.nbytes)
-    kind = type(segment)
-    panels = segment.panels.expand(num, *segment.panels.shape).contiguous()
-    return [QuantMatrix((kind(segment.kind, own, segment.num_rows, segment.in_size),)) for own in panels]
+    memory, found = PanelMemory(), []
+    for _ in range(max(1, BYTES_IN_TURN // matrix.nbytes)):
+        panels = memory.take(matrix.nbytes).view(segment.panels.shape).copy_(segment.panels)
+        found.append(QuantMatrix((replace(segment, panels=panels),)))
+    return found
 
 
 def measure(kind: str, shape: tuple[int, int], tokens: list[int], planes: int, seconds: float) -> list[str]:
@@ -117,7 +120,7 @@ def main() -> None:
     native.use_isa(args.isa)
     torch.set_num_threads(args.threads)
     planes = default_planes() if args.planes is None else args.planes
-    print(f"{args.threads} threads, {args.isa}, activations in {planes} bytes" if planes else "float32 activations")
+    print(f"{args.threads} threads, {args.isa}, activations {f'in {planes} bytes' if planes else 'float32'}")
     print(f"{'shape':14}{'type':6}" + "".join(f"{f'{n} tokens':>22}" for n in args.tokens))
     for name in args.shapes:
         for kind in args.types:

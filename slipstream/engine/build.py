@@ -38,11 +38,11 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint
 from slipstream.runner.runner import Runner
 from slipstream.runner.step_graphs import OnCost
+from slipstream.sampling_params import MODEL_DEFAULTS, SamplingParams
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
-from slipstream.types import SamplingParams
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -209,8 +209,7 @@ def release_memory(device: Device) -> None:
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:
     """The sampling part of a generation_config.json. Without do_sample the model's authors mean greedy."""
     fields = Fields.of(generation, "generation_config.json")
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    known = {name: fields[name] for name in names if fields.has(name)}
+    known = {name: fields[name] for name in MODEL_DEFAULTS if fields.has(name)}
     if not fields.flag("do_sample", True):
         known = {"temperature": 0.0, "repetition_penalty": known.get("repetition_penalty")}
     try:

@@ -34,7 +34,10 @@ def quant_linear(
     bias: Tensor | None,  # [out], without gates only
     planes: int,  # of activations: 0, 2 or 3, see default_planes
 ) -> Tensor:  # [num_tokens, out]
-    """``linear``, and ``swiglu`` after it where gated. A token's result does not depend on how many are computed with it."""
+    """``linear``, and ``swiglu`` after it where gated.
+
+    A token's result depends neither on how many are computed with it nor on the number of threads.
+    """
     if (lib := native.library()) is None:
         out = F.linear(x, dequantised(matrix))
         if matrix.gated:

@@ -6,6 +6,7 @@ The layout is described in ``native/quant_format.h``. Packing takes codes and sc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from slipstream.kernels import native
 from slipstream.kernels.native.records import MatrixRecord, SegmentRecord
 
 PANEL_ROWS, BLOCK = 16, 32
+_CACHE_LINE = 64
+_CHUNK_BYTES = 64 << 20  # what is not written is not in memory
 
 
 class Kind(NamedTuple):
@@ -93,22 +96,48 @@ def _record(segment: QuantSegment) -> SegmentRecord:
     return SegmentRecord(segment.panels.data_ptr(), KINDS[segment.kind].number, segment.num_rows, segment.group_blocks)
 
 
-def _empty_panels(kind: Kind, num_rows: int, in_size: int, group_blocks: int) -> Tensor:
-    num_groups = -(-in_size // (BLOCK * group_blocks))
-    group_bytes = kind.header_bytes + group_blocks * 64 * kind.bits
-    return torch.empty(-(-num_rows // PANEL_ROWS), num_groups, group_bytes, dtype=torch.uint8)
+class PanelMemory:
+    """Memory for the panels of a model, side by side in large pages: reading small ones costs up to a fifth more.
+
+    What it handed out stays valid without it, and is freed chunk by chunk.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Bytes that start at a cache line."""
+        if num_bytes > self._chunk.numel():
+            self._chunk = torch.empty(max(num_bytes, _CHUNK_BYTES), dtype=torch.uint8)
+            if (lib := native.library()) is not None:
+                lib.slip_use_large_pages(self._chunk.data_ptr(), self._chunk.numel())
+        taken = self._chunk[:num_bytes]
+        self._chunk = self._chunk[-(-num_bytes // _CACHE_LINE) * _CACHE_LINE :]
+        return taken
+
+
+def _take_panels(memory: PanelMemory | None, kind: Kind, num_rows: int, in_size: int, group_blocks: int) -> Tensor:
+    shape = _panels_shape(kind, num_rows, in_size, group_blocks)
+    if memory is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    return memory.take(math.prod(shape)).view(shape)
 
 
 def packed_bytes(kind: str, num_rows: int, in_size: int, group_blocks: int = 0) -> int:
     """Of such a segment in memory. ``group_blocks`` is asked for where the kind leaves it open."""
-    with torch.device("meta"):
-        return _empty_panels(KINDS[kind], num_rows, in_size, group_blocks or KINDS[kind].group_blocks).nbytes
+    return math.prod(_panels_shape(KINDS[kind], num_rows, in_size, group_blocks or KINDS[kind].group_blocks))
+
+
+def _panels_shape(kind: Kind, num_rows: int, in_size: int, group_blocks: int) -> tuple[int, int, int]:
+    num_groups = -(-in_size // (BLOCK * group_blocks))
+    return -(-num_rows // PANEL_ROWS), num_groups, kind.header_bytes + group_blocks * 64 * kind.bits
 
 
 def pack_gguf(
     raw: Tensor,  # [num_rows, bytes of a row] uint8: blocks as in the file
     kind: str,
     row_order: Tensor | None = None,  # [num_rows]: the file's row for each of the matrix
+    memory: PanelMemory | None = None,  # shared by the matrices of a model
 ) -> QuantSegment | None:
     """Rows of a GGUF tensor; None for types that have no panels, or without C kernels."""
     lib = native.library()
@@ -122,7 +151,7 @@ def pack_gguf(
     order = None if row_order is None else row_order.to(torch.int64).contiguous()
     if order is not None and (order.shape != (num_rows,) or not 0 <= int(order.min()) <= int(order.max()) < num_rows):
         raise ValueError(f"no order of {num_rows} rows: {order}")
-    panels = _empty_panels(KINDS[kind], num_rows, in_size, KINDS[kind].group_blocks)
+    panels = _take_panels(memory, KINDS[kind], num_rows, in_size, KINDS[kind].group_blocks)
     sizes = (num_rows, in_size, panels.data_ptr(), torch.get_num_threads())
     lib.slip_pack_gguf(KINDS[kind].number, raw.data_ptr(), None if order is None else order.data_ptr(), *sizes)
     return QuantSegment(kind, panels, num_rows, in_size)
@@ -134,6 +163,7 @@ def pack_codes(
     zeros: Tensor | None,  # like scales: codes of the weight 0; None: 8 of 4 bits, 128 of 8
     bits: int,
     group_size: int,  # inputs, a multiple of 32; or all, for one scale a row
+    memory: PanelMemory | None = None,
 ) -> QuantSegment | None:
     """A weight scale * (code - zero) in groups along the inputs; None without C kernels."""
     if (lib := native.library()) is None:
@@ -148,7 +178,7 @@ def pack_codes(
         raise ValueError(f"codes {tuple(codes.shape)} {codes.dtype} do not go with scales {tuple(scales.shape)}")
     name = f"INT{bits}"
     group_blocks = -(-group_size // BLOCK)
-    panels = _empty_panels(KINDS[name], num_rows, in_size, group_blocks)
+    panels = _take_panels(memory, KINDS[name], num_rows, in_size, group_blocks)
     codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
     zeros = None if zeros is None else zeros.to(torch.float32).contiguous()
     arrays = (codes.data_ptr(), scales.data_ptr(), None if zeros is None else zeros.data_ptr())
@@ -165,12 +195,12 @@ def dequantised(matrix: QuantMatrix) -> Tensor:  # [rows of all segments, in] fl
 def _dequantised_segment(segment: QuantSegment) -> Tensor:
     kind = KINDS[segment.kind]
     num_panels, num_groups, _ = segment.panels.shape
-    header, rest = segment.panels.split([kind.header_bytes, segment.panels.shape[2] - kind.header_bytes], dim=2)
+    header, rest = segment.panels[:, :, : kind.header_bytes], segment.panels[:, :, kind.header_bytes :]
     codes = _codes(kind, rest.reshape(num_panels, num_groups, -1, 64 * kind.bits))
     scales, mins = _scales(segment.kind, header.contiguous(), codes.shape[2])
-    # [panel, group, block, part, chunk, lane, input] -> [row, input]
+    # Both with the axes [panel, group, block, part, chunk, lane, input].
     parts = scales.shape[3]
-    values = codes.to(torch.float32).sub_(kind.zero).unflatten(3, (parts, 8 // parts))
+    values = codes.to(torch.float32).sub_(kind.zero).view(*codes.shape[:3], parts, 8 // parts, PANEL_ROWS, 4)
     values = values * scales[:, :, :, :, None, :, None]
     if mins is not None:
         values = values + mins[:, :, :, :, None, :, None]
@@ -182,34 +212,32 @@ def _codes(kind: Kind, blocks: Tensor) -> Tensor:  # [panel, group, block, chunk
     lead = blocks.shape[:3]
     if kind.bits == 8:
         return blocks.view(*lead, 8, PANEL_ROWS, 4)
-    low, high = blocks.split([256, 64 * (kind.bits - 4)], dim=3)
-    low = low.reshape(*lead, 4, 1, PANEL_ROWS, 4)
+    low = blocks[..., :256].reshape(*lead, 4, 1, PANEL_ROWS, 4)
     codes = torch.cat([low & 15, low >> 4], dim=4).reshape(*lead, 8, PANEL_ROWS, 4)
     if kind.bits == 4:
         return codes
     # Of 5 bits one byte has the fifth bits of 8 chunks, of 6 bits the upper pairs of 4.
     extra = kind.bits - 4
-    high = high.reshape(*lead, extra, 1, PANEL_ROWS, 4)
+    high = blocks[..., 256:].reshape(*lead, extra, 1, PANEL_ROWS, 4)
     shifted = torch.cat([(high >> shift) & (2**extra - 1) for shift in range(0, 8, extra)], dim=4)
-    return codes | shifted.reshape(*lead, 8, PANEL_ROWS, 4) << 4
+    return torch.add(codes, shifted.reshape(codes.shape), alpha=16)
 
 
 def _scales(name: str, header: Tensor, num_blocks: int) -> tuple[Tensor, Tensor | None]:
-    """Scales and mins, each [panel, group, block, part, lane]."""
-    lead = (*header.shape[:2], num_blocks, 1, PANEL_ROWS)
+    """Scales and mins, each [panel, group, block, part, lane] or with ones where they are the same."""
+    shape = (*header.shape[:2], -1, 1, PANEL_ROWS)
     if name in ("INT4", "INT8"):
-        both = header.view(torch.float32)
-        return tuple(
-            both[..., i : i + 16].unsqueeze(2).expand(lead[:2] + (num_blocks, 16)).unsqueeze(3) for i in (0, 16)
-        )  # type: ignore[return-value]
-    halves = header[..., :64].contiguous().view(torch.float16).to(torch.float32)
+        numbers = header.view(torch.float32).view(shape)
+        return numbers[:, :, :1], numbers[:, :, 1:]
+    halves = header[..., :64].contiguous().view(torch.float16).to(torch.float32).view(shape)
     if name in ("Q4_0", "Q5_0", "Q8_0"):
-        return halves.view(lead), None
-    first, second = (part[:, :, None, None, :] for part in halves.split(16, dim=2))
+        return halves, None
+    first, second = halves[:, :, :1], halves[:, :, 1:]
     if name in ("Q4_1", "Q5_1"):
         return first, second
     integers = header[..., 64:]
     if name == "Q6_K":
-        return first * integers.view(torch.int8).to(torch.float32).view(*lead[:3], 2, PANEL_ROWS), None
-    scales, mins = (part.to(torch.float32).reshape(lead) for part in integers.split(128, dim=2))
+        signed = integers.contiguous().view(torch.int8).to(torch.float32)
+        return first * signed.view(*shape[:2], num_blocks, 2, PANEL_ROWS), None
+    scales, mins = (integers[..., i : i + 128].to(torch.float32).view(shape) for i in (0, 128))
     return first * scales, -(second * mins)

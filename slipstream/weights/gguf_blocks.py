@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.kernels.quant_weights import KINDS, QuantSegment, pack_gguf, packed_bytes
+from slipstream.kernels.quant_weights import KINDS, PanelMemory, QuantSegment, pack_gguf, packed_bytes
 from slipstream.weights.dense import Dense
 from slipstream.weights.matrix import (
     ExpertShape,
@@ -44,9 +44,9 @@ def row_bytes(kind: str, in_size: int) -> int:
 class BlocksWeight(StoredWeight):
     """Each part is packed as it comes, so that a weight is never in memory twice."""
 
-    def __init__(self, shape: WeightShape, kinds: Mapping[str, str]) -> None:
+    def __init__(self, shape: WeightShape, kinds: Mapping[str, str], memory: PanelMemory) -> None:
         super().__init__()
-        self._shape, self._kinds = shape, kinds
+        self._shape, self._kinds, self._memory = shape, kinds, memory
         self._is_planned = torch.get_default_device().type == "meta"
         self._segments: dict[str, QuantSegment] = {}
 
@@ -57,7 +57,7 @@ class BlocksWeight(StoredWeight):
             yield f"{prefix}{part}.weight", PackingSlot(expected, partial(self._pack, part))
 
     def _pack(self, part: str, raw: Tensor) -> None:
-        segment = pack_gguf(raw, self._kinds[part])
+        segment = pack_gguf(raw, self._kinds[part], memory=self._memory)
         assert segment is not None, "blocks are kept only where there are kernels"
         self._segments[part] = segment
 
@@ -72,11 +72,11 @@ class BlocksWeight(StoredWeight):
 class BlocksFormat:
     """Of the weights that one product stacks: the encoding of each, by its name in the product."""
 
-    def __init__(self, kinds: Mapping[str, str]) -> None:
-        self._kinds = kinds
+    def __init__(self, kinds: Mapping[str, str], memory: PanelMemory) -> None:
+        self._kinds, self._memory = kinds, memory
 
     def open(self, shape: WeightShape) -> StoredWeight:
-        return BlocksWeight(shape, self._kinds)
+        return BlocksWeight(shape, self._kinds, self._memory)
 
     def open_experts(self, shape: ExpertShape) -> StoredExperts:
         raise ModelError("experts are not kept in the blocks of a GGUF file")
@@ -87,10 +87,11 @@ class GGUFScheme:
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         self._types: Mapping[str, str] = quantization[TYPES]
+        self._memory = PanelMemory()  # of all weights of the network
 
     def format_of(self, names: Sequence[str]) -> WeightFormat:
         kinds = {name.rpartition(".")[2]: kind for name in names if (kind := self._types.get(name)) is not None}
-        return BlocksFormat(kinds) if len(kinds) == len(names) else Dense()
+        return BlocksFormat(kinds, self._memory) if len(kinds) == len(names) else Dense()
 
     def format_of_table(self, name: str) -> WeightFormat:
         return self.format_of([name])

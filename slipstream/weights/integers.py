@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.kernels.quant_weights import pack_codes, packed_bytes
+from slipstream.kernels.quant_weights import PanelMemory, pack_codes, packed_bytes
 from slipstream.weights.dense import DenseWeight
 from slipstream.weights.matrix import ExpertShape, Matrix, PackingSlot, StoredExperts, StoredWeight, WeightShape
 from slipstream.weights.quantised import PlannedMatrix, can_multiply, join_segments
@@ -59,9 +59,9 @@ class IntegerLayout(Protocol):
 class IntegerWeight(StoredWeight):
     """Tensors are kept until a part is complete, and it is packed then."""
 
-    def __init__(self, shape: WeightShape, layout: IntegerLayout) -> None:
+    def __init__(self, shape: WeightShape, layout: IntegerLayout, memory: PanelMemory) -> None:
         super().__init__()
-        self._shape, self._layout = shape, layout
+        self._shape, self._layout, self._memory = shape, layout, memory
         self._is_planned = torch.get_default_device().type == "meta"
         self._dtype = torch.get_default_dtype()
         self._device = torch.get_default_device()
@@ -89,16 +89,17 @@ class IntegerWeight(StoredWeight):
         if not in_panels or any(codes.group_of is not None for codes in parts):
             weight = torch.cat([codes.dequantise() for codes in parts])
             return DenseWeight(shape, weight.to(self._device, self._dtype)).finish(device)
-        segments = tuple(pack_codes(*codes[:4], codes.group_size) for codes in parts)
+        segments = tuple(pack_codes(*codes[:4], codes.group_size, self._memory) for codes in parts)
         return join_segments(tuple(segment for segment in segments if segment is not None), shape)
 
 
 class IntegerFormat:
     def __init__(self, method: str, layout: IntegerLayout) -> None:
         self._method, self._layout = method, layout
+        self._memory = PanelMemory()  # of all weights of the network
 
     def open(self, shape: WeightShape) -> StoredWeight:
-        return IntegerWeight(shape, self._layout)
+        return IntegerWeight(shape, self._layout, self._memory)
 
     def open_experts(self, shape: ExpertShape) -> StoredExperts:
         raise ModelError(f"experts with weights of the kind {self._method} are not supported")

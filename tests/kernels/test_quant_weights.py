@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import gguf
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from slipstream.kernels import native
 from slipstream.kernels.quant_linear import quant_embedding
-from slipstream.kernels.quant_weights import QuantMatrix, dequantised, pack_codes, pack_gguf
+from slipstream.kernels.quant_weights import PanelMemory, QuantMatrix, dequantised, pack_codes, pack_gguf
 from tests.kernels.quant_cases import GGUF_KINDS, in_sizes, random_rows, random_segment, reference
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
@@ -111,3 +113,18 @@ def test_token_ids_beyond_the_embedding() -> None:
     for token_id in (-1, 20):
         with pytest.raises(IndexError):
             quant_embedding(torch.tensor([0, token_id], dtype=torch.int32), matrix)
+
+
+def test_memory_of_a_model() -> None:
+    """Matrices lie side by side and do not touch each other, large ones included."""
+    memory = PanelMemory()
+    sizes = (70, 64, 1, 65 << 20, 64)
+    parts = [memory.take(size) for size in sizes]
+    assert [part.numel() for part in parts] == list(sizes)
+    assert all(part.data_ptr() % 64 == parts[0].data_ptr() % 64 for part in parts[1:3])
+    ranges = sorted((part.data_ptr(), part.data_ptr() + part.numel()) for part in parts)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    raw = random_rows("Q5_0", 40, 96)
+    segment = pack_gguf(torch.from_numpy(raw), "Q5_0", memory=memory)
+    assert segment is not None
+    assert torch.equal(dequantised(QuantMatrix((segment,))), reference("Q5_0", raw))

@@ -94,7 +94,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_row_max.argtypes = [p, n, n, p, p, i]
     lib.slip_decoder_stack.argtypes = [p, n, p, p, p, p]
     lib.slip_product.argtypes = [p, p, p, p, n, i, i]
-    lib.slip_quant_bytes.argtypes, lib.slip_quant_bytes.restype = [i, n, n, n], n
+    lib.slip_use_large_pages.argtypes = [p, n]
     lib.slip_pack_gguf.argtypes = [i, p, p, n, n, p, i]
     lib.slip_pack_codes.argtypes = [i, *[p] * 3, n, n, n, p, i]
     lib.slip_quant_rows.argtypes = [p, p, n, p, i]

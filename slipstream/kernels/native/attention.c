@@ -22,39 +22,90 @@ static int64_t first_seen(const Attention *a, int64_t request, int64_t position)
     return start > first ? start : first;
 }
 
+/* Keys from position `first` on that lie side by side, as many as `run` says; values are `side` further. */
+static const float *keys_at(const Attention *a, const int32_t *pages, int64_t kv_head, int64_t first, int64_t end, int64_t *run) {
+    int64_t page = first / a->page_size, offset = first % a->page_size, left = a->page_size - offset;
+    *run = left < end - first ? left : end - first;
+    return a->cache + (((int64_t)pages[page] * 2 * a->kv_heads + kv_head) * a->page_size + offset) * a->dim;
+}
+
+/* Sums of values by weight; a few vectors of the result at a time stay in registers. */
+static void mix_values(const Attention *a, const int32_t *pages, int64_t kv_head, int64_t first, int64_t end,
+                       const float *weights, float *result) {
+    int64_t dim = a->dim, side = a->kv_heads * a->page_size * dim, run, i = 0;
+    for (; i + PANEL <= dim; i += PANEL) {
+        vec x = {0}, y = {0};
+        for (int64_t p = first; p < end; p += run) {
+            const float *value = keys_at(a, pages, kv_head, p, end, &run) + side + i;
+            for (int64_t k = 0; k < run; k++, value += dim) {
+                x += *(const vec *)value * weights[p + k];
+                y += *(const vec *)(value + LANES) * weights[p + k];
+            }
+        }
+        *(vec *)(result + i) = x;
+        *(vec *)(result + i + LANES) = y;
+    }
+    for (; i < dim; i++) {
+        float sum = 0.0f;
+        for (int64_t p = first; p < end; p += run) {
+            const float *value = keys_at(a, pages, kv_head, p, end, &run) + side + i;
+            for (int64_t k = 0; k < run; k++) sum += value[k * dim] * weights[p + k];
+        }
+        result[i] = sum;
+    }
+}
+
+#define KEYS_AT_ONCE 4 /* so that their sums do not wait for each other */
+
+/* Products of a query with keys that lie side by side. */
+static void multiply_keys(const float *query, const float *keys, int64_t num_keys, int64_t dim, float scale, float *scores) {
+    int64_t k = 0;
+    for (; k < num_keys; k += KEYS_AT_ONCE) {
+        const float *key[KEYS_AT_ONCE];
+        vec sums[KEYS_AT_ONCE];
+        int64_t i = 0;
+        _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
+            key[n] = keys + (k + n < num_keys ? k + n : num_keys - 1) * dim;
+            sums[n] = (vec){0};
+        }
+        for (; i + LANES <= dim; i += LANES) {
+            vec q = *(const vec *)(query + i);
+            _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) sums[n] += q * *(const vec *)(key[n] + i);
+        }
+        _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
+            float dot = vec_sum(sums[n]);
+            for (int64_t rest = i; rest < dim; rest++) dot += query[rest] * key[n][rest];
+            if (k + n < num_keys) scores[k + n] = dot * scale;
+        }
+    }
+}
+
 /* All query heads of one group, all query tokens of one request: keys are read once for all of them. */
 static void attend(const Attention *a, int64_t request, int64_t kv_head, float *scores) {
     int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
-    int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
+    int64_t group = a->heads / a->kv_heads, dim = a->dim, run;
     const int32_t *pages = a->block_table + request * a->table_stride;
     for (int64_t j = 0; j < num_query; j++) {
-        int64_t position = length - num_query + j, first = first_seen(a, request, position);
+        int64_t end = length - num_query + j + 1, first = first_seen(a, request, end - 1);
         for (int64_t g = 0; g < group; g++) {
             int64_t at = ((begin + j) * a->heads + kv_head * group + g) * dim;
             const float *query = a->q + at;
-            float *result = a->out + at, largest = -INFINITY, sum = 0.0f;
-            for (int64_t p = first; p <= position; p++) {
-                int64_t slot = (int64_t)pages[p / a->page_size] * 2 * side + (kv_head * a->page_size + p % a->page_size) * dim;
-                const float *key = a->cache + slot;
-                float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-                for (int64_t i = 0; i < dim; i++) dot += query[i] * key[i];
-                scores[p] = dot * a->scale;
-                largest = scores[p] > largest ? scores[p] : largest;
+            float largest = -INFINITY, sum = 0.0f;
+            for (int64_t p = first; p < end; p += run) {
+                const float *key = keys_at(a, pages, kv_head, p, end, &run);
+                multiply_keys(query, key, run, dim, a->scale, scores + p);
             }
+#pragma omp simd reduction(max : largest)
+            for (int64_t p = first; p < end; p++) largest = scores[p] > largest ? scores[p] : largest;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t p = first; p <= position; p++) {
+            for (int64_t p = first; p < end; p++) {
                 scores[p] = fast_exp(scores[p] - largest);
                 sum += scores[p];
             }
-            memset(result, 0, (size_t)dim * sizeof(float));
-            for (int64_t p = first; p <= position; p++) {
-                int64_t slot = (int64_t)pages[p / a->page_size] * 2 * side + (kv_head * a->page_size + p % a->page_size) * dim;
-                const float *value = a->cache + slot + side;
-                float weight = scores[p] / sum;
+            float share = 1.0f / sum;
 #pragma omp simd
-                for (int64_t i = 0; i < dim; i++) result[i] += weight * value[i];
-            }
+            for (int64_t p = first; p < end; p++) scores[p] *= share;
+            mix_values(a, pages, kv_head, first, end, scores, a->out + at);
         }
     }
 }

@@ -6,10 +6,8 @@
  */
 #include "quant_format.h"
 
-#define PREFETCH_BYTES 4096 /* ahead, about the latency of memory */
-
 FLOAT_TILE void float_tile(Kind kind, int num_tokens, const uint8_t *panel, int64_t groups, int64_t blocks,
-                       const Activations *x, int64_t token, float *out) {
+                             const Activations *x, int64_t token, float *out) {
     Floats total[MAX_QUANT_TILE];
     const float *values[MAX_QUANT_TILE], *scales[MAX_QUANT_TILE];
     for (int t = 0; t < num_tokens; t++) {

@@ -17,6 +17,7 @@
 #define PANEL_ROWS 16
 #define BLOCK 32
 #define CHUNKS 8
+#define PREFETCH_BYTES 8192 /* ahead, about twice the latency of memory: large pages can be read so far in advance */
 
 typedef enum {
     HALF_SCALES,     /* two blocks: fp16 scales of each */

@@ -2,11 +2,13 @@
  *
  * Codes and scales are taken over as they are: a row read back from a panel equals the dequantised file to the bit.
  */
+#define _GNU_SOURCE
 #include "kernels.h"
 #include "quant_format.h"
 #include "threads.h"
 
 #include <stdatomic.h>
+#include <sys/mman.h>
 
 typedef struct {
     Kind kind;
@@ -179,9 +181,14 @@ static void pack(Packing *p, int num_threads) {
     slip_spread(pack_panels, p, (p->rows + PANEL_ROWS - 1) / PANEL_ROWS, 1, num_threads);
 }
 
-/* Bytes of the panels of a matrix. */
-int64_t slip_quant_bytes(int kind, int64_t rows, int64_t in, int64_t group) {
-    return (rows + PANEL_ROWS - 1) / PANEL_ROWS * panel_bytes(kind_of(kind), group, in);
+/* Asks for large pages before memory is first written. A system may refuse, and nothing depends on it but speed. */
+void slip_use_large_pages(uint8_t *memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page, end = ((uintptr_t)memory + (uintptr_t)bytes) / page * page;
+    if (end > first) madvise((void *)first, end - first, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
 }
 
 /* From rows of GGUF blocks; `row_order` may be NULL. */

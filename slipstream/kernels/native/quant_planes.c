@@ -6,8 +6,6 @@
  */
 #include "quant_format.h"
 
-#define PREFETCH_BYTES 4096 /* ahead, about the latency of memory */
-
 INLINE Floats joined(int planes, const Ints *digit_sums) {
     if (planes == 2) return ints_to_floats(ints_join(digit_sums[0], digit_sums[1]));
     Floats low = ints_to_floats(ints_join(digit_sums[1], digit_sums[2]));
@@ -15,7 +13,7 @@ INLINE Floats joined(int planes, const Ints *digit_sums) {
 }
 
 PLANE_TILE void plane_tile(Kind kind, int planes, int num_tokens, const uint8_t *panel, int64_t groups, int64_t blocks,
-                     const Activations *x, int64_t token, float *out) {
+                           const Activations *x, int64_t token, float *out) {
     Floats total[MAX_QUANT_TILE];
     const int8_t *digits[MAX_QUANT_TILE];
     const float *scales[MAX_QUANT_TILE];

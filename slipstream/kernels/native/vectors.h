@@ -5,6 +5,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 /* A float32 panel is two vectors. */
 #if defined(__AVX512F__)
@@ -23,6 +26,19 @@
 #define QUERY_ROWS 4
 #endif
 typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+
+/* All lanes added up, halves first. */
+static inline float vec_sum(vec x) {
+#if LANES == 16
+    return _mm512_reduce_add_ps((__m512)x);
+#elif LANES == 8
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#else
+    return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
 
 /* e^x to about one unit in the last place, in a form that compilers vectorise. NaN stays NaN. */
 static inline float fast_exp(float x) {
