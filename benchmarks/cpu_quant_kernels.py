@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from slipstream.kernels import native
-from slipstream.kernels.linear import cut_panels, panel_linear
+from slipstream.kernels.linear import cut_panels, panel_linear, panel_width
 from slipstream.kernels.quant_linear import default_planes, quant_linear
 from slipstream.kernels.quant_weights import KINDS, PanelMemory, QuantMatrix, pack_codes, pack_gguf
 
@@ -82,8 +82,9 @@ def copies(matrix: QuantMatrix) -> list[QuantMatrix]:
 def measure(kind: str, shape: tuple[int, int], tokens: list[int], planes: int, seconds: float) -> list[str]:
     """One cell for each number of tokens."""
     if kind == "F32":
-        packed = pack(torch.randn(shape))
-        assert not isinstance(packed, torch.Tensor)
+        width = panel_width(torch.device("cpu"), torch.float32)
+        assert width is not None, "there are no C kernels here"
+        packed = cut_panels(torch.randn(shape), width)
         num = max(1, BYTES_IN_TURN // packed.panels.nbytes)
         panels, nbytes = packed.panels.expand(num, *packed.panels.shape).contiguous(), packed.panels.nbytes
 
