@@ -29,26 +29,37 @@ static const float *keys_at(const Attention *a, const int32_t *pages, int64_t kv
     return a->cache + (((int64_t)pages[page] * 2 * a->kv_heads + kv_head) * a->page_size + offset) * a->dim;
 }
 
-/* Sums of values by weight; a few vectors of the result at a time stay in registers. */
-static void mix_values(const Attention *a, const int32_t *pages, int64_t kv_head, int64_t first, int64_t end,
-                       const float *weights, float *result) {
-    int64_t dim = a->dim, side = a->kv_heads * a->page_size * dim, run, i = 0;
-    for (; i + PANEL <= dim; i += PANEL) {
-        vec x = {0}, y = {0};
-        for (int64_t p = first; p < end; p += run) {
-            const float *value = keys_at(a, pages, kv_head, p, end, &run) + side + i;
-            for (int64_t k = 0; k < run; k++, value += dim) {
-                x += *(const vec *)value * weights[p + k];
-                y += *(const vec *)(value + LANES) * weights[p + k];
-            }
-        }
-        *(vec *)(result + i) = x;
-        *(vec *)(result + i + LANES) = y;
+#define VECTORS_AT_ONCE 4 /* of a value: sums in registers that do not wait for each other */
+
+typedef struct {
+    const Attention *a;
+    const int32_t *pages;
+    int64_t kv_head, first, end; /* positions that are seen */
+} Seen;
+
+/* Sums of values by weight, `num` vectors of them from dimension i on. */
+static inline __attribute__((always_inline)) void mix_vectors(const Seen *s, int num, int64_t i, const float *weights,
+                                                              float *result) {
+    int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run;
+    vec sums[VECTORS_AT_ONCE] = {{0}};
+    for (int64_t p = s->first; p < s->end; p += run) {
+        const float *value = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run) + side + i;
+        for (int64_t k = 0; k < run; k++, value += dim)
+            _Pragma("GCC unroll 4") for (int n = 0; n < num; n++)
+                sums[n] += *(const vec *)(value + n * LANES) * weights[p + k];
     }
+    for (int n = 0; n < num; n++) *(vec *)(result + i + n * LANES) = sums[n];
+}
+
+static void mix_values(const Seen *s, const float *weights, float *result) {
+    int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run, i = 0;
+    for (; i + VECTORS_AT_ONCE * LANES <= dim; i += VECTORS_AT_ONCE * LANES)
+        mix_vectors(s, VECTORS_AT_ONCE, i, weights, result);
+    for (; i + LANES <= dim; i += LANES) mix_vectors(s, 1, i, weights, result);
     for (; i < dim; i++) {
         float sum = 0.0f;
-        for (int64_t p = first; p < end; p += run) {
-            const float *value = keys_at(a, pages, kv_head, p, end, &run) + side + i;
+        for (int64_t p = s->first; p < s->end; p += run) {
+            const float *value = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run) + side + i;
             for (int64_t k = 0; k < run; k++) sum += value[k * dim] * weights[p + k];
         }
         result[i] = sum;
@@ -105,7 +116,7 @@ static void attend(const Attention *a, int64_t request, int64_t kv_head, float *
             float share = 1.0f / sum;
 #pragma omp simd
             for (int64_t p = first; p < end; p++) scores[p] *= share;
-            mix_values(a, pages, kv_head, first, end, scores, a->out + at);
+            mix_values(&(Seen){a, pages, kv_head, first, end}, scores, a->out + at);
         }
     }
 }

@@ -119,14 +119,16 @@ INLINE Bytes chunk_codes(Kind kind, const uint8_t *block, int chunk) {
 }
 
 /* Tokens as the products take them, `blocks` blocks each, behind the inputs' end filled with zeros. `digits` holds
- * fixed-point numbers, one scale a block, as signed digits of 8 bits: [tokens][blocks][planes][32]. Without planes
- * `values` holds the numbers themselves. `scales` is [tokens][blocks][4]: scale, and the sums of all numbers, of the
- * first and of the second 16. */
+ * fixed-point numbers, one scale a block, as three signed digits of 8 bits: [tokens][blocks][3][32]. With two planes the
+ * lowest digit is zero but in blocks that `fine` marks, [tokens][blocks]. Without planes `values` holds the numbers
+ * themselves. `scales` is [tokens][blocks][4]: scale, and the sums of all numbers, of the first and of the second 16. */
+#define DIGITS 3
 typedef struct {
     int64_t tokens, blocks;
     int planes;
     int8_t *digits;
     float *values, *scales;
+    uint8_t *fine;
 } Activations;
 
 /* The sums of one panel and a few tokens: out [tokens][16]. */

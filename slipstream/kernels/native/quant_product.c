@@ -6,8 +6,11 @@
 
 #include <stdlib.h>
 
-#define LARGEST_TWO_DIGITS 32600.0f      /* below 127 * 257, so that no digit overflows */
-#define LARGEST_THREE_DIGITS 8355000.0f  /* below 127 * 65793 */
+#define LARGEST_TWO_DIGITS 32600.0f     /* below 127 * 257, so that no digit overflows */
+#define LARGEST_THREE_DIGITS 8355000.0f /* below 127 * 65793 */
+/* With two planes, blocks with numbers above so many times the row's mean have all three digits. The others' rounding
+ * is then at most 8 * 2^-15 / sqrt(12) = 7e-5 of the row, whatever outliers it has. */
+#define COARSE_MEANS 8.0f
 #define INFINITY_BITS 0x7f800000
 #define SMALLEST_ACTIVATION 1e-31f       /* of a block; where all are smaller they count as zeros */
 #define CACHED_ACTIVATION_BYTES (256 * 1024) /* of the tokens that share a pass over the weights */
@@ -18,9 +21,9 @@ typedef struct {
     int64_t in;
 } Preparation;
 
-/* One block as fixed point in signed digits, the highest first. A number that is none makes the scale none, too. */
-static void quantise_block(const float *x, int planes, int8_t *digits, float *scales) {
-    float top = planes == 2 ? LARGEST_TWO_DIGITS : LARGEST_THREE_DIGITS;
+/* One block as fixed point in signed digits, the highest first; two of them if no number is above `coarse`. A number that
+ * is none makes the scale none, too. */
+static void quantise_block(const float *x, float coarse, int8_t *digits, float *scales, uint8_t *fine) {
     int32_t bits[BLOCK], fixed[BLOCK], largest_bits = 0;
     memcpy(bits, x, sizeof bits);
     /* Without their signs, floats are in the order of their bits; infinity and what is no number come last. */
@@ -28,6 +31,8 @@ static void quantise_block(const float *x, int planes, int8_t *digits, float *sc
     for (int i = 0; i < BLOCK; i++) largest_bits = (bits[i] & INT32_MAX) > largest_bits ? bits[i] & INT32_MAX : largest_bits;
     float largest, scale, inverse = 0.0f;
     memcpy(&largest, &largest_bits, sizeof largest);
+    *fine = largest > coarse;
+    float top = *fine ? LARGEST_THREE_DIGITS : LARGEST_TWO_DIGITS;
     if (largest_bits >= INFINITY_BITS)
         scale = NAN;
     else if (largest < SMALLEST_ACTIVATION)
@@ -37,7 +42,7 @@ static void quantise_block(const float *x, int planes, int8_t *digits, float *sc
         inverse = top / largest;
     }
     if (inverse == 0.0f) {
-        memset(digits, 0, (size_t)planes * BLOCK);
+        memset(digits, 0, DIGITS * BLOCK);
         for (int i = 0; i < 4; i++) scales[i] = scale;
         return;
     }
@@ -51,14 +56,15 @@ static void quantise_block(const float *x, int planes, int8_t *digits, float *sc
         sums[half] = sum;
     }
     /* Rounding at a digit's border makes the lower digits signed. */
-    for (int p = planes - 1; p >= 0; p--) {
+    if (!*fine) memset(digits + 2 * BLOCK, 0, BLOCK);
+    for (int p = *fine ? 2 : 1; p >= 0; p--) {
 #pragma omp simd
         for (int i = 0; i < BLOCK; i++) {
             digits[p * BLOCK + i] = (int8_t)fixed[i];
             fixed[i] = (fixed[i] + 128) >> 8;
         }
     }
-    scales[0] = scale;
+    scales[0] = *fine ? scale : scale / 256.0f;
     scales[1] = scale * (float)(sums[0] + sums[1]);
     scales[2] = scale * (float)sums[0];
     scales[3] = scale * (float)sums[1];
@@ -73,10 +79,22 @@ static void sum_block(const float *x, float *scales) {
     scales[1] = sums[0];
 }
 
+/* The size up to which two digits do for a block. */
+static float coarse_size(const float *x, int64_t in) {
+    float sums[16] = {0}, sum = 0.0f;
+    int64_t i = 0;
+    for (; i + 16 <= in; i += 16)
+        for (int lane = 0; lane < 16; lane++) sums[lane] += fabsf(x[i + lane]);
+    for (; i < in; i++) sum += fabsf(x[i]);
+    for (int lane = 0; lane < 16; lane++) sum += sums[lane];
+    return COARSE_MEANS * sum / (float)in;
+}
+
 static void prepare_tokens(const void *arg, int64_t first, int64_t end) {
     const Preparation *p = arg;
     const Activations *to = &p->to;
     for (int64_t token = first; token < end; token++) {
+        float coarse = to->planes == 2 ? coarse_size(p->x + token * p->in, p->in) : -1.0f;
         for (int64_t block = 0; block < to->blocks; block++) {
             int64_t at = token * to->blocks + block, start = block * BLOCK, left = p->in - start;
             const float *x = p->x + token * p->in + start;
@@ -86,7 +104,7 @@ static void prepare_tokens(const void *arg, int64_t first, int64_t end) {
                 x = padded;
             }
             if (to->planes) {
-                quantise_block(x, to->planes, to->digits + at * to->planes * BLOCK, to->scales + 4 * at);
+                quantise_block(x, coarse, to->digits + at * DIGITS * BLOCK, to->scales + 4 * at, to->fine + at);
             } else {
                 memcpy(to->values + at * BLOCK, x, sizeof padded);
                 sum_block(x, to->scales + 4 * at);
@@ -139,7 +157,7 @@ static int64_t num_segments(const Matrix *m) { return m->gated ? 1 : m->num_segm
 static void multiply_panels(const void *arg, int64_t first, int64_t end) {
     const QuantProduct *p = arg;
     const Activations *x = p->x;
-    int64_t token_bytes = x->blocks * (x->planes ? x->planes * BLOCK : 4 * BLOCK);
+    int64_t token_bytes = x->blocks * (x->planes ? DIGITS * BLOCK : 4 * BLOCK);
     int64_t part = CACHED_ACTIVATION_BYTES / token_bytes / MAX_QUANT_TILE * MAX_QUANT_TILE;
     if (part < MAX_QUANT_TILE) part = MAX_QUANT_TILE;
     for (int64_t from = 0; from < x->tokens; from += part) {
@@ -165,11 +183,12 @@ static int multiply_quantised(const Matrix *m, const float *x, const float *bias
         blocks = own > blocks ? own : blocks;
         if (i < num_segments(m)) panels += num_panels(s);
     }
-    int64_t block_floats = planes ? planes * BLOCK / (int64_t)sizeof(float) : BLOCK;
-    float *memory = aligned_alloc(64, (size_t)((tokens * blocks * (4 + block_floats) * sizeof(float) + 63) / 64 * 64));
+    int64_t block_bytes_in = planes ? DIGITS * BLOCK : BLOCK * (int64_t)sizeof(float), count = tokens * blocks;
+    float *memory = aligned_alloc(64, (size_t)((count * (4 * (int64_t)sizeof(float) + block_bytes_in + 1) + 63) / 64 * 64));
     if (!memory) return 1;
-    float *numbers = memory + tokens * blocks * 4;
-    Preparation prepared = {{tokens, blocks, planes, (int8_t *)numbers, numbers, memory}, x, m->in};
+    float *numbers = memory + count * 4;
+    uint8_t *fine = (uint8_t *)numbers + count * block_bytes_in;
+    Preparation prepared = {{tokens, blocks, planes, (int8_t *)numbers, numbers, memory, fine}, x, m->in};
     slip_spread(prepare_tokens, &prepared, tokens, 8, tokens * m->in > 65536 ? num_threads : 1);
     QuantProduct p = {m, &prepared.to, bias, out};
     int64_t piece = panels / (num_threads * 8);
