@@ -18,6 +18,7 @@ from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
 from slipstream.load.settings import LoadSettings
 from slipstream.server.settings import ServerSettings
+from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
 
@@ -28,7 +29,7 @@ _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.D
 
 def engine_options_table() -> str:
     rows = [
-        (_code(_flag(option)), _code(option.name), _engine_default(option), option.metadata["help"])
+        (_code(_flag(option)), _code(option.name), _engine_default(option), fill_help(option.metadata["help"]))
         for option in fields(EngineOptions)
     ]
     return _table(("option", "in Python", "default", "what it does"), rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,11 +21,9 @@ from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import Drafting, DraftSizes, OnCost, StepGraphs
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.sampler import SamplingNeeds
-from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
+from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
 from slipstream.speculate.verify import Verifier
 from slipstream.types import Composition, StepPlan
-
-MakeSpeculator = Callable[[DraftRows], Speculator]
 
 # Prompt positions whose logits, a row of the vocabulary each, are in memory at the same time.
 _SCORED_AT_ONCE = 128
@@ -48,7 +45,7 @@ class Runner:
         device: Device,
         model: Model,
         caches: CacheGroups,
-        make_speculator: MakeSpeculator = lambda _rows: NoSpeculator(),
+        make_speculator: MakeSpeculator = draft_nothing,
         on_cost: OnCost | None = None,  # hears what steps cost, by their size
     ) -> None:
         self._config = config
@@ -62,8 +59,6 @@ class Runner:
         self._out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         self._outputs = OutputRing(device, max_reqs, num_drafts, config.scheduler.max_num_batched_tokens, depth)
         self.speculator = make_speculator(self.rows.drafting)
-        if self.speculator.needs.own_keys != config.scheduler.drafts_in_pages:
-            raise ValueError("the scheduler was not told what the drafter keeps in the pages")
         drawn_from = (self.speculator.draft_logits, self.speculator.draft_columns)
         verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *drawn_from)
         self.program = StepProgram(model, caches, self.rows, self.buffers, verifier, self.speculator, self._out)

@@ -23,7 +23,7 @@ from slipstream.runner.program import StepProgram, TargetOutput
 from slipstream.runner.recent import Recent
 from slipstream.runner.step_timing import seconds_of_a_step
 from slipstream.sampling.sampler import SamplingNeeds
-from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
+from slipstream.speculate.methods.heads import NUM_NOTED_STEPS
 from slipstream.speculate.speculator import GraphSetting
 
 # Tokens of mixed batches that are recorded before the first step; where many decode, up to twice as many as those.

@@ -187,7 +187,7 @@ class Scheduler:
     def _num_to_make(self, wanted: int, has_prompts: bool) -> int:
         config = self._config
         # A prompt that the drafter has not seen would leave a gap that nothing closes.
-        if has_prompts and config.drafts_in_pages and not config.drafter_follows:
+        if has_prompts and config.needs.own_keys and not config.needs.follows:
             wanted = max(wanted, 1)
         if has_prompts and wanted and config.drafts_beside_prompts is not None:
             return config.drafts_beside_prompts
@@ -199,7 +199,7 @@ class Scheduler:
         Bounds may have been too high at either end; a few tokens more do no harm.
         """
         config = self._config
-        if not config.drafts_in_pages or config.drafts_look_ahead or not decodes:
+        if not config.needs.own_keys or config.needs.looks_ahead or not decodes:
             return 0
         most = max(state.num_computed - state.drafted_until for state in decodes) + config.num_drafts
         room = (config.max_num_batched_tokens - opened.num_tokens) // len(opened.states) - 1
@@ -217,7 +217,7 @@ class Scheduler:
     def collect(self, result: StepResult) -> TokenUpdates:
         """Take a finished step's tokens in, and turn bounds into facts."""
         states, decodes_only = self._in_flight.pop(result.plan.step_id)
-        misses = self._config.drafts_in_pages and not self._config.drafter_follows
+        misses = self._config.needs.own_keys and not self._config.needs.follows
         if misses and not result.plan.composition.num_next_drafts:
             for state in states:
                 state.has_draft_gap = True
@@ -348,7 +348,7 @@ class Scheduler:
         num_full = num_computed // self.pool.page_size
         if num_full > state.num_remembered_pages:
             hashes = self._hashes(state, num_full)
-            is_drafted = not (state.has_draft_gap and self._config.drafts_in_pages)
+            is_drafted = not (state.has_draft_gap and self._config.needs.own_keys)
             for idx in range(state.num_remembered_pages, num_full):
                 self.pool.remember(state.page_ids[idx], hashes[idx], is_drafted)
             self._expect_page(state, num_full)
@@ -362,7 +362,7 @@ class Scheduler:
         known, config, page_size = state.page_hashes, self._config, self.pool.page_size
         if len(known) < num_pages:
             # What a drafter that looks ahead keeps in a page's last slot belongs to the token behind the page.
-            num_behind = int(config.drafts_look_ahead)
+            num_behind = int(config.needs.looks_ahead)
             tokens = state.token_ids[len(known) * page_size : num_pages * page_size + num_behind]
             known.extend(page_hashes(tokens, page_size, known[-1] if known else b"", num_behind))
         return known

@@ -28,11 +28,10 @@ from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
 from slipstream.speculate.draft_inputs import prepare_next_pass
 from slipstream.speculate.draft_notes import DraftNotes
 from slipstream.speculate.rejection import DRAFT_NOISE
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, Int32s, Needs, TargetAttention
+from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, Int32s, TargetAttention
 
 
 class AutoRegressiveSpeculator(ABC):
-    needs: ClassVar[Needs] = Needs(own_keys=True)
     # How many slots before a token's own its keys lie: 1 where a token is paired with the hidden state before it.
     slots_before: ClassVar[int] = 0
     shares_states: bool = False

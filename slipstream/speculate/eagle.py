@@ -60,7 +60,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     def __init__(self, config: EngineConfig, device: Device, head: Head, caches: CacheGroups, rows: DraftRows) -> None:
         super().__init__(config, device, caches, rows)
         self._head = head
-        self.follows = config.scheduler.drafter_follows
+        self.follows = config.scheduler.needs.follows
         place, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
         layers = head.taps or (NORMED,)
         width = len(layers) * size

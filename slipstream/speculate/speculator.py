@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,6 @@ from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.speculate.draft_notes import DraftNotes
 
 Int32s = npt.NDArray[np.int32]
-
-
-class Needs(NamedTuple):
-    """What a drafter wants of the engine."""
-
-    # It keeps keys and values of its own under the target's page ids: pages reach as far as its drafts, and one that a
-    # request without drafts has filled is of no use to a request with them.
-    own_keys: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +151,6 @@ class GraphSetting(NamedTuple):
 
 
 class Speculator(Protocol):
-    needs: ClassVar[Needs]
     # What the drafts were drawn from, for speculative sampling; None where the drafter is certain of each.
     draft_logits: Tensor | None  # [num_rows, k, draft_vocab] float32
     # Which column of those each token of the target has; -1: none. None where they are the first so many tokens.
@@ -226,7 +217,6 @@ class Speculator(Protocol):
 class NoSpeculator:
     """Drafts nothing: plain decoding is the same path with k = 0."""
 
-    needs: ClassVar[Needs] = Needs(own_keys=False)
     draft_logits: Tensor | None = None
     draft_columns: Tensor | None = None
     follows: bool = False
@@ -256,3 +246,10 @@ class NoSpeculator:
 
     def capture_one_more(self) -> bool:
         return False
+
+
+MakeSpeculator = Callable[[DraftRows], Speculator]
+
+
+def draft_nothing(rows: DraftRows) -> Speculator:
+    return NoSpeculator()

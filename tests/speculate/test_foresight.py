@@ -11,10 +11,10 @@ import pytest
 from slipstream.device.sim import SimDevice
 from slipstream.engine.build import Engine
 from slipstream.scheduler.draft_length import FixedLength, Lengths
-from slipstream.speculative_config import SpeculativeConfig
 from slipstream.types import Composition
 from tests.engine.drive import make_request
 from tests.sim.world import World
+from tests.speculations import speculation
 
 
 class Unchecked(FixedLength):
@@ -72,7 +72,7 @@ def test_it_is_the_token_that_came(
 )
 def test_whose_drafts_have_noise_of_their_own_has_them_checked(method: Any, verify: Any, foresees: bool) -> None:
     """Speculative sampling accepts more than is equal; what a lookup finds has no noise."""
-    assert SpeculativeConfig(method, 3, verify=verify, adaptive=True).foresees is foresees
+    assert speculation(method, 3, verify=verify, adaptive=True).foresees is foresees
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
