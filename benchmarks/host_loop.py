@@ -114,7 +114,7 @@ def instant_core(options: EngineOptions) -> EngineCore:
 
 def make_drafts_dear(core: EngineCore, max_batch: int) -> None:
     """No number of them pays. Steps of prompts may have made some before."""
-    policy = core.scheduler._draft_length
+    policy = core.scheduler.drafts.length
     assert isinstance(policy, AdaptiveLength)
     measured = (size for sizes in policy._costs._sizes.values() for size in sizes)
     for batch in {max_batch, *(1 << i for i in range(max_batch.bit_length())), *measured}:

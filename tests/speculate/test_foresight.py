@@ -35,7 +35,7 @@ class Unchecked(FixedLength):
 def outcomes(engine: Engine, num_steps: int) -> list[tuple[bool, bool, bool]]:
     """Of every decode: whether there was a draft, whether it was the token, what the device said."""
     core, policy = engine.core, Unchecked()
-    core.scheduler._draft_length = policy
+    core.scheduler.drafts.length = policy
     rows = core.runner.rows
     core.add(make_request("r", [7, 8, 9] * 6, max_tokens=num_steps + 8, ignore_eos=True))
     found = []
@@ -87,7 +87,7 @@ def test_with_forced_acceptance_it_is_whatever_is_forced(mode: str, rate: float)
     core = world._build(world.resolve())
     while core.use_idle_time():
         pass
-    policy = core.scheduler._draft_length = Unchecked()
+    policy = core.scheduler.drafts.length = Unchecked()
     core.add(make_request("r", [7, 8, 9] * 6, max_tokens=30, ignore_eos=True))
     num_said = num_drafts = 0
     while core.has_work:

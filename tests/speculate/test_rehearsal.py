@@ -245,7 +245,7 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
 ) -> None:
     adaptive = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config=adaptive, steps_in_flight=2)
-    core, policy = engine.core, engine.core.scheduler._draft_length
+    core, policy = engine.core, engine.core.scheduler.drafts.length
     assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.num_made(1) == 3
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
@@ -319,7 +319,7 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
 ) -> None:
     engine = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": True})
     core, made = engine.core, []
-    policy, draft = core.scheduler._draft_length, StepProgram.draft
+    policy, draft = core.scheduler.drafts.length, StepProgram.draft
     assert isinstance(policy, AdaptiveLength)
 
     def watched(self: StepProgram, batch: DraftBatch, *args: Any, **kwargs: Any) -> None:
@@ -336,5 +336,5 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
     seen = set()
     for _ in range(6):
         core.step()
-        seen.add((core.stats.draft_length, core.scheduler._num_made))
+        seen.add((core.stats.draft_length, core.scheduler.drafts.num_made))
     assert seen == {(2, 3)}
