@@ -59,8 +59,7 @@ class Runner:
         self._out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         self._outputs = OutputRing(device, max_reqs, num_drafts, config.scheduler.max_num_batched_tokens, depth)
         self.speculator = make_speculator(self.rows.drafting)
-        drawn_from = (self.speculator.draft_logits, self.speculator.draft_columns)
-        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *drawn_from)
+        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *(self.speculator.drawn_from or ()))
         self.program = StepProgram(model, caches, self.rows, self.buffers, verifier, self.speculator, self._out)
         mode = CUDAGraphMode(config.cudagraph_mode)
         logits = torch.zeros(
@@ -139,7 +138,7 @@ class Runner:
         A request that draws nothing in this step may be drafted for: with one token of its prompt left.
         """
         makes = composition.num_next_drafts > 0
-        if not makes and not self.speculator.follows:
+        if not makes and self.speculator.follower is None:
             return None
         rows = [row for row in composition.rows if self._drafts_of_row[row]]
         return Drafting(any(self._needs_of_row[row].noise for row in rows), makes) if rows else None

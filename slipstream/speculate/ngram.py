@@ -23,5 +23,3 @@ class NgramSpeculator(NoSpeculator):
         rows = self._rows
         searched = (batch.rows, rows.token_ids, rows.num_tokens, rows.max_drafts)
         return find_continuation(*searched, self._min_match, self._max_match, batch.num_drafts)
-
-    run = propose

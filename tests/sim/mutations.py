@@ -300,7 +300,7 @@ MUTATIONS = [
     Mutation(
         "following: a launched step without drafts is not shown to the head",
         "runner/step_graphs.py",
-        "program.speculator.run_follow(drafted)",
+        "self._follower.run(drafted)",
         "pass",
     ),
     Mutation(
@@ -311,8 +311,8 @@ MUTATIONS = [
     ),
     Mutation(
         "notes: the head drafts without having read them",
-        "runner/step_graphs.py",
-        "self._program.speculator.catch_up(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))",
+        "speculate/head_follower.py",
+        "self._head.follow_notes(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))",
         "pass",
     ),
     Mutation(
