@@ -56,6 +56,7 @@ def _hidden_shape(
     max_keys: int,
     window: int,
     seq_starts: Tensor | None = None,
+    causal: bool = True,
 ) -> TensorSpec:
     return TensorSpec((seq_lens.shape[0], 1, 1, max_query, max_keys), torch.bool)
 
@@ -68,10 +69,14 @@ def hidden_keys(
     max_keys: int,
     window: int,
     seq_starts: Tensor | None = None,  # [num_reqs] int32
+    causal: bool = True,  # otherwise every query sees all that is there of its request; without a window
 ) -> Tensor:
     """Which keys each query token must not see. Query j of n stands at seq_len - n + j."""
     position = (seq_lens - query_lens).view(-1, 1, 1) + torch.arange(max_query).view(1, -1, 1)
     key = torch.arange(max_keys)
+    assert causal or not window
+    if not causal:
+        position = torch.where(position < seq_lens.view(-1, 1, 1), seq_lens.view(-1, 1, 1) - 1, position)
     hidden = key > position
     if window:
         hidden |= key <= position - window
