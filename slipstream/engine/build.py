@@ -37,6 +37,7 @@ from slipstream.runner.step_graphs import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
+from slipstream.speculate.host_proposer import HostProposer
 from slipstream.speculate.method import Drafter, TargetFiles
 from slipstream.speculate.options import read_speculation
 from slipstream.speculate.registry import find_method
@@ -142,8 +143,16 @@ def _assemble(
             f"max_num_seqs ({config.scheduler.max_num_seqs}), or free memory that other processes hold"
         ) from error
     _keep_memory(device)
-    core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
+    scheduler = Scheduler(config.scheduler, config.cache, draft_length, _open_host_proposer(config))
+    core = EngineCore(scheduler, runner, config.steps_in_flight)
     return Engine(config, tokenizer, defaults, eos_token_ids, core)
+
+
+def _open_host_proposer(config: EngineConfig) -> HostProposer | None:
+    speculative = config.speculative
+    if speculative is None or not speculative.needs.host_drafts:
+        return None
+    return find_method(speculative.method).think_on_host(speculative)
 
 
 def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength | None, OnCost | None]:

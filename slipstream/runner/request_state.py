@@ -19,12 +19,14 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling.sampler import SamplingRows
+from slipstream.speculate.place_host_drafts import NUM_HEADER_COLUMNS, place_host_drafts
 from slipstream.speculate.speculator import DraftRows
 from slipstream.types import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_DEVICE_STOP_IDS,
     MAX_LOGIT_BIAS,
+    HostDraft,
     PageDiff,
     RowInit,
     RowStatus,
@@ -59,6 +61,9 @@ _WIDE_FIELDS = {
 }
 
 
+_HOST_DRAFTS = "host_drafts"
+
+
 class RequestRows:
     def __init__(self, config: EngineConfig, device: Device) -> None:
         limits = config.scheduler
@@ -76,6 +81,8 @@ class RequestRows:
         self._reserve("batch_rows", limits.max_num_seqs)
         for name in _BATCH_OFFSETS:
             self._reserve(name, limits.max_num_seqs + 1)
+        if limits.needs.host_drafts:
+            self._reserve(_HOST_DRAFTS, self.num_rows, NUM_HEADER_COLUMNS + _most_host_drafts(config))
         self._field_starts = np.array([self._layout[name][0] for name in (*_INT_FIELDS, *_FLOAT_FIELDS)])
 
         self.store = torch.zeros(self._size, dtype=torch.int32, device=device.torch_device)
@@ -96,6 +103,7 @@ class RequestRows:
         self.sampling = SamplingRows(**floats, **ints)
         own = {f.name: self._field(f.name) for f in fields(DraftRows) if f.name not in floats}
         self.drafting = DraftRows(**own, temperature=floats["temperature"])
+        self.host_drafts = self._field(_HOST_DRAFTS) if limits.needs.host_drafts else None
         self.status.fill_(int(RowStatus.INERT))
         self.batch_rows.fill_(self.scratch_row)
 
@@ -118,6 +126,8 @@ class RequestRows:
         wide = sum(math.prod(shape) for shape in _WIDE_FIELDS.values())
         a_row = len(_INT_FIELDS) + len(_FLOAT_FIELDS) + wide
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
+        if config.scheduler.needs.host_drafts:
+            a_row += NUM_HEADER_COLUMNS + _most_host_drafts(config)
         return config.scheduler.max_model_len + pages + self.num_rows * (a_row + 1 + len(_BATCH_OFFSETS))
 
     def stage_init(self, init: RowInit) -> None:
@@ -165,6 +175,8 @@ class RequestRows:
         if words:
             self._put("bad_words", row, [t for word in words for t in _right_aligned(word)])
         self._put("token_ids", row, init.token_ids)
+        if self.host_drafts is not None:
+            self._put(_HOST_DRAFTS, row, [0, 0])
 
     def stage_pages(self, diffs: Sequence[PageDiff]) -> None:
         start, (_, width) = self._layout["page_table"]
@@ -174,6 +186,19 @@ class RequestRows:
         # Of every page, how far it stands behind the first of its diff.
         behind = np.arange(len(page_ids)) - np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
         self._staged.put_at(np.repeat(starts, lengths) + behind, page_ids)
+
+    def stage_host_drafts(self, drafts: Sequence[HostDraft]) -> None:
+        for draft in drafts:
+            self._put(_HOST_DRAFTS, draft.row, [draft.first_idx, len(draft.token_ids), *draft.token_ids])
+
+    def place_host_drafts(self) -> None:
+        """Queue that drafts which have been staged move behind their rows' tokens."""
+        assert self.host_drafts is not None
+        rows = self.drafting
+        place_host_drafts(
+            *(self.host_drafts, rows.num_computed, rows.num_tokens, rows.max_drafts, rows.max_total, rows.status),
+            *(self._num_drafts, rows.token_ids, rows.num_drafts),
+        )
 
     def batch_columns(self, rows: Int32s, *offsets: Int32s) -> Int32s:
         """What the device is told of a batch of these rows, columns one behind the other; behind each is padding.
@@ -201,6 +226,11 @@ class RequestRows:
     def _put(self, name: str, row: int, values: Sequence[int] | Int32s) -> None:
         start, shape = self._layout[name]
         self._staged.put(start + row * math.prod(shape[1:]), np.asarray(values, dtype=np.int32))
+
+
+def _most_host_drafts(config: EngineConfig) -> int:
+    """Those that a step checks, and tokens that the steps before it may bring while they are in flight."""
+    return config.num_drafts + (config.steps_in_flight - 1) * (1 + config.num_drafts)
 
 
 def _float_bits(values: Sequence[float]) -> Int32s:

@@ -110,6 +110,8 @@ class Runner:
                 self._scored_prompt_len[init.row] = len(request.prompt_token_ids) if scored else 0
             if plan.page_diffs:
                 self.rows.stage_pages(plan.page_diffs)
+            if plan.host_drafts:
+                self.rows.stage_host_drafts(plan.host_drafts)
             if self._config.poison:
                 own = (self.caches.step_buffers(), self.speculator.step_buffers())
                 for buffer in (*self.buffers.of_a_step(), self._out, *itertools.chain(*own)):
@@ -118,6 +120,8 @@ class Runner:
 
     def _run(self, plan: StepPlan) -> StepOutput:
         batch, composition = self.buffers.stage(plan), plan.composition
+        if plan.host_drafts:
+            self.rows.place_host_drafts()
         wishes = self._wishes.get(composition) or self._wishes.put(composition, self._wishes_of(composition))
         hidden, logprobs = self.graphs.run(batch, wishes.needs, wishes.drafting)
         if logprobs is not None:

@@ -13,7 +13,8 @@ from slipstream.scheduler.draft_length import DraftLength, FixedLength, Lengths
 from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool
 from slipstream.scheduler.request_state import RequestState
-from slipstream.types import StepPlan, StepResult
+from slipstream.speculate.host_proposer import HostProposer
+from slipstream.types import HostDraft, StepPlan, StepResult
 
 _CATCH_UP_AT_ONCE = 64  # no step should be much longer than the others
 
@@ -26,13 +27,16 @@ class NextDrafts(NamedTuple):
 
 
 class DraftLedger:
-    def __init__(self, config: SchedulerConfig, length: DraftLength | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, length: DraftLength | None = None, host: HostProposer | None = None
+    ) -> None:
         self._config = config
         self._has_drafts = config.num_drafts > 0
         # Keys of its own are missing where a step proposes nothing, unless it is shown such steps as well.
         self._leaves_gaps = config.needs.own_keys and not config.needs.follows
         self.length = FixedLength(config.num_drafts) if length is None else length
-        self.num_made = 0  # that the newest step proposes
+        self.num_made = 0  # that the newest step proposes, or leaves to the host
+        self._host = host
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -107,6 +111,19 @@ class DraftLedger:
                 state.drafted_until = bound
         self.num_made = num_made
         self.length.launched(plan.composition)
+        if self._host is not None:
+            plan.host_drafts = self._propose_on_host(self._host, plan, states)
+
+    @staticmethod
+    def _propose_on_host(host: HostProposer, plan: StepPlan, states: Sequence[RequestState]) -> list[HostDraft]:
+        """From the collected tokens on, over those of the steps in flight, as far as this step checks."""
+        drafts = []
+        for state, num_drafts in zip(states, plan.composition.num_drafts, strict=True):
+            if state.drafts and num_drafts:
+                count = state.num_draws_in_flight - 1 + state.num_drafts_in_flight
+                if token_ids := host.propose(state.request.request_id, state.token_ids, count)[:count]:
+                    drafts.append(HostDraft(state.row, len(state.token_ids), token_ids))
+        return drafts
 
     def note_gaps(self, plan: StepPlan, states: Sequence[RequestState]) -> None:
         """Before the tokens of a collected step are taken in."""

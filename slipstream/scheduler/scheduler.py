@@ -21,6 +21,7 @@ from slipstream.scheduler.pages import PagePool, check_fits, page_hashes
 from slipstream.scheduler.request_state import NEVER, NO_ROW, RequestState
 from slipstream.scheduler.steady_batch import SteadyBatch
 from slipstream.scheduler.take_tokens import take_tokens
+from slipstream.speculate.host_proposer import HostProposer
 from slipstream.types import (
     Composition,
     Request,
@@ -56,9 +57,15 @@ class _Launched(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, draft_length: DraftLength | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        draft_length: DraftLength | None = None,
+        host_proposer: HostProposer | None = None,
+    ) -> None:
         self._config = config
-        self.drafts = DraftLedger(config, draft_length)
+        self.drafts = DraftLedger(config, draft_length, host_proposer)
         self._cache = cache
         self.pool = PagePool(cache.num_pages, cache.page_size, config.prefix_caching)
         self.waiting: list[RequestState] = []  # by rank

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from slipstream.errors import ConfigError
+from slipstream.speculate.host_proposer import HostProposer
 from slipstream.speculate.rehearsal import Rehearsal
 from slipstream.speculative_config import Needs, SpeculativeConfig
 
@@ -62,6 +63,10 @@ class DraftMethod(ABC):
 
     def rehearse(self, config: SpeculativeConfig, num_rows: int) -> Rehearsal | None:
         """Drafts tried out on the host while none is proposed; for methods whose drafts follow from the text."""
+        return None
+
+    def think_on_host(self, config: SpeculativeConfig) -> HostProposer | None:
+        """For methods whose drafts the host stages."""
         return None
 
 

@@ -7,6 +7,8 @@ device, in graphs, with chunks, shared prefixes and preemption.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
 from slipstream.speculate import registry
 from slipstream.speculate.options import fill_help, read_speculation
-from tests.drill.toy_drafters import Repeat
+from slipstream.speculate.place_host_drafts import place_host_drafts
+from slipstream.types import RowStatus
+from tests.drill.toy_drafters import HostRepeat, Repeat
 from tests.drill.toy_model import Twin
 from tests.engine.drive import make_request, run
 from tests.sim.tiny_engines import write
 
-METHODS = (Repeat(),)
+METHODS = (Repeat(), HostRepeat())
 PROMPTS = [[7, 9, 7, 9, 7, 9], list(range(40, 75)), [5] * 19, [200, 3, 200, 3, 200], [11]]
 LENGTH = 24
 SIM = {"device": "sim", "steps_in_flight": 3, "cudagraph_capture_sizes": (1, 2, 4, 32)}
@@ -140,6 +144,43 @@ def test_a_period_is_drafted(written: Written) -> None:
     batch = engine.core.runner.buffers.no_drafting.static(1, 1, 1, 128, 3)
     rows.batch_rows[0] = 0
     assert speculator.propose(batch, noise=False).tolist() == [[7, 8, 7]]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_host_drafts_beyond_steps_in_flight(written: Written, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked with the tokens that were collected, for as many as may come until the step checks its drafts."""
+    asked: list[tuple[list[int], int]] = []
+
+    class Known:
+        """A host that knows the text: every draft is right, however many steps are in flight."""
+
+        def propose(self, request_id: str, token_ids: Sequence[int], count: int) -> Sequence[int]:
+            asked.append((list(token_ids), count))
+            idx = int(request_id[1:])
+            return written.expected[idx][len(token_ids) - len(PROMPTS[idx]) :][:count]
+
+    monkeypatch.setattr(HostRepeat, "think_on_host", lambda _self, _config: Known())
+    engine = written.engine("toy_host", device="sim", steps_in_flight=depth, cudagraph_mode="full")
+    written.check(engine)
+    stats = engine.core.stats
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    assert max(count for _, count in asked) == 3 + 4 * (depth - 1)
+    assert stats.num_steps < 35, "four tokens a step"
+
+
+def test_drafts_that_steps_in_flight_have_refuted_are_not_checked() -> None:
+    ints = partial(torch.tensor, dtype=torch.int32)
+    tokens = torch.arange(20, dtype=torch.int32).repeat(6, 1)
+    known = tokens.clone()
+    staged = ints([[5, 4, 5, 6, 7, 8], [5, 4, 5, 9, 7, 8], [5, 4, 5, 6, 7, 8], [8, 1, 3, 3, 3, 3], [9, 2, 1, 1, 1, 1]])
+    staged = torch.cat([staged, ints([[7, 4, 30, 31, 32, 33]])])
+    num_tokens, num_drafts = ints([6, 7, 9, 8, 8, 7]), torch.full((6,), 9, dtype=torch.int32)
+    limits = (ints([3, 3, 3, 3, 3, 2]), ints([20] * 6), torch.full((6,), int(RowStatus.RUNNING), dtype=torch.int32))
+    place_host_drafts(staged, num_tokens - 1, num_tokens, *limits, 3, tokens, num_drafts)
+    # Three after one that came; one came otherwise; all came; one; none that begins there; as many as it may have.
+    assert num_drafts.tolist() == [3, 9, 9, 1, 9, 2]
+    known[3, 8], known[5, 7:9] = 3, ints([30, 31])
+    assert torch.equal(tokens, known)
 
 
 def test_no_two_methods_have_one_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from slipstream.device.interface import Device
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
+from slipstream.speculate.host_proposer import HostProposer
+from slipstream.speculate.host_staged import HostStagedSpeculator
 from slipstream.speculate.method import Drafter, DraftMethod, TargetFiles, read_integer
 from slipstream.speculate.speculator import DraftBatch, DraftRows, MakeSpeculator, NoSpeculator
 from slipstream.speculative_config import Needs, SpeculativeConfig
@@ -72,3 +74,34 @@ def toy_repeat(
     rows = batch_rows.long()
     before = period - torch.arange(count) % period
     return token_ids[rows.unsqueeze(1), (num_tokens[rows].unsqueeze(1) - before).clamp(min=0).long()]
+
+
+# --- the same, thought out on the host --------------------------------------------------------------
+
+
+class HostRepeat(DraftMethod):
+    name = "toy_host"
+    needs = Needs(default_drafts=3, is_certain=True, host_drafts=True)
+
+    def read_model(self, given: Any) -> None:
+        if given is not None:
+            raise ConfigError(f"{self.name} takes no model; leave out {given!r}")
+
+    def open(self, config: SpeculativeConfig, target: TargetFiles) -> Drafter:
+        return HostRepeatDrafter()
+
+    def think_on_host(self, config: SpeculativeConfig) -> HostProposer:
+        return Echo()
+
+
+@dataclass(frozen=True)
+class HostRepeatDrafter:
+    model: None = None
+
+    def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
+        return lambda _rows: HostStagedSpeculator(config, device)
+
+
+class Echo:
+    def propose(self, request_id: str, token_ids: Sequence[int], count: int) -> Sequence[int]:
+        return [token_ids[-1]] * count
