@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
-from slipstream.kernels.paged_attention import paged_attention
 
 
 def _rows_shape(
@@ -118,7 +117,21 @@ def batched_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
 
 
-@operation(paged_attention.shape)
+def _in_place_shape(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    seq_starts: Tensor | None = None,
+) -> TensorSpec:
+    return TensorSpec(tuple(q.shape), q.dtype)
+
+
+@operation(_in_place_shape)
 def in_place_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim] float32
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32
@@ -130,7 +143,7 @@ def in_place_attention(
     window: int,
     seq_starts: Tensor | None = None,  # [num_reqs] int32
 ) -> Tensor:
-    """``paged_attention`` by the C kernel, which reads pages in place."""
+    """Causal ``paged_attention`` by the C kernel, which reads pages in place."""
     lib = native.library()
     assert lib is not None
     q = q.contiguous()

@@ -22,13 +22,15 @@ from slipstream.errors import ConfigError
 from slipstream.speculate import registry
 from slipstream.speculate.options import fill_help, read_speculation
 from slipstream.speculate.place_host_drafts import place_host_drafts
+from slipstream.speculate.speculator import DraftBatch
 from slipstream.types import RowStatus
+from tests.drill.toy_block import Block, BlockSpeculator
 from tests.drill.toy_drafters import HostRepeat, Repeat
 from tests.drill.toy_model import Twin
 from tests.engine.drive import make_request, run
 from tests.sim.tiny_engines import write
 
-METHODS = (Repeat(), HostRepeat())
+METHODS = (Repeat(), HostRepeat(), Block())
 PROMPTS = [[7, 9, 7, 9, 7, 9], list(range(40, 75)), [5] * 19, [200, 3, 200, 3, 200], [11]]
 LENGTH = 24
 SIM = {"device": "sim", "steps_in_flight": 3, "cudagraph_capture_sizes": (1, 2, 4, 32)}
@@ -181,6 +183,38 @@ def test_drafts_that_steps_in_flight_have_refuted_are_not_checked() -> None:
     assert num_drafts.tolist() == [3, 9, 9, 1, 9, 2]
     known[3, 8], known[5, 7:9] = 3, ints([30, 31])
     assert torch.equal(tokens, known)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_block_is_what_the_definition_says(written: Written, backend: str) -> None:
+    """In one pass over keys that are as old as the text; whatever was rejected has left nothing."""
+    engine = written.engine("toy_block", attention_backend=backend, num_gpu_blocks_override=7, max_num_seqs=2)
+    speculator, rows = engine.core.runner.speculator, engine.core.runner.rows
+    assert isinstance(speculator, BlockSpeculator)
+    own, compared, others = speculator.propose, [], []
+
+    def propose(batch: DraftBatch, noise: bool) -> torch.Tensor:
+        drafts = own(batch, noise)
+        for row, found in zip(batch.rows.tolist(), drafts.tolist(), strict=True):
+            if found[0] < 0:
+                continue
+            text = rows.token_ids[row, : rows.num_tokens[row]].tolist()
+            count = min(3, int(rows.max_total[row]) - len(text) + 1)
+            start = int(rows.drafting.draft_start[row])
+            compared.append(found == speculator.net.propose(text, start, count) + [-1] * (3 - count))
+            others.append(found[:count] == speculator.net.propose(text, start, count, causal=True))
+        return drafts
+
+    speculator.propose = propose  # type: ignore[method-assign]
+    written.check(engine)
+    written.check(engine)
+    assert len(compared) > 100 and all(compared)
+    assert not all(others), "a causal pass says something else"
+
+
+def test_a_backend_that_knows_no_blocks_is_refused(written: Written) -> None:
+    with pytest.raises(ConfigError, match="attention_backend flex cannot do; use cpu, triton, flashinfer or reference"):
+        written.engine("toy_block", attention_backend="flex")
 
 
 def test_no_two_methods_have_one_name() -> None:
