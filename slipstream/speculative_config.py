@@ -36,7 +36,6 @@ class Needs:
     noted_steps: int = 0  # most steps whose hidden states it keeps before it follows them
     taps: int = 0  # most layers of the target whose hidden states it reads
     is_causal: bool = True  # whether a token of its passes sees none after it; otherwise all of its request in the pass
-    drafts_per_pass: int = 1  # 0: all drafts in one pass
     from_text: bool = False  # its drafts follow from the request's tokens alone
     is_certain: bool = False  # it draws nothing: its drafts have no distribution
     host_drafts: bool = False  # the host proposes, and stages drafts before the step that checks them

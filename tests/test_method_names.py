@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.commands.reference import engine_options_table
-from slipstream.speculate.registry import find_method, method_names
+from slipstream.speculate.registry import find_method, keys_by_method, method_names
 
 PACKAGE = Path(__file__).parent.parent / "slipstream"
 ROOMS = ("engine", "scheduler", "runner", "graphs", "sampling", "attention", "kernels", "device", "server")
@@ -85,6 +85,16 @@ def test_every_method_has_the_name_it_is_registered_under() -> None:
 def test_help_lists_what_the_registry_knows() -> None:
     assert "by this method: ngram, draft_model, eagle, eagle3 or mtp;" in engine_options_table()
     assert "{" not in engine_options_table().replace('{"method": "ngram", "num_speculative_tokens": 4}', "")
+
+
+def test_the_page_on_speculation_has_every_method_and_key() -> None:
+    page = (PACKAGE.parent / "docs" / "speculation.md").read_text(encoding="utf-8")
+    listed = [f"`{name}`" for name in METHODS]
+    assert f"{', '.join(listed[:-1])} or {listed[-1]}" in page
+    for key, method in keys_by_method().items():
+        assert f"| `{key}` | | `{method}`: " in page
+    for name in METHODS:
+        assert f"**`{name}`**" in page
 
 
 def test_options_are_read_without_torch() -> None:

@@ -45,7 +45,6 @@ class Block(DraftMethod):
         own_keys=True,
         slots_per_draft=1,
         is_causal=False,
-        drafts_per_pass=0,
         is_certain=True,
     )
 

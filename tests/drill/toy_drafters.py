@@ -27,7 +27,7 @@ class Repeat(DraftMethod):
     """Drafts the last token; with ``toy_period`` n, the last n in turns."""
 
     name = "toy_repeat"
-    needs = Needs(default_drafts=3, max_drafts=5, is_certain=True, drafts_per_pass=0)
+    needs = Needs(default_drafts=3, max_drafts=5, is_certain=True)
     keys = ("toy_period",)
 
     def read_model(self, given: Any) -> None:

@@ -24,7 +24,7 @@ MIN_KEY, MAX_KEY = "prompt_lookup_min", "prompt_lookup_max"
 
 class Ngram(DraftMethod):
     name = "ngram"
-    needs = Needs(default_drafts=7, from_text=True, is_certain=True, drafts_per_pass=0)
+    needs = Needs(default_drafts=7, from_text=True, is_certain=True)
     # How many of the last tokens must, and at most may, have occurred together before.
     keys = (MIN_KEY, MAX_KEY)
     model_names = ("ngram", "[ngram]")  # how vLLM's users spell it where a model is asked for
