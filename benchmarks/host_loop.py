@@ -34,13 +34,12 @@ from torch import Tensor
 from slipstream.attention.choice import open_caches
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.commands.results import collect_results, prepare_folder, write_results
-from slipstream.config import EngineOptions, ModelConfig, RopeConfig
+from slipstream.config import EngineConfig, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.interface import Capture, GraphPool
 from slipstream.engine.admission import Submission
 from slipstream.engine.build import build_shape, decide_draft_length
 from slipstream.engine.core import EngineCore
-from slipstream.engine.drafter import without_network
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.reader import OutputReader
 from slipstream.engine.resolve import resolve
@@ -49,6 +48,8 @@ from slipstream.runner.async_output import InFlightStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
+from slipstream.speculate.ngram import NgramSpeculator
+from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
 from slipstream.types import Request, SamplingParams
 
 CASES = ("plain", "n-gram, k = 4", "n-gram, adaptive, none made")
@@ -87,6 +88,11 @@ class InstantDevice(CpuDevice):
         capture.graph = Done()
 
 
+def _choose_speculator(config: EngineConfig) -> MakeSpeculator:
+    speculative = config.speculative
+    return draft_nothing if speculative is None else lambda rows: NgramSpeculator(speculative, rows)
+
+
 def instant_core(options: EngineOptions) -> EngineCore:
     """An engine whose steps are done at once; every request goes on for ever."""
     device = InstantDevice()
@@ -94,7 +100,7 @@ def instant_core(options: EngineOptions) -> EngineCore:
     config = replace(config, poison=False)  # what a step leaves stands there for all
     caches = open_caches(config, config.model, device, attention=ReferenceBackend())
     draft_length, _ = decide_draft_length(config, caches.caps)
-    runner = Runner(config, device, NoModel(), caches, without_network(config))
+    runner = Runner(config, device, NoModel(), caches, _choose_speculator(config))
     runner.graphs._manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
     # Status, drafts checked, drafts accepted, none foreseen, tokens: what every step leaves.
     k = 0 if draft_length is not None else config.num_drafts
@@ -108,7 +114,7 @@ def instant_core(options: EngineOptions) -> EngineCore:
 
 def make_drafts_dear(core: EngineCore, max_batch: int) -> None:
     """No number of them pays. Steps of prompts may have made some before."""
-    policy = core.scheduler._draft_length
+    policy = core.scheduler.drafts.length
     assert isinstance(policy, AdaptiveLength)
     measured = (size for sizes in policy._costs._sizes.values() for size in sizes)
     for batch in {max_batch, *(1 << i for i in range(max_batch.bit_length())), *measured}:

@@ -15,8 +15,8 @@ from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
 from slipstream.runner.step_graphs import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
-from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.step_costs import StepCosts
+from slipstream.speculate.registry import find_method
 from slipstream.types import Composition
 from tests.sim.world import RandomLength
 
@@ -147,6 +147,8 @@ def _decide_length(config: EngineConfig, choice: EngineChoice) -> DraftLength | 
     for num_reqs in range(1, num_rows + 1):
         for num_drafts in speculative.lengths:
             costs.record(num_reqs, num_drafts, 1e-3 * (1 + 0.002 * num_reqs * (1 + num_drafts)))
-    rehearsal = NgramRehearsal(speculative, num_rows) if speculative.depends_on_text_alone else None
+    rehearsal = None
+    if speculative.depends_on_text_alone:
+        rehearsal = find_method(speculative.method).rehearse(speculative, num_rows)
     own = (speculative.lengths, speculative.initial_length, num_rows, costs, speculative.foresees, rehearsal)
     return _UntimedLength(*own)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from slipstream.cache_spec import CacheSpec, GroupedQuerySpec, TokenStates, page_bytes, row_bytes
 from slipstream.errors import ConfigError, nearest
-from slipstream.speculative_config import SpeculativeConfig, read_speculative
+from slipstream.speculative_config import NO_NEEDS, Needs, SpeculativeConfig
 
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 WEIGHT_FORMATS = ("auto", "stored", "float")
@@ -79,7 +79,10 @@ def trace_path() -> Path | None:
 
 
 def _option(default: Any, text: str) -> Any:
-    """An engine option; the text is its documentation, shown by the command line as well."""
+    """An engine option; the text is its documentation, shown by the command line as well.
+
+    Names in braces stand for what the registry of drafters says: see ``speculate.options.fill_help``.
+    """
     return field(default=default, metadata={"help": text})
 
 
@@ -122,20 +125,17 @@ class EngineOptions:
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(None, "Padded numbers of tokens to record graphs for.")
     enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
-    speculate: str | None = _option(
-        None, "Draft tokens ahead by this method: ngram, draft_model, eagle, eagle3 or mtp; none drafts nothing."
-    )
+    speculate: str | None = _option(None, "Draft tokens ahead by this method: {methods}; none drafts nothing.")
     k: int | None = _option(
         None, "Tokens to draft ahead in every step; if unset, as many as pay, which may be none, measured as it runs."
     )
     draft_model: str | None = _option(
-        None, "Checkpoint that drafts: a smaller model with the same vocabulary, or an EAGLE head of this model."
+        None, "Checkpoint that drafts: a smaller model with the same vocabulary, or a draft head of this model."
     )
     speculative_config: Mapping[str, Any] | None = _option(
         None,
-        'Speculation in vLLM\'s spelling, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Also '
-        "adaptive, prompt_lookup_min, prompt_lookup_max, model, verify (match, rejection, synthetic) and "
-        "acceptance_rates.",
+        'Speculation in vLLM\'s spelling, as JSON: {"method": "{a method}", "num_speculative_tokens": 4}. Also '
+        "adaptive, {keys}, model, verify (match, rejection, synthetic) and acceptance_rates.",
     )
     seed: int | None = _option(
         None, "Makes the seeds of requests that name none repeatable; different in every run if unset."
@@ -292,17 +292,13 @@ class SchedulerConfig:
     num_drafts: int = 0  # most drafts a step checks for one request
     # Slots of the cache beyond a step's own tokens that drafting after it may write.
     num_draft_slots: int = 0
-    # Whether the drafter keeps keys of its own in the pages. A page without them is of no use to a request that drafts.
-    drafts_in_pages: bool = False
+    # Of the drafter, as it runs: it follows only where the number of drafts adapts.
+    needs: Needs = NO_NEEDS
     # Steps that attention must know true lengths for: they are launched when every earlier one is collected.
     exact_lengths: Literal["never", "prefill", "always"] = "never"
     # Pages that all requests of a step begin with are read once if that spares the keys of so many tokens; None: never.
     least_saved: int | None = None
-    # Whether its keys at a slot depend on the token behind. A page is then known by its tokens and the one behind them.
-    drafts_look_ahead: bool = False
-    # Whether it is shown every token, even where it makes no drafts: its keys then have no gaps.
-    drafter_follows: bool = False
-    # How many are made behind a step with prompts, if any: for so many there is a graph. None: as many as anywhere.
+    # How many drafts follow a step with prompts, if any: for so many there is a graph. None: as many as anywhere.
     drafts_beside_prompts: int | None = None
 
 
@@ -321,7 +317,7 @@ class EngineConfig:
     # Overwrite every per-step buffer before each step, so that a stale read shows at once.
     poison: bool
     speculative: SpeculativeConfig | None = None
-    draft_model: ModelConfig | None = None
+    draft_model: ModelConfig | None = None  # the drafter's network
     num_draft_modules: int = 1  # that take turns at drafting
     weight_formats: str = ""  # of the target, as users know them: "bfloat16", "Q4_K, Q6_K"
 
@@ -370,8 +366,3 @@ class DraftModel(NamedTuple):
 def draft_cache_specs(model: ModelConfig, num_modules: int) -> tuple[CacheSpec, ...]:
     """What a drafter keeps: that of its layers, and what each module but the last leaves for the next one."""
     return (*model.cache_specs, *[TokenStates(model.hidden_size)] * (num_modules - 1))
-
-
-def speculation_of(options: EngineOptions) -> SpeculativeConfig | None:
-    """What the options say of drafts, checked."""
-    return read_speculative(options.speculative_config, options.speculate, options.k, options.draft_model)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import Progress, TextColumn
 
-from slipstream.config import EngineConfig, EngineOptions, speculation_of
+from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.client import EngineClient, Prompt
 from slipstream.engine.stats import EngineStats
@@ -19,6 +19,7 @@ from slipstream.errors import EngineError, RequestError
 from slipstream.models.hub import with_shipped_head
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import SYNTHETIC_WARNING, RequestOutput
+from slipstream.speculate.options import read_speculation
 from slipstream.types import SamplingParams
 
 logger = logging.getLogger("slipstream")
@@ -44,7 +45,7 @@ class _FrontDoor:
         if model is not None:
             options["model"] = model
         chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=False)
-        speculative = speculation_of(chosen)  # first of all: a wrong word here must not cost the loading of a model
+        speculative = read_speculation(chosen)  # first of all: a wrong word here must not cost the loading of a model
         if speculative is not None and speculative.is_synthetic:
             logger.warning(SYNTHETIC_WARNING)
         if own_process:

@@ -135,6 +135,15 @@ class PageDiff:
     page_ids: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class HostDraft:
+    """What the host takes to come in a row's text, from a position on."""
+
+    row: int
+    first_idx: int
+    token_ids: Sequence[int]
+
+
 @dataclass(slots=True, eq=False)
 class StepPlan:
     """One step, decided: which rows run how many tokens, and what changes on the device before."""
@@ -144,6 +153,7 @@ class StepPlan:
     num_computed_bounds: npt.NDArray[np.int32]  # of each request, before the step
     row_inits: list[RowInit] = field(default_factory=list)
     page_diffs: list[PageDiff] = field(default_factory=list)
+    host_drafts: Sequence[HostDraft] = ()  # for this step to check, of methods that think on the host
 
     @classmethod
     def of(cls, step_id: int, requests: Sequence[ScheduledRequest]) -> StepPlan:

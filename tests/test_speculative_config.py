@@ -10,19 +10,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.config import DraftModel, EngineOptions, speculation_of
+from slipstream.config import DraftModel, EngineOptions
 from slipstream.engine.resolve import resolve
 from slipstream.errors import ConfigError
+from slipstream.speculate.options import read_speculation
 from slipstream.speculative_config import SpeculativeConfig
+from tests.speculations import speculation
 from tests.test_config import CPU, MODEL
 
-NGRAM = SpeculativeConfig("ngram", 7, adaptive=True)
+NGRAM = speculation("ngram", 7, adaptive=True)
+
+
+def with_matches(shortest: int, longest: int) -> SpeculativeConfig:
+    return replace(NGRAM, settings={"prompt_lookup_min": shortest, "prompt_lookup_max": longest})
+
 
 KNOWN = "; known are ngram, draft_model, eagle, eagle3, mtp"
 
 
 def read(**options: Any) -> SpeculativeConfig | None:
-    return speculation_of(EngineOptions.from_dict(options))
+    return read_speculation(EngineOptions.from_dict(options))
 
 
 @pytest.mark.parametrize(
@@ -32,13 +39,13 @@ def read(**options: Any) -> SpeculativeConfig | None:
         ({"speculate": "none"}, None),
         ({"speculate": "none", "k": 3}, None),
         ({"speculate": "ngram"}, NGRAM),
-        ({"speculate": "ngram", "k": 1}, SpeculativeConfig("ngram", 1)),
-        ({"speculate": "ngram", "k": 16}, SpeculativeConfig("ngram", 16)),
+        ({"speculate": "ngram", "k": 1}, speculation("ngram", 1)),
+        ({"speculate": "ngram", "k": 16}, speculation("ngram", 16)),
         (
             {"speculate": "draft_model", "draft_model": "m"},
-            SpeculativeConfig("draft_model", 5, model="m", adaptive=True),
+            speculation("draft_model", 5, model="m", adaptive=True),
         ),
-        ({"speculate": "draft_model", "draft_model": "m", "k": 5}, SpeculativeConfig("draft_model", 5, model="m")),
+        ({"speculate": "draft_model", "draft_model": "m", "k": 5}, speculation("draft_model", 5, model="m")),
     ],
 )
 def test_short_forms(options: dict[str, Any], expected: SpeculativeConfig | None) -> None:
@@ -49,27 +56,27 @@ def test_short_forms(options: dict[str, Any], expected: SpeculativeConfig | None
     ("given", "expected"),
     [
         ({"method": "ngram"}, NGRAM),
-        ({"method": "ngram", "num_speculative_tokens": 4}, SpeculativeConfig("ngram", 4)),
+        ({"method": "ngram", "num_speculative_tokens": 4}, speculation("ngram", 4)),
         ({"method": "ngram", "num_speculative_tokens": 4, "adaptive": True}, replace(NGRAM, num_drafts=4)),
         ({"method": "ngram", "adaptive": False}, replace(NGRAM, adaptive=False)),
         ({"method": "ngram", "model": None, "verify": None, "acceptance_rates": None}, NGRAM),
         ({"model": "ngram"}, NGRAM),
         ({"model": "[ngram]"}, NGRAM),
         ({"method": "ngram", "model": "[ngram]"}, NGRAM),
-        ({"method": "ngram", "prompt_lookup_max": 2}, replace(NGRAM, max_match=2)),
-        ({"method": "ngram", "prompt_lookup_min": 2}, replace(NGRAM, min_match=2)),
-        ({"method": "ngram", "prompt_lookup_min": 7}, replace(NGRAM, min_match=7, max_match=7)),
+        ({"method": "ngram", "prompt_lookup_max": 2}, with_matches(1, 2)),
+        ({"method": "ngram", "prompt_lookup_min": 2}, with_matches(2, 5)),
+        ({"method": "ngram", "prompt_lookup_min": 7}, with_matches(7, 7)),
         (
             {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 8},
-            replace(NGRAM, min_match=2, max_match=8),
+            with_matches(2, 8),
         ),
-        ({"method": "draft_model", "model": "m"}, SpeculativeConfig("draft_model", 5, model="m", adaptive=True)),
-        ({"model": "org/m", "num_speculative_tokens": 5}, SpeculativeConfig("draft_model", 5, model="org/m")),
+        ({"method": "draft_model", "model": "m"}, speculation("draft_model", 5, model="m", adaptive=True)),
+        ({"model": "org/m", "num_speculative_tokens": 5}, speculation("draft_model", 5, model="org/m")),
         ({"method": "ngram", "verify": "match"}, NGRAM),
         ({"method": "ngram", "verify": "rejection"}, replace(NGRAM, verify="rejection")),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "verify": "synthetic", "acceptance_rates": [0.9, 0]},
-            SpeculativeConfig("ngram", 2, "synthetic", acceptance_rates=(0.9, 0.0)),
+            speculation("ngram", 2, "synthetic", acceptance_rates=(0.9, 0.0)),
         ),
         (MappingProxyType({"method": "ngram"}), NGRAM),
     ],
@@ -206,7 +213,7 @@ def test_one_way_to_say_it_at_a_time(short: dict[str, Any], name: str) -> None:
         (replace(NGRAM, num_drafts=2), (0, 1, 2), 2),
         (replace(NGRAM, num_drafts=4), (0, 1, 2, 3, 4), 3),
         (replace(NGRAM, num_drafts=16), (0, 1, 2, 3, 5, 7, 11, 16), 3),
-        (SpeculativeConfig("ngram", 6), (6,), 6),
+        (speculation("ngram", 6), (6,), 6),
     ],
 )
 def test_what_a_length_is_chosen_from(config: SpeculativeConfig, lengths: tuple[int, ...], initial: int) -> None:
@@ -215,7 +222,11 @@ def test_what_a_length_is_chosen_from(config: SpeculativeConfig, lengths: tuple[
 
 def test_only_drafts_from_the_text_alone_are_always_as_many() -> None:
     assert [replace(NGRAM, num_drafts=7).num_made(k) for k in (0, 1, 5, 7)] == [0, 7, 7, 7]
-    for other in (replace(NGRAM, adaptive=False), replace(NGRAM, verify="synthetic"), replace(NGRAM, method="eagle3")):
+    for other in (
+        replace(NGRAM, adaptive=False),
+        replace(NGRAM, verify="synthetic"),
+        speculation("eagle3", 7, adaptive=True),
+    ):
         assert [other.num_made(k) for k in (0, 1, 5)] == [0, 1, 5]
 
 
@@ -233,7 +244,7 @@ def test_only_synthetic_acceptance_is_synthetic() -> None:
 
 def test_the_engines_configuration_has_it() -> None:
     config = resolve(EngineOptions(speculate="ngram", k=3), CPU, MODEL)
-    assert config.speculative == SpeculativeConfig("ngram", 3)
+    assert config.speculative == speculation("ngram", 3)
     assert config.num_drafts == 3
     plain = resolve(EngineOptions(), CPU, MODEL)
     assert (plain.speculative, plain.num_drafts) == (None, 0)

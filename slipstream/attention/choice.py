@@ -37,6 +37,8 @@ _USABLE = {
 }
 # Backends that can read pages which all requests of a step begin with once.
 CASCADING = ("triton",)
+# Backends whose drafters may let all query tokens of a request see each other: with FlashInfer a drafter has Triton.
+NON_CAUSAL = ("cpu", "triton", "flashinfer", "reference")
 # Backends whose steps with prompts are recorded whole, drafts included.
 RECORDS_PROMPTS = ("triton",)
 _WHY = {

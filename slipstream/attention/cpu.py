@@ -36,6 +36,7 @@ class Slice:
     query_lens: Tensor
     block_table: Tensor
     seq_starts: Tensor | None
+    is_causal: bool
     # Where the tokens stand in the padded [num_reqs, max_query] grid; None when the grid is full.
     grid: Tensor | None
     # Shared by all layers with the same heads or the same window, made when the first of them asks.
@@ -75,7 +76,7 @@ class CpuBackend:
         return ()
 
     def build(self, common: CommonAttentionMetadata) -> list[Slice] | InPlace:
-        if common.max_query_len <= self._max_in_place:
+        if common.is_causal and common.max_query_len <= self._max_in_place:
             return InPlace(common)
         starts, bounds = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
         query_lens = np.diff(starts)
@@ -104,6 +105,7 @@ class CpuBackend:
             query_lens=common.query_lens[first:end],
             block_table=common.block_table[first:end],
             seq_starts=None if common.seq_starts is None else common.seq_starts[first:end],
+            is_causal=common.is_causal,
             grid=grid,
         )
 
@@ -122,9 +124,9 @@ class CpuBackend:
                 part.block_table, part.seq_lens, part.max_keys, kv_heads, page_size, part.seq_starts
             )
         if layer.window not in part.hidden:
-            part.hidden[layer.window] = hidden_keys(
-                part.seq_lens, part.query_lens, part.max_query, part.max_keys, layer.window, part.seq_starts
-            )
+            sizes = (part.max_query, part.max_keys, layer.window)
+            lens = (part.seq_lens, part.query_lens)
+            part.hidden[layer.window] = hidden_keys(*lens, *sizes, part.seq_starts, part.is_causal)
         shape = (part.num_reqs, part.max_query, layer.num_heads, layer.head_dim)
         if part.grid is None:
             padded = q.reshape(shape)

@@ -30,7 +30,9 @@ from slipstream.device.operation import TensorSpec, operation, writes_only
 Int32s = npt.NDArray[np.int32]
 DeadSlots = tuple[Tensor, Tensor]  # page and offset of each
 
-_NO_STARTS = "FlashInfer reads a sequence from its first slot on; give a drafter with gaps in its keys another backend"
+_NO_STARTS = (
+    "FlashInfer reads a sequence from its first slot on, causally; give a drafter with gaps in its keys another backend"
+)
 
 
 class ExactLengthsError(RuntimeError):
@@ -194,7 +196,7 @@ class FlashInferBackend:
         raise RuntimeError(_NO_STARTS)
 
     def build(self, common: CommonAttentionMetadata) -> FlashInferMetadata:
-        if common.seq_starts is not None:
+        if common.seq_starts is not None or not common.is_causal:
             raise RuntimeError(_NO_STARTS)
         exact = common.num_computed_cpu
         has_cascade = exact is not None and common.num_common_pages > 0 and self.paths.cascade.path != "none"

@@ -425,6 +425,7 @@ class FlexBackend:
         return ()
 
     def build(self, common: CommonAttentionMetadata) -> FlexMetadata:
+        assert common.is_causal, "its masks know nothing of blocks"
         return FlexMetadata(common, self._mask)
 
     def starting_at(self, metadata: FlexMetadata, seq_starts: Tensor) -> FlexMetadata:

@@ -35,6 +35,9 @@ class CommonAttentionMetadata:
     batch_rows: Tensor | None = None
     # [num_reqs]: of each one's query tokens, how many are places for drafts. None: nobody has any.
     num_drafts_cpu: npt.NDArray[np.int32] | None = None
+    # Whether a token sees none after it. Otherwise all living query tokens of a request see each other, and all before:
+    # a drafter's pass over a block.
+    is_causal: bool = True
     num_common_pages: int = 0  # all requests of the batch begin with these pages, and none of its tokens stands there
 
     @property

@@ -28,4 +28,5 @@ class ReferenceBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
         tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
-        return paged_attention(q, kv_cache, *tables, layer.scale, layer.window, metadata.seq_starts)
+        shape = (layer.scale, layer.window, metadata.seq_starts, metadata.is_causal)
+        return paged_attention(q, kv_cache, *tables, *shape)

@@ -46,7 +46,7 @@ class TritonBackend:
         if not 0 < rows <= MAX_ROWS or new.cos.shape[-1] != layer.head_dim or layer.head_dim % 2:
             return None
         common, norms = metadata.common, new.norms
-        if _is_cascade(layer, common):
+        if _is_cascade(layer, common) or not common.is_causal:
             return None
         tables = (common.query_lens, common.seq_lens, common.block_table)
         shape = (metadata.query_len, layer.scale, layer.window)
@@ -61,7 +61,7 @@ class TritonBackend:
             num_common = common.num_common_pages * kv_cache.shape[3]
             return cascade_attention(q, kv_cache, *tables, layer.scale, metadata.query_len, num_common)
         shape = (layer.scale, layer.window, metadata.query_len)
-        return triton_attention(q, kv_cache, *tables, *shape, common.seq_starts)
+        return triton_attention(q, kv_cache, *tables, *shape, common.seq_starts, common.is_causal)
 
 
 def _is_cascade(layer: AttentionLayer, common: CommonAttentionMetadata) -> bool:

@@ -16,11 +16,13 @@ from rich.table import Table
 from slipstream.commands.measure import BatchRun, decode_rate, run_batch
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
 from slipstream.commands.session import warn_if_synthetic
-from slipstream.config import EngineConfig, EngineOptions, speculation_of
+from slipstream.config import EngineConfig, EngineOptions
+from slipstream.engine.find_models import resolve_models
 from slipstream.errors import ConfigError
-from slipstream.models.hub import resolve_models, with_shipped_head
+from slipstream.models.hub import with_shipped_head
 from slipstream.models.shapes import shape_config
 from slipstream.output import SYNTHETIC_NOTICE, DraftStats
+from slipstream.speculate.options import read_speculation
 from slipstream.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def run(
     else:
         options = resolve_models(options)  # shows its own progress
         check_room(options, workload, *_open(options), name)
-    speculative = speculation_of(options)
+    speculative = read_speculation(options)
     case = name if speculative is None else f"{name}+{speculative.method}"
     prepare_folder(output_dir)
     rows, device = _measure_all(options, workload, shape, case)
@@ -129,7 +131,7 @@ def _open(options: EngineOptions) -> tuple[dict[str, Any], Checkpoint, Tokenizer
     """Configuration and, where a draft model's has to fit it, the tokenizer of a checkpoint."""
     from slipstream.engine.build import open_target
 
-    checkpoint, speculative = open_target(options), speculation_of(options)
+    checkpoint, speculative = open_target(options), read_speculation(options)
     wanted = speculative is not None and speculative.model is not None
     return checkpoint.config, checkpoint, checkpoint.tokenizer() if wanted else None
 

@@ -12,10 +12,11 @@ from rich.table import Table
 
 from slipstream.commands.generate import drafts_line, encode_prompt
 from slipstream.commands.session import check, open_model
-from slipstream.config import EngineOptions, speculation_of
+from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError, RequestError
 from slipstream.models.hub import with_shipped_head
 from slipstream.output import RequestOutput
+from slipstream.speculate.options import read_speculation
 from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _with_drafts(engine: EngineOptions) -> EngineOptions:
         raise ConfigError("the demo compares speculation with none; leave out --speculate none")
     if options.speculate is None and options.speculative_config is None and options.draft_model is None:
         options = replace(options, speculate="ngram")  # needs nothing but the request's own tokens
-    speculative = speculation_of(options)
+    speculative = read_speculation(options)
     if speculative is not None and speculative.verify != "match":
         raise ConfigError(f"the demo shows that texts stay the same, which verify '{speculative.verify}' does not do")
     # A drafter has not seen a prompt whose keys were cached by the answer without drafts, and would guess blindly.

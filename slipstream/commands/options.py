@@ -20,6 +20,7 @@ from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
 from slipstream.load.settings import LoadSettings
 from slipstream.server.settings import ServerSettings
+from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
 
@@ -88,7 +89,7 @@ def _option(field: Field[Any], annotation: Any, owner: type, default: Any) -> in
     flag = "--" + field.name.replace("_", "-")
     kind = _value_type(annotation)
     settings: dict[str, Any] = {
-        "help": field.metadata.get("help"),
+        "help": fill_help(field.metadata.get("help") or "") or None,
         "rich_help_panel": _PANELS.get(owner),
     }
     if default is MISSING or default == ():

@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.load.settings import LoadSettings
 from slipstream.sampling_params import PARAMETERS, SamplingParams
 from slipstream.server.settings import ServerSettings
+from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
 
 # What an engine option is if nobody sets it and nothing is derived from the model and the machine.
@@ -27,7 +28,7 @@ _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.D
 
 def engine_options_table() -> str:
     rows = [
-        (_code(_flag(option)), _code(option.name), _engine_default(option), option.metadata["help"])
+        (_code(_flag(option)), _code(option.name), _engine_default(option), fill_help(option.metadata["help"]))
         for option in fields(EngineOptions)
     ]
     return _table(("option", "in Python", "default", "what it does"), rows)

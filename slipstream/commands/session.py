@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from slipstream.config import EngineOptions, speculation_of
+from slipstream.config import EngineOptions
+from slipstream.engine.find_models import resolve_models
 from slipstream.errors import RequestError
-from slipstream.models.hub import resolve_models, with_shipped_head
+from slipstream.models.hub import with_shipped_head
 from slipstream.output import SYNTHETIC_WARNING, RequestOutput
+from slipstream.speculate.options import read_speculation
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -42,7 +44,7 @@ def open_model(options: EngineOptions) -> Iterator[LLM]:
 
 def warn_if_synthetic(options: EngineOptions) -> None:
     """Before anything else is said: nobody is to read such output as a model's. Refuses what cannot be speculation."""
-    speculative = speculation_of(options)
+    speculative = read_speculation(options)
     if speculative is not None and speculative.is_synthetic:
         Console(stderr=True).print(f"WARNING: {SYNTHETIC_WARNING}", style="bold red", soft_wrap=True, highlight=False)
 

@@ -11,11 +11,10 @@ import torch
 
 from slipstream.attention.backend import Caps
 from slipstream.attention.choice import open_caches
-from slipstream.config import GIB, WEIGHT_FORMATS, EngineConfig, EngineOptions, speculation_of
+from slipstream.config import GIB, WEIGHT_FORMATS, EngineConfig, EngineOptions
 from slipstream.device import choose_device, open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
-from slipstream.engine.drafter import Drafter, open_drafter, without_network
 from slipstream.engine.resolve import resolve, resolve_dtype
 from slipstream.errors import ConfigError, ModelError, RequestError, nearest
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
@@ -40,9 +39,13 @@ from slipstream.runner.runner import Runner
 from slipstream.runner.step_graphs import OnCost
 from slipstream.sampling_params import MODEL_DEFAULTS, SamplingParams
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
-from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
+from slipstream.speculate.host_proposer import HostProposer
+from slipstream.speculate.method import Drafter, TargetFiles
+from slipstream.speculate.options import read_speculation
+from slipstream.speculate.registry import find_method
+from slipstream.speculate.speculator import draft_nothing
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -63,7 +66,7 @@ class Engine(EngineInfo):
 
 
 def build_engine(options: EngineOptions, on_loaded: OnLoaded | None = None) -> Engine:
-    speculation_of(options)  # what is said wrongly of drafts is said before a model is looked for
+    read_speculation(options)  # what is said wrongly of drafts is said before a model is looked for
     checkpoint = open_target(options)
     tokenizer = checkpoint.tokenizer()
     return _assemble(options, checkpoint.config, checkpoint, tokenizer, on_loaded)
@@ -122,7 +125,10 @@ def plan_engine(
     model = architecture.read_config(hf_config)
     dtype = getattr(torch, resolve_dtype(options.dtype, hardware, model))
     placement = Placement(device.torch_device, dtype, _keep_blocks(options))
-    drafter = open_drafter(options, hf_config, checkpoint, tokenizer, placement)
+    drafter, speculative = None, read_speculation(options)
+    if speculative is not None:
+        files = TargetFiles(hf_config, checkpoint, tokenizer, placement)
+        drafter = find_method(speculative.method).open(speculative, files)
     draft = None if drafter is None else drafter.model
     size = measure_model(architecture, model, placement)
     config = resolve(options, hardware, model, size, draft)
@@ -156,9 +162,7 @@ def _assemble(
                 randomize_weights(model)
             else:
                 load_weights(model, report_loading(checkpoint, on_loaded))
-            make_speculator = without_network(config)
-            if drafter is not None and config.draft_model is not None:
-                make_speculator = drafter.build(config, device, model)
+            make_speculator = draft_nothing if drafter is None else drafter.build(config, device, model)
             model.finish_weights()
             caches = open_caches(config, config.model, device)
             draft_length, on_cost = decide_draft_length(config, caches.caps)
@@ -170,8 +174,16 @@ def _assemble(
             f"max_num_seqs ({config.scheduler.max_num_seqs}), or free memory that other processes hold"
         ) from error
     _keep_memory(device)
-    core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
+    scheduler = Scheduler(config.scheduler, config.cache, draft_length, _open_host_proposer(config))
+    core = EngineCore(scheduler, runner, config.steps_in_flight)
     return Engine(config, tokenizer, defaults, eos_token_ids, core)
+
+
+def _open_host_proposer(config: EngineConfig) -> HostProposer | None:
+    speculative = config.speculative
+    if speculative is None or not speculative.needs.host_drafts:
+        return None
+    return find_method(speculative.method).think_on_host(speculative)
 
 
 def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength | None, OnCost | None]:
@@ -183,7 +195,9 @@ def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength |
     costs = StepCosts(in_graphs=mode.decode_mode() is CUDAGraphMode.FULL)
     lengths = (speculative.lengths, speculative.initial_length)
     num_rows = config.scheduler.max_num_seqs
-    rehearsal = NgramRehearsal(speculative, num_rows) if speculative.depends_on_text_alone else None
+    rehearsal = None
+    if speculative.depends_on_text_alone:
+        rehearsal = find_method(speculative.method).rehearse(speculative, num_rows)
     policy = AdaptiveLength(*lengths, num_rows, costs, speculative.foresees, rehearsal)
     return policy, costs.record
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from slipstream.config import EngineOptions
 from slipstream.engine.build import EngineInfo
 from slipstream.engine.driver import Deliver
+from slipstream.engine.find_models import resolve_models
 from slipstream.engine.link import EngineLink, LinkPlace
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.supervisor import EngineSupervisor
-from slipstream.models.hub import resolve_models
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import open_checkpoint
 from slipstream.types import Request

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slipstream.attention.cascade import least_saved
-from slipstream.attention.choice import BACKENDS, CASCADING, RECORDS_PROMPTS, choose_backend, exact_lengths
+from slipstream.attention.choice import BACKENDS, CASCADING, NON_CAUSAL, RECORDS_PROMPTS, choose_backend, exact_lengths
 from slipstream.cache_spec import page_bytes, row_bytes
 from slipstream.config import (
     DTYPE_BYTES,
@@ -25,13 +25,11 @@ from slipstream.config import (
     SchedulerConfig,
     draft_cache_specs,
     poison_enabled,
-    speculation_of,
 )
 from slipstream.errors import ConfigError, nearest
-from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
-from slipstream.speculative_config import SpeculativeConfig
+from slipstream.speculate.options import read_speculation
+from slipstream.speculative_config import NO_NEEDS, Needs, SpeculativeConfig
 
-_USUAL_TAPS = 3  # layers of the target that a head looks at
 _SMALL_TABLE_BYTES = 256 << 20  # of what has a row for each position of the context: rotary tables, tokens of requests
 
 
@@ -65,7 +63,7 @@ def resolve(
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
     backend = choose_backend(options.attention_backend, hardware.device).name
     graph_mode = _resolve_graph_mode(options.cudagraph_mode, hardware)
-    refusal, uses_head = _prefix_refusal(options, model), bool(speculative and speculative.takes_hidden_states)
+    refusal, needs = _prefix_refusal(options, model), _resolve_needs(speculative, backend)
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -81,10 +79,8 @@ def resolve(
         exact_lengths=exact_lengths(backend, model, hardware, dtype, options.block_size, num_drafts),
         least_saved=None if refusal else _least_saved(options, backend, model, dtype, graph_mode),
         num_drafts=num_drafts,
-        num_draft_slots=num_drafts if draft is not None else 0,
-        drafts_in_pages=draft is not None,
-        drafts_look_ahead=uses_head,
-        drafter_follows=uses_head and speculative is not None and speculative.adaptive,
+        num_draft_slots=num_drafts * needs.slots_per_draft,
+        needs=needs,
         drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode, backend),
     )
     cache = _resolve_cache(options, hardware, model, dtype, scheduler, size, draft)
@@ -122,6 +118,19 @@ def _check_choices(options: EngineOptions) -> None:
     _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
     _check_choice("cascade", options.cascade, ("auto", "always", "never"))
     _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
+
+
+def _resolve_needs(speculative: SpeculativeConfig | None, backend: str) -> Needs:
+    """The drafter's, as it runs."""
+    if speculative is None:
+        return NO_NEEDS
+    needs = speculative.needs
+    if not needs.is_causal and backend not in NON_CAUSAL:
+        raise ConfigError(
+            f"{speculative.method} drafts in passes whose tokens see each other, which attention_backend {backend} "
+            f"cannot do; use {', '.join(NON_CAUSAL[:-1])} or {NON_CAUSAL[-1]}"
+        )
+    return replace(needs, follows=needs.follows and speculative.adaptive)
 
 
 def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str, backend: str) -> int | None:
@@ -173,7 +182,7 @@ def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype
 
 def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> SpeculativeConfig | None:
     """A draft length that adapts stays within the tokens that a step may have."""
-    speculative = speculation_of(options)
+    speculative = read_speculation(options)
     if speculative is None or options.max_num_batched_tokens is None:
         return speculative
     return speculative.lowered(options.max_num_batched_tokens // max_num_seqs - 1)
@@ -287,9 +296,10 @@ def _gpu_cache_bytes(
         # Its activations, and the logits of all drafts where they are kept.
         working += working_memory_bytes(draft.config, dtype, scheduler) - GIB
         working += (scheduler.max_num_seqs + 1) * scheduler.num_drafts * draft.config.vocab_size * 4
-        if scheduler.drafter_follows:  # notes of what a few layers of the target thought
-            notes = (NUM_NOTED_STEPS + 1) * scheduler.max_num_seqs
-            working += notes * _USUAL_TAPS * model.hidden_size * DTYPE_BYTES[dtype]
+        needs = scheduler.needs
+        if needs.follows:  # notes of what a few layers of the target thought
+            notes = (needs.noted_steps + 1) * scheduler.max_num_seqs
+            working += notes * needs.taps * model.hidden_size * DTYPE_BYTES[dtype]
     left = int(hardware.total_memory_bytes * share) - others - weights - working
     if left <= 0:
         raise ConfigError(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
-from slipstream.kernels.paged_attention import paged_attention
 
 
 def _rows_shape(
@@ -56,6 +55,7 @@ def _hidden_shape(
     max_keys: int,
     window: int,
     seq_starts: Tensor | None = None,
+    causal: bool = True,
 ) -> TensorSpec:
     return TensorSpec((seq_lens.shape[0], 1, 1, max_query, max_keys), torch.bool)
 
@@ -68,10 +68,14 @@ def hidden_keys(
     max_keys: int,
     window: int,
     seq_starts: Tensor | None = None,  # [num_reqs] int32
+    causal: bool = True,  # otherwise every query sees all that is there of its request; without a window
 ) -> Tensor:
     """Which keys each query token must not see. Query j of n stands at seq_len - n + j."""
     position = (seq_lens - query_lens).view(-1, 1, 1) + torch.arange(max_query).view(1, -1, 1)
     key = torch.arange(max_keys)
+    assert causal or not window
+    if not causal:
+        position = torch.where(position < seq_lens.view(-1, 1, 1), seq_lens.view(-1, 1, 1) - 1, position)
     hidden = key > position
     if window:
         hidden |= key <= position - window
@@ -113,7 +117,21 @@ def batched_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
 
 
-@operation(paged_attention.shape)
+def _in_place_shape(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    seq_starts: Tensor | None = None,
+) -> TensorSpec:
+    return TensorSpec(tuple(q.shape), q.dtype)
+
+
+@operation(_in_place_shape)
 def in_place_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim] float32
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32
@@ -125,7 +143,7 @@ def in_place_attention(
     window: int,
     seq_starts: Tensor | None = None,  # [num_reqs] int32
 ) -> Tensor:
-    """``paged_attention`` by the C kernel, which reads pages in place."""
+    """Causal ``paged_attention`` by the C kernel, which reads pages in place."""
     lib = native.library()
     assert lib is not None
     q = q.contiguous()

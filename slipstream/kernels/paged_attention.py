@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over a paged cache, any number of query tokens a request: the definition."""
+"""Attention of new tokens over a paged cache, any number of query tokens a request: the definition."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def _shape(
     scale: float,
     window: int,
     seq_starts: Tensor | None = None,
+    causal: bool = True,
 ) -> TensorSpec:
     return TensorSpec(tuple(q.shape), q.dtype)
 
@@ -33,17 +34,21 @@ def paged_attention(
     scale: float,
     window: int,  # how many positions a token sees, itself included; 0 means all
     seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
+    causal: bool = True,  # otherwise each living token sees all that is there of its request; without a window
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for tokens that are not alive, and for those that see nothing
+    assert causal or not window
     out = torch.zeros_like(q)
     num_reqs, tokens = seq_lens.shape[0], query_start_loc.tolist()
     first_slots = [0] * num_reqs if seq_starts is None else seq_starts.tolist()
     for i, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         # Those before the first slot see nothing; the others are to it as any are to slot 0.
         num_seeing = min(query_len, seq_len - first_slots[i])
+        if not causal and num_seeing > 0:
+            num_seeing = query_len
         if num_seeing > 0:
             k, v = _gather(kv_cache, block_table[i], first_slots[i], seq_len, q.dtype)
             seeing = slice(tokens[i] + query_len - num_seeing, tokens[i] + query_len)
-            out[seeing] = _attend(q[seeing], k, v, scale, window)
+            out[seeing] = _attend(q[seeing], k, v, scale, window, causal)
     return out
 
 
@@ -57,13 +62,13 @@ def _gather(kv_cache: Tensor, page_ids: Tensor, first: int, end: int, dtype: tor
     return keys, values
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, causal: bool) -> Tensor:
     num_query, num_heads, head_dim = q.shape
     num_kv_heads, seq_len, _ = k.shape
     # Query heads of a group share one key head: fold them into the query axis.
     grouped = q.view(num_query, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     scores = torch.einsum("hgqd,hkd->hgqk", grouped, k).mul_(scale)
-    if num_query > 1 or 0 < window < seq_len:
+    if causal and (num_query > 1 or 0 < window < seq_len):
         # Query j of n stands at position seq_len - n + j and sees itself and what is before, as far as the window goes.
         visible = torch.ones(num_query, seq_len, dtype=torch.bool).tril(seq_len - num_query)
         if window:

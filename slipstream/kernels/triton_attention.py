@@ -35,6 +35,7 @@ def _shape(
     window: int,
     query_len: int,
     seq_starts: Tensor | None = None,
+    causal: bool = True,
 ) -> TensorSpec:
     return spec_of(q)
 
@@ -51,13 +52,15 @@ def triton_attention(
     window: int,
     query_len: int,  # of every request and of the padding, or 0 for a mixed batch
     seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
+    causal: bool = True,  # otherwise each living token sees all that is there of its request; without a window
 ) -> Tensor:  # as paged_attention; padding tokens are zero
     tables = (query_start_loc, query_lens, seq_lens, block_table)
     if not runs_triton(q):
-        return paged_attention.body(q, kv_cache, *tables, scale, window, seq_starts)
+        return paged_attention.body(q, kv_cache, *tables, scale, window, seq_starts, causal)
+    assert causal or not window
     has_splits = can_split(query_len, q.shape[1] // kv_cache.shape[2])
     out = torch.empty_like(q) if has_splits else torch.zeros_like(q)
-    launch_attention(q, kv_cache, tables, scale, window, query_len, out, seq_starts)
+    launch_attention(q, kv_cache, tables, scale, window, query_len, out, seq_starts, causal=causal)
     return out
 
 
@@ -78,6 +81,7 @@ def launch_attention(
     num_common: int = 0,  # of a cascade: the first slot of every request
     lse: Tensor
     | None = None,  # [num_tokens, num_heads] float32, written as out: logarithm of the sum of weights, base 2
+    causal: bool = True,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
     num_reqs, num_kv_heads = tables[2].shape[0], kv_cache.shape[2]
@@ -114,6 +118,7 @@ def launch_attention(
         WINDOW=window > 0,
         STARTS=seq_starts is not None,
         REST=lse is not None,
+        CAUSAL=causal,
         num_warps=8 if block_m > (32 if is_wide else 64) else 4,
         num_stages=1 if is_wide or block_m > 64 else 2,
     )
@@ -264,6 +269,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
     REST: tl.constexpr,  # of a cascade: all requests begin at num_common, and how much a row weighs is left as well
+    CAUSAL: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -284,7 +290,9 @@ def _attention_kernel(
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     queries = tl.load(q + place[:, None] + d[None, :], mask=is_value & sees[:, None], other=0.0)
     # Keys from the first that the tile's first query sees to the one of its last query.
-    end = tl.where(seq_len > 0, tl.minimum(seq_len, seq_len - query_len + first_query + TILE_QUERIES), 0)
+    last_seen = seq_len - query_len + first_query + TILE_QUERIES if CAUSAL else seq_len
+    end = tl.where(seq_len > 0, tl.minimum(seq_len, last_seen), 0)
+    position = seq_len - query_len + query if CAUSAL else tl.full([BLOCK_M], 0, tl.int32) + seq_len - 1
     first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
     first_slot = num_common if REST else tl.load(seq_starts + request) if STARTS else 0
     first_chunk = tl.maximum(first_chunk, first_slot // BLOCK_N) if STARTS or REST else first_chunk
@@ -293,7 +301,7 @@ def _attention_kernel(
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
     largest, total, acc = attend_tile(
-        *(queries, sees, seq_len - query_len + query, cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
+        *(queries, sees, position, cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
         *(block_table + request.to(tl.int64) * table_stride, begin, end_chunk),
         *(first_slot, end, scale, window, cache[1]),
         *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),

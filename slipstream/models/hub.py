@@ -15,7 +15,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from slipstream.config import USUAL_REQUESTS, EngineOptions, cache_dir, speculation_of
+from slipstream.config import USUAL_REQUESTS, EngineOptions, cache_dir
 from slipstream.errors import ModelError, nearest
 from slipstream.models import wheel_download
 from slipstream.models.verified_file import Fingerprint, exclusive, is_verified
@@ -130,21 +130,6 @@ def _has_room_to_draft(options: EngineOptions) -> bool:
     """Steps too small for a draft of each request run without: what nobody asked for must not be refused."""
     tokens, requests = options.max_num_batched_tokens, options.max_num_seqs or max(USUAL_REQUESTS.values())
     return options.k is not None or tokens is None or tokens >= 2 * requests
-
-
-def resolve_models(options: EngineOptions) -> EngineOptions:
-    """The options with paths for names, of the draft model too; fetches what is not here yet.
-
-    What they say of speculation is checked first: a wrong word there must not cost a download.
-    """
-    speculative = speculation_of(options)
-    options = replace(options, model=str(resolve_model(options.model)))
-    if speculative is None or speculative.model is None:
-        return options
-    draft_path = str(resolve_model(speculative.model, is_head=speculative.takes_hidden_states))
-    if options.speculative_config is None:
-        return replace(options, draft_model=draft_path)
-    return replace(options, speculative_config={**options.speculative_config, "model": draft_path})
 
 
 def _find_local(name: str, is_alias: bool) -> Path | None:

@@ -20,8 +20,9 @@ from slipstream.device.interface import Device
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling import registry
 from slipstream.sampling.operation import Column, SamplingRows
+from slipstream.speculate.place_host_drafts import NUM_HEADER_COLUMNS, place_host_drafts
 from slipstream.speculate.speculator import DraftRows
-from slipstream.types import MAX_DEVICE_STOP_IDS, PageDiff, Request, RowInit, RowStatus
+from slipstream.types import MAX_DEVICE_STOP_IDS, HostDraft, PageDiff, Request, RowInit, RowStatus
 
 _INT_FIELDS = (
     "num_computed",
@@ -39,6 +40,9 @@ _INT_FIELDS = (
 # Where a request's tokens, its logits and its tokens in a pass of the drafter begin.
 _BATCH_OFFSETS = ("query_start_loc", "logit_start_loc", "draft_start_loc")
 _WIDE_FIELDS = {"seeds": (2,), "stop_ids": (MAX_DEVICE_STOP_IDS,)}
+
+
+_HOST_DRAFTS = "host_drafts"
 
 
 class RequestRows:
@@ -67,6 +71,8 @@ class RequestRows:
         self._reserve("batch_rows", limits.max_num_seqs)
         for name in _BATCH_OFFSETS:
             self._reserve(name, limits.max_num_seqs + 1)
+        if limits.needs.host_drafts:
+            self._reserve(_HOST_DRAFTS, self.num_rows, NUM_HEADER_COLUMNS + _most_host_drafts(config))
         self._field_starts = np.array([self._layout[name][0] for name in numbers])
 
         self.store = torch.zeros(self._size, dtype=torch.int32, device=device.torch_device)
@@ -96,6 +102,7 @@ class RequestRows:
         )
         own = {f.name: self._field(f.name) for f in fields(DraftRows) if f.name != "temperature"}
         self.drafting = DraftRows(**own, temperature=temperature)
+        self.host_drafts = self._field(_HOST_DRAFTS) if limits.needs.host_drafts else None
         self.status.fill_(int(RowStatus.INERT))
         self.batch_rows.fill_(self.scratch_row)
 
@@ -122,7 +129,10 @@ class RequestRows:
     def _capacity(self, config: EngineConfig) -> int:
         """Most values one step can stage; the scheduler admits at most max_model_len prompt tokens a step."""
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
-        return config.scheduler.max_model_len + pages + self.num_rows * (self._row_size + 1 + len(_BATCH_OFFSETS))
+        row_size = self._row_size
+        if config.scheduler.needs.host_drafts:
+            row_size += NUM_HEADER_COLUMNS + _most_host_drafts(config)
+        return config.scheduler.max_model_len + pages + self.num_rows * (row_size + 1 + len(_BATCH_OFFSETS))
 
     def stage_init(self, init: RowInit) -> None:
         """A request moves in: every field of its row is written but the page table, which comes as diffs."""
@@ -150,6 +160,8 @@ class RequestRows:
                 assert len(values) <= math.prod(shape), f"{name} has {len(values)} values"
                 self._put(name, row, _float_bits(values) if dtype == "float32" else values)
         self._put("token_ids", row, init.token_ids)
+        if self.host_drafts is not None:
+            self._put(_HOST_DRAFTS, row, [0, 0])
 
     def _stage_numbers(self, row: int, numbers: list[int], request: Request) -> None:
         """Fields of one number, the row's own and those of the sampling operations, in one piece."""
@@ -166,6 +178,19 @@ class RequestRows:
         # Of every page, how far it stands behind the first of its diff.
         behind = np.arange(len(page_ids)) - np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
         self._staged.put_at(np.repeat(starts, lengths) + behind, page_ids)
+
+    def stage_host_drafts(self, drafts: Sequence[HostDraft]) -> None:
+        for draft in drafts:
+            self._put(_HOST_DRAFTS, draft.row, [draft.first_idx, len(draft.token_ids), *draft.token_ids])
+
+    def place_host_drafts(self) -> None:
+        """Queue that drafts which have been staged move behind their rows' tokens."""
+        assert self.host_drafts is not None
+        rows = self.drafting
+        place_host_drafts(
+            *(self.host_drafts, rows.num_computed, rows.num_tokens, rows.max_drafts, rows.max_total, rows.status),
+            *(self._num_drafts, rows.token_ids, rows.num_drafts),
+        )
 
     def batch_columns(self, rows: Int32s, *offsets: Int32s) -> Int32s:
         """What the device is told of a batch of these rows, columns one behind the other; behind each is padding.
@@ -193,6 +218,11 @@ class RequestRows:
     def _put(self, name: str, row: int, values: Sequence[int] | Int32s) -> None:
         start, shape = self._layout[name]
         self._staged.put(start + row * math.prod(shape[1:]), np.asarray(values, dtype=np.int32))
+
+
+def _most_host_drafts(config: EngineConfig) -> int:
+    """Those that a step checks, and tokens that the steps before it may bring while they are in flight."""
+    return config.num_drafts + (config.steps_in_flight - 1) * (1 + config.num_drafts)
 
 
 def _float_bits(values: Sequence[float]) -> Int32s:

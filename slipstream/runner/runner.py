@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,11 +22,9 @@ from slipstream.runner.step_graphs import Drafting, DraftSizes, OnCost, StepGrap
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.registry import refuse_unknown
 from slipstream.sampling.sampler import NO_NEEDS, SamplingNeeds
-from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
+from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
 from slipstream.speculate.verify import Verifier
 from slipstream.types import Composition, Request, StepPlan
-
-MakeSpeculator = Callable[[DraftRows], Speculator]
 
 # Prompt positions whose logits, a row of the vocabulary each, are in memory at the same time.
 _SCORED_AT_ONCE = 128
@@ -49,7 +46,7 @@ class Runner:
         device: Device,
         model: Model,
         caches: CacheGroups,
-        make_speculator: MakeSpeculator = lambda _rows: NoSpeculator(),
+        make_speculator: MakeSpeculator = draft_nothing,
         on_cost: OnCost | None = None,  # hears what steps cost, by their size
     ) -> None:
         self._config = config
@@ -63,10 +60,7 @@ class Runner:
         self._out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         self._outputs = OutputRing(device, max_reqs, num_drafts, config.scheduler.max_num_batched_tokens, depth)
         self.speculator = make_speculator(self.rows.drafting)
-        if self.speculator.needs.own_keys != config.scheduler.drafts_in_pages:
-            raise ValueError("the scheduler was not told what the drafter keeps in the pages")
-        drawn_from = (self.speculator.draft_logits, self.speculator.draft_columns)
-        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *drawn_from)
+        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *(self.speculator.drawn_from or ()))
         self.program = StepProgram(model, caches, self.rows, self.buffers, verifier, self.speculator, self._out)
         mode = CUDAGraphMode(config.cudagraph_mode)
         logits = torch.zeros(
@@ -119,6 +113,8 @@ class Runner:
                 self._scored_prompt_len[init.row] = len(request.prompt_token_ids) if scored else 0
             if plan.page_diffs:
                 self.rows.stage_pages(plan.page_diffs)
+            if plan.host_drafts:
+                self.rows.stage_host_drafts(plan.host_drafts)
             if self._config.poison:
                 own = (self.caches.step_buffers(), self.speculator.step_buffers())
                 for buffer in (*self.buffers.of_a_step(), self._out, *itertools.chain(*own)):
@@ -127,6 +123,8 @@ class Runner:
 
     def _run(self, plan: StepPlan) -> StepOutput:
         batch, composition = self.buffers.stage(plan), plan.composition
+        if plan.host_drafts:
+            self.rows.place_host_drafts()
         wishes = self._wishes.get(composition) or self._wishes.put(composition, self._wishes_of(composition))
         hidden, logprobs = self.graphs.run(batch, wishes.needs, wishes.drafting)
         if logprobs is not None:
@@ -147,7 +145,7 @@ class Runner:
         A request that draws nothing in this step may be drafted for: with one token of its prompt left.
         """
         makes = composition.num_next_drafts > 0
-        if not makes and not self.speculator.follows:
+        if not makes and self.speculator.follower is None:
             return None
         rows = [row for row in composition.rows if self._drafts_of_row[row]]
         return Drafting(any(self._needs_of_row[row].noise for row in rows), makes) if rows else None

@@ -17,13 +17,11 @@ from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescripto
 from slipstream.graphs.manager import CudaGraphManager, Forward, GraphMemory
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.graphs.piecewise import PiecewiseForward
-from slipstream.kernels.triton_jit import next_power_of_2
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import StepProgram, TargetOutput
 from slipstream.runner.recent import Recent
 from slipstream.runner.step_timing import seconds_of_a_step
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
-from slipstream.speculate.draft_notes import NUM_NOTED_STEPS
 from slipstream.speculate.speculator import GraphSetting
 
 # Tokens of mixed batches that are recorded before the first step; where many decode, up to twice as many as those.
@@ -112,15 +110,6 @@ class Drafting:
     makes: bool = True  # drafts, behind this step; otherwise the drafter only wants to see it
 
 
-@dataclass(slots=True)
-class _Noted:
-    """Steps that the drafter has notes of."""
-
-    batch: InputBatch
-    padded_reqs: int
-    num_steps: int = 0
-
-
 class _Choice(NamedTuple):
     """The graph for a batch. As long as the same batch comes again, it is the same."""
 
@@ -128,7 +117,7 @@ class _Choice(NamedTuple):
     drafting: Drafting | None
     desc: BatchExecutionDescriptor
     hidden: Tensor | None  # where a recording that does all of the step leaves its hidden states
-    notes: bool  # the drafter is shown the step later
+    silent: BatchExecutionDescriptor | None  # the same graph, where nothing is proposed in it
 
 
 class StepGraphs:
@@ -149,7 +138,7 @@ class StepGraphs:
         self._program = program
         self.mode = usable_mode(mode, program.caches.caps)
         self._drafts = drafts
-        self._follows = program.speculator.follows
+        self._follower = program.speculator.follower
         self._on_cost = on_cost
         largest = max((size for size in sizes if size <= max_num_reqs), default=0)
         self.memory = GraphMemory(device)
@@ -174,11 +163,11 @@ class StepGraphs:
         self._logits = logits
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._is_complete = False
-        self._noted: _Noted | None = None
+        self._capture_drafter: Callable[[], bool] | None = None  # one more graph of its own
         self._choices: Recent[InputBatch, _Choice] = Recent()
         if self.mode is not CUDAGraphMode.NONE:
             buffers = program.buffers
-            program.speculator.init_graphs(
+            self._capture_drafter = program.speculator.init_graphs(
                 GraphSetting(
                     *(device, self.mode, sizes, drafts.lengths, max_num_reqs, buffers.max_model_len),
                     *(self._manager.pool, self.memory, program.caches),
@@ -217,9 +206,8 @@ class StepGraphs:
         self._choices.clear()
         program = self._program
         with self._waiting():  # nobody else does, if there turns out to be nothing to record
-            self.catch_up()
-            if program.speculator.notes is not None:
-                program.speculator.notes.clear()  # a warm-up reads them: their slots may be others' by now
+            if self._follower is not None:
+                self._follower.settle()
             program.buffers.stage_nothing()
             # Kernels are compiled in a run that fills nothing, where libraries' own would read what another step left.
             own = (program.caches.step_buffers(), program.speculator.step_buffers())
@@ -235,7 +223,7 @@ class StepGraphs:
             if self._measure_launches(*self._unmeasured[0], is_wanted):
                 self._unmeasured.pop(0)
         else:
-            self._is_complete = not self._program.speculator.capture_one_more()
+            self._is_complete = self._capture_drafter is None or not self._capture_drafter()
         return not self._is_complete
 
     def _measure(self, desc: BatchExecutionDescriptor, is_wanted: Callable[[], bool] = lambda: False) -> bool:
@@ -258,12 +246,12 @@ class StepGraphs:
 
         def run() -> None:
             # Without noise: on a CPU it costs as much as a draft, and who draws some is put right by real steps.
-            target = program.target(batch, num_drafts > 0 or self._follows)
+            target = program.target(batch, num_drafts > 0 or self._follower is not None)
             program.finish(batch, target.logits, NO_NEEDS)
             if num_drafts:
                 program.draft(batch.drafting, noise=False, in_graph=True)
-            elif self._follows:
-                program.speculator.follow(batch.drafting)
+            elif self._follower is not None:
+                self._follower.run(batch.drafting)
 
         is_timed = self._time(num_reqs, num_drafts, run, is_wanted)
         with self._waiting():
@@ -293,8 +281,8 @@ class StepGraphs:
         if choice is None or choice.needs is not needs or choice.drafting is not drafting:
             choice = self._choices.put(batch, self._choose(batch, needs, drafting))
         program, desc = self._program, choice.desc
-        if self._follows:
-            self._see_to_notes(batch, choice)
+        if self._follower is not None:
+            self._follower.begin_step(batch, choice.silent)
         if desc.mode is CUDAGraphMode.FULL:
             self._manager.replay(desc)
             if choice.hidden is not None:
@@ -313,28 +301,9 @@ class StepGraphs:
             drafted = (padded if in_pieces else batch).drafting.behind(desc)
             if drafting.makes:
                 program.draft(drafted, drafting.noise, in_graph=False)
-            else:
-                program.speculator.run_follow(drafted)
+            elif self._follower is not None:
+                self._follower.run(drafted)
         return target.hidden, logprobs
-
-    def _see_to_notes(self, batch: InputBatch, choice: _Choice) -> None:
-        """Before a step. Pages may change hands between batches: notes are of one."""
-        noted = self._noted
-        if noted is not None and not (choice.notes and noted.batch is batch and noted.num_steps < NUM_NOTED_STEPS):
-            self.catch_up()
-        if choice.notes:
-            if self._noted is None:
-                notes = self._program.speculator.notes
-                assert notes is not None
-                notes.clear()
-                self._noted = _Noted(batch, choice.desc.num_reqs)
-            self._noted.num_steps += 1
-
-    def catch_up(self) -> None:
-        """Show the drafter what it has notes of."""
-        if self._noted is not None:
-            self._program.speculator.catch_up(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))
-            self._noted = None
 
     def _choose(self, batch: InputBatch, needs: SamplingNeeds, drafting: Drafting | None) -> _Choice:
         common = batch.attention
@@ -349,19 +318,15 @@ class StepGraphs:
             # No graph holds all of the step; the target may have one.
             desc = self._manager.dispatch(num_reqs, num_tokens, query_len, "full", attention_inside=inside)
         is_whole = desc.mode is CUDAGraphMode.FULL and desc.tier == "fast"
-        notes = is_whole and self._leaves_notes(desc)
-        return _Choice(needs, drafting, desc, self._hidden[desc] if is_whole else None, notes)
-
-    def _leaves_notes(self, desc: BatchExecutionDescriptor) -> bool:
-        is_plain = desc.tier == "fast" and desc.query_len == 1 and not desc.num_drafts
-        return is_plain and self._program.speculator.notes is not None
+        silent = desc if is_whole and not desc.num_drafts else None
+        return _Choice(needs, drafting, desc, self._hidden[desc] if is_whole else None, silent)
 
     def _create_forward(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         program = self._program
         batch = program.buffers.static(desc)
         state = AttentionState(batch)
         # Who is drafted for, the target's own graph does not know.
-        taps = desc.num_drafts > 0 or desc.tier == "full" or self._follows
+        taps = desc.num_drafts > 0 or desc.tier == "full" or self._follower is not None
 
         def run_pieces() -> None:
             program.buffers.prepare(batch)
@@ -387,12 +352,8 @@ class StepGraphs:
                 program.finish(batch, logits, _FAST_NEEDS)
                 if desc.num_drafts:
                     program.draft(batch.drafting, noise=True, in_graph=True)
-                elif self._leaves_notes(desc):
-                    program.speculator.note(batch.drafting)
-                    for power in range(NUM_NOTED_STEPS.bit_length() if warmup else 0):  # those kernels too are compiled
-                        program.speculator.catch_up(desc.num_reqs, 1 << power)
-                elif self._follows:
-                    program.speculator.follow(batch.drafting)
+                elif self._follower is not None:
+                    self._follower.record(batch.drafting, desc, warmup=warmup)
             if not warmup:
                 self._hidden[desc], self._batches[desc] = hidden, batch
 

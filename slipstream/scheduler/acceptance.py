@@ -8,10 +8,11 @@ several times as much.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from slipstream.speculate.rehearsal import Judged
 
 Rows = npt.NDArray[np.int64]
 
@@ -22,15 +23,6 @@ _PRIOR = 8.0  # steps of its own that outweigh what a request is expected to be 
 _STALE = 1.0  # the same for what is known of places that have not been drafted for
 _STREAK, _AFRESH = 10, 6.0  # after so many steps without a right draft the text is another; the same for what was known
 _FEW = 4  # requests
-
-
-class Judged(NamedTuple):
-    """Of a row's draft: places that were judged before, that stand, and that are judged now."""
-
-    row: int
-    num_before: int
-    num_right: int
-    num_judged: int
 
 
 class Acceptance:

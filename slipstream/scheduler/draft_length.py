@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.scheduler.acceptance import Acceptance, Rows
-from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.step_costs import StepCosts
+from slipstream.speculate.rehearsal import Rehearsal
 from slipstream.types import Composition
 
 _MARGIN = 1.02  # a change has to promise more than this
@@ -124,7 +124,7 @@ class AdaptiveLength:
         num_rows: int,
         costs: StepCosts,
         foresees: bool = True,  # a draft that is not checked would have stood if it is the token that comes
-        rehearsal: NgramRehearsal | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self._choices = list(lengths)
         self._foresees = foresees
@@ -262,7 +262,7 @@ class AdaptiveLength:
         else:
             self._interval = min(2 * self._interval, self._longest_interval)
 
-    def _rehearse(self, rehearsal: NgramRehearsal, batch: Composition) -> bool:
+    def _rehearse(self, rehearsal: Rehearsal, batch: Composition) -> bool:
         """Whether a draft was right: without one, nothing that was not worth it before is worth it now."""
         said = rehearsal.judge(batch.rows)
         self.acceptance.learn_rehearsed(said, batch.num_reqs)

@@ -14,12 +14,14 @@ from typing import NamedTuple
 from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
 from slipstream.scheduler.common_pages import count_common_pages
-from slipstream.scheduler.draft_length import DraftLength, FixedLength
+from slipstream.scheduler.draft_ledger import DraftLedger
+from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool, check_fits, page_hashes
 from slipstream.scheduler.request_state import NEVER, NO_ROW, RequestState
 from slipstream.scheduler.steady_batch import SteadyBatch
 from slipstream.scheduler.take_tokens import take_tokens
+from slipstream.speculate.host_proposer import HostProposer
 from slipstream.types import (
     Composition,
     Request,
@@ -31,9 +33,7 @@ from slipstream.types import (
     TokenUpdates,
 )
 
-# No step should be much longer than the others.
-_FILL_UP_AT_ONCE = 32
-_CATCH_UP_AT_ONCE = 64
+_FILL_UP_AT_ONCE = 32  # no step should be much longer than the others
 _MOST_CHECKED_PAGES = 4096  # when there is nothing to do
 
 
@@ -57,10 +57,15 @@ class _Launched(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, draft_length: DraftLength | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        draft_length: DraftLength | None = None,
+        host_proposer: HostProposer | None = None,
+    ) -> None:
         self._config = config
-        self._draft_length = FixedLength(config.num_drafts) if draft_length is None else draft_length
-        self._num_made = 0  # drafts that the newest step makes
+        self.drafts = DraftLedger(config, draft_length, host_proposer)
         self._cache = cache
         self.pool = PagePool(cache.num_pages, cache.page_size, config.prefix_caching)
         self.waiting: list[RequestState] = []  # by rank
@@ -83,9 +88,7 @@ class Scheduler:
             raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
         check_fits(request, self._cache)
         state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids))
-        if request.num_drafts(self._config.num_drafts):
-            state.drafts = True
-            state.num_ahead = self._config.num_drafts + self._config.num_draft_slots
+        self.drafts.enter(state)
         self._next_arrival_idx += 1
         self._requests[request.request_id] = state
         self._steady = None
@@ -113,7 +116,7 @@ class Scheduler:
         totals = self._totals
         totals.num_waiting, totals.num_running = len(self.waiting), len(self.running)
         totals.num_free_pages = self.pool.num_free
-        totals.draft_length = min(self._draft_length.wanted().check, self._num_made)
+        totals.draft_length = self.drafts.num_checked
         return totals
 
     # --- a step -----------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch before older steps are collected."""
         steady = self._steady
-        if steady is None or steady.lengths != self._draft_length.wanted() or not steady.can_repeat():
+        if steady is None or steady.lengths != self.drafts.length.wanted() or not steady.can_repeat():
             return self._decide()
         return self._launch(steady.repeat(self._next_step_id), steady.states, decodes_only=True)
 
@@ -136,10 +139,8 @@ class Scheduler:
         prefills = [s for s in wanting if s.num_tokens_bound - s.num_computed > 1]
         # Decodes first: each needs a token and its drafts, and they are the ones somebody is watching.
         decodes = [s for s in wanting if s not in prefills] if prefills else wanting
-        lengths = self._draft_length.wanted()
-        # Equally many for all, for then one graph serves the batch; who has fewer drafts has empty places. What is
-        # drafted beyond is left unchecked.
-        num_drafts = min(lengths.check, self._num_made) if any(s.drafts for s in decodes) else 0
+        lengths = self.drafts.length.wanted()
+        num_drafts = self.drafts.count_checked(lengths, decodes)
         budget -= opened.add_decodes(decodes, num_drafts)
         if decodes:
             budget = min(budget, self._config.mixed_prefill_tokens)
@@ -149,15 +150,14 @@ class Scheduler:
         if not opened.states:
             return None
         has_prompts, exact = len(opened.states) > len(decodes), self._config.exact_lengths
-        num_made = self._num_to_make(lengths.make, has_prompts) if any(s.drafts for s in opened.states) else 0
-        num_behind = self._num_to_catch_up(opened, decodes) if num_made and not self._num_made else 0
+        next_drafts = self.drafts.plan_next(lengths, opened, decodes, has_prompts)
         is_exact = exact == "always" or (exact == "prefill" and has_prompts)
         assert not (is_exact and self._in_flight)
-        plan = opened.close(self._next_step_id, self._recent, num_made, num_behind, is_exact, self._count_common)
+        plan = opened.close(self._next_step_id, self._recent, *next_drafts, is_exact, self._count_common)
         decodes_only = len(opened.states) == len(decodes)
-        # Who waits for a row will wait until somebody leaves. Who waits for pages may find some any time.
-        stays = num_drafts == min(lengths.check, num_made)  # what the next step checks
-        may_repeat = stays and not (num_behind or is_exact or (self.waiting and self._free_rows))
+        # A request that waits for a row waits until another leaves. One that waits for pages may find some any time.
+        stays = num_drafts == min(lengths.check, next_drafts.num_made)  # what the next step checks
+        may_repeat = stays and not (next_drafts.num_caught_up or is_exact or (self.waiting and self._free_rows))
         if decodes_only and not prefills and may_repeat:
             self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
         return self._launch(plan, opened.states, decodes_only)
@@ -176,51 +176,21 @@ class Scheduler:
     def _launch(self, plan: StepPlan, states: Sequence[RequestState], decodes_only: bool) -> StepPlan:
         self._next_step_id += 1
         self._in_flight[plan.step_id] = _Launched(states, decodes_only)
-        num_made = plan.composition.num_next_drafts
-        if self._num_made and not num_made:
-            for state, bound in zip(states, plan.num_computed_bounds.tolist(), strict=True):
-                state.drafted_until = bound
-        self._num_made = num_made
-        self._draft_length.launched(plan.composition)
+        self.drafts.launched(plan, states)
         return plan
-
-    def _num_to_make(self, wanted: int, has_prompts: bool) -> int:
-        config = self._config
-        # A prompt that the drafter has not seen would leave a gap that nothing closes.
-        if has_prompts and config.drafts_in_pages and not config.drafter_follows:
-            wanted = max(wanted, 1)
-        if has_prompts and wanted and config.drafts_beside_prompts is not None:
-            return config.drafts_beside_prompts
-        return wanted
-
-    def _num_to_catch_up(self, opened: OpenPlan, decodes: Sequence[RequestState]) -> int:
-        """After steps without drafts: tokens that a drafter which needs no more than tokens was not shown, at most.
-
-        Bounds may have been too high at either end; a few tokens more do no harm.
-        """
-        config = self._config
-        if not config.drafts_in_pages or config.drafts_look_ahead or not decodes:
-            return 0
-        most = max(state.num_computed - state.drafted_until for state in decodes) + config.num_drafts
-        room = (config.max_num_batched_tokens - opened.num_tokens) // len(opened.states) - 1
-        return max(0, min(most, _CATCH_UP_AT_ONCE, room))
 
     def use_wait(self) -> None:
         """What the next step need not wait for; called while the device is busy."""
-        self._draft_length.look()
+        self.drafts.use_wait()
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Of a step that was alone."""
-        if self._config.num_drafts:
-            self._draft_length.took(plan.composition, seconds)
+        self.drafts.took(plan, seconds)
 
     def collect(self, result: StepResult) -> TokenUpdates:
         """Take a finished step's tokens in, and turn bounds into facts."""
         states, decodes_only = self._in_flight.pop(result.plan.step_id)
-        misses = self._config.drafts_in_pages and not self._config.drafter_follows
-        if misses and not result.plan.composition.num_next_drafts:
-            for state in states:
-                state.has_draft_gap = True
+        self.drafts.note_gaps(result.plan, states)
         all_go_on = decodes_only and not any(result.statuses) and all(result.token_ids)
         if all_go_on and all(state.is_usual for state in states):
             updates = self._take_all(result, states)
@@ -228,8 +198,7 @@ class Scheduler:
             updates = self._take_each(result, states)
         if self._leaving:
             self._release_leaving(result.plan.step_id + 1)
-        if self._config.num_drafts:
-            self._draft_length.collected(result.plan.composition, result.num_accepted, result.foreseen)
+        self.drafts.collected(result)
         return updates
 
     def _take_all(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
@@ -318,7 +287,6 @@ class Scheduler:
     def _move_in(self, opened: OpenPlan, state: RequestState, cached: list[int], num_new_pages: int) -> None:
         request = state.request
         self.pool.hold(cached)
-        state.has_draft_gap = not state.drafts or not self.pool.are_drafted(cached)
         state.hold_pages(cached + self.pool.take(num_new_pages), self.pool.page_size)
         state.num_computed = len(cached) * self.pool.page_size
         self._expect_page(state, len(cached))
@@ -330,8 +298,7 @@ class Scheduler:
         self._num_admitted += 1
         state.generation = self._num_admitted
         bisect.insort(self.running, state, key=_rank)
-        self._draft_length.move_in(state.row, state.token_ids, request.num_drafts(self._config.num_drafts))
-        draft_start = state.num_computed if state.has_draft_gap else 0
+        draft_start = self.drafts.move_in(state, self.pool, cached)
         opened.row_inits.append(RowInit(state.row, request, tuple(state.token_ids), state.num_computed, draft_start))
 
     # --- the prefix cache -------------------------------------------------------------------------
@@ -348,7 +315,7 @@ class Scheduler:
         num_full = num_computed // self.pool.page_size
         if num_full > state.num_remembered_pages:
             hashes = self._hashes(state, num_full)
-            is_drafted = not (state.has_draft_gap and self._config.drafts_in_pages)
+            is_drafted = self.drafts.has_all_keys(state)
             for idx in range(state.num_remembered_pages, num_full):
                 self.pool.remember(state.page_ids[idx], hashes[idx], is_drafted)
             self._expect_page(state, num_full)
@@ -359,10 +326,10 @@ class Scheduler:
 
     def _hashes(self, state: RequestState, num_pages: int) -> list[bytes]:
         """Hashes of the first pages at least, from collected tokens only. Tokens never change, so neither do hashes."""
-        known, config, page_size = state.page_hashes, self._config, self.pool.page_size
+        known, page_size = state.page_hashes, self.pool.page_size
         if len(known) < num_pages:
-            # What a drafter that looks ahead keeps in a page's last slot belongs to the token behind the page.
-            num_behind = int(config.drafts_look_ahead)
+            # What a drafter that looks ahead keeps in a page's last slot belongs to the token after the page.
+            num_behind = self.drafts.num_next_tokens
             tokens = state.token_ids[len(known) * page_size : num_pages * page_size + num_behind]
             known.extend(page_hashes(tokens, page_size, known[-1] if known else b"", num_behind))
         return known

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from slipstream.config import EngineOptions, speculation_of
+from slipstream.config import EngineOptions
 from slipstream.engine.process import open_supervisor
 from slipstream.errors import ConfigError
 from slipstream.output import SYNTHETIC_WARNING
@@ -26,6 +26,7 @@ from slipstream.server.front_end_process import (
     run_front_end,
 )
 from slipstream.server.settings import ServerSettings
+from slipstream.speculate.options import read_speculation
 
 _EXIT_SIGTERM = 143  # as a shell reports it
 _MOST_FRONT_ENDS = 4  # by default
@@ -34,7 +35,7 @@ _CORES_PER_FRONT_END = 4
 
 def serve(options: EngineOptions, settings: ServerSettings) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
-    speculative = speculation_of(options)
+    speculative = read_speculation(options)
     if speculative is not None and speculative.is_synthetic:
         logging.warning(SYNTHETIC_WARNING)
     num_front_ends = count_front_ends(settings.api_server_count)

@@ -8,7 +8,7 @@ with them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -26,19 +26,24 @@ from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
 from slipstream.speculate.draft_inputs import prepare_next_pass
-from slipstream.speculate.draft_notes import DraftNotes
 from slipstream.speculate.rejection import DRAFT_NOISE
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, Int32s, Needs, TargetAttention
+from slipstream.speculate.speculator import (
+    DraftBatch,
+    DraftRows,
+    DrawnFrom,
+    Follower,
+    GraphSetting,
+    Int32s,
+    TargetAttention,
+)
 
 
 class AutoRegressiveSpeculator(ABC):
-    needs: ClassVar[Needs] = Needs(own_keys=True)
     # How many slots before a token's own its keys lie: 1 where a token is paired with the hidden state before it.
     slots_before: ClassVar[int] = 0
     shares_states: bool = False
-    follows: bool = False
-    notes: DraftNotes | None = None
-    draft_columns: Tensor | None = None
+    follower: Follower | None = None
+    draft_columns: Tensor | None = None  # see ``DrawnFrom``
 
     def __init__(self, config: EngineConfig, device: Device, caches: CacheGroups, rows: DraftRows) -> None:
         speculative = config.speculative
@@ -103,18 +108,6 @@ class AutoRegressiveSpeculator(ABC):
         """The first pass: [padded_tokens, hidden]."""
 
     @abstractmethod
-    def follow(self, batch: DraftBatch) -> None:
-        """In place of a first pass, where nothing is drafted."""
-
-    @abstractmethod
-    def note(self, batch: DraftBatch) -> None:
-        """In place of that, where ``notes`` are taken."""
-
-    @abstractmethod
-    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
-        """What was not done for notes' sake."""
-
-    @abstractmethod
     def _next(
         self, idx: int, num_drafts: int, input_ids: Tensor, left: Tensor | None, context: AttentionContext
     ) -> Tensor:
@@ -161,11 +154,13 @@ class AutoRegressiveSpeculator(ABC):
         lengths = (self._query_lens, self._seq_lens, self._last_indices, self._draft_positions)
         return (*tokens, *lengths, self._seq_starts, self._first_slots, self._block_table, self._draft_ids)
 
-    def init_graphs(self, setting: GraphSetting) -> None:
+    def init_graphs(self, setting: GraphSetting) -> Callable[[], bool]:
         self._graphs = DraftGraphs(self, setting)
+        return self._graphs.capture_one_more
 
-    def capture_one_more(self) -> bool:
-        return self._graphs is not None and self._graphs.capture_one_more()
+    @property
+    def drawn_from(self) -> DrawnFrom | None:
+        return None if self.draft_logits is None else DrawnFrom(self.draft_logits, self.draft_columns)
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         self.choose_first(batch, self.forward(self.first_ids(batch), self.first_context(batch)), noise)
@@ -173,10 +168,6 @@ class AutoRegressiveSpeculator(ABC):
 
     def run(self, batch: DraftBatch, noise: bool) -> Tensor:
         return self.propose(batch, noise) if self._graphs is None else self._graphs.run(batch, noise)
-
-    def run_follow(self, batch: DraftBatch) -> None:
-        if self._graphs is None or not self._graphs.follow(batch):
-            self.follow(batch)
 
     def choose_first(self, batch: DraftBatch, hidden: Tensor, noise: bool) -> None:
         self._choose(batch, 0, self._chosen(hidden, self._last_indices[: batch.padded_reqs]), noise)

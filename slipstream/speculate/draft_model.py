@@ -38,6 +38,8 @@ class Model(Protocol):
 
 
 class DraftModelSpeculator(AutoRegressiveSpeculator):
+    """It needs no more than tokens. Those it has missed it goes over when it is asked again: nothing to follow."""
+
     def __init__(
         self, config: EngineConfig, device: Device, model: Model, caches: CacheGroups, rows: DraftRows
     ) -> None:
@@ -79,14 +81,6 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)
-
-    def follow(self, batch: DraftBatch) -> None:
-        """Nothing: it needs no more than tokens, and goes over those it has missed when it is asked again."""
-
-    note = follow
-
-    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
-        pass
 
     def _next(
         self, idx: int, num_drafts: int, input_ids: Tensor, left: Tensor | None, context: AttentionContext

@@ -21,11 +21,10 @@ from slipstream.kernels.triton_jit import (
     tl,
     wait_for_last,
 )
+from slipstream.speculate.methods.heads import NUM_NOTED_STEPS
 
 if TYPE_CHECKING:
     from slipstream.speculate.speculator import DraftRows
-
-NUM_NOTED_STEPS = 16  # at most; a power of two
 
 
 class DraftNotes:

@@ -31,6 +31,7 @@ from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
 from slipstream.speculate.draft_notes import DraftNotes
+from slipstream.speculate.head_follower import HeadFollower
 from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, TargetAttention
 
 
@@ -60,7 +61,6 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     def __init__(self, config: EngineConfig, device: Device, head: Head, caches: CacheGroups, rows: DraftRows) -> None:
         super().__init__(config, device, caches, rows)
         self._head = head
-        self.follows = config.scheduler.drafter_follows
         place, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
         layers = head.taps or (NORMED,)
         width = len(layers) * size
@@ -78,8 +78,11 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         kept, sizes = TokenStates(self._size), CacheSizes.of(config)
         self._kept = [allocate(kept, sizes, place)[0].flatten(0, 1) for _ in range(self._num_modules - 1)]
         is_recorded = CUDAGraphMode(config.cudagraph_mode).decode_mode() is CUDAGraphMode.FULL
-        if self.follows and is_recorded and self._num_modules == 1 and head.keeps_keys_alone:
-            self.notes = DraftNotes(limits.max_num_seqs, width, self._dtype, place)
+        self.notes: DraftNotes | None = None
+        if config.scheduler.needs.follows:
+            self.follower = HeadFollower(self)
+            if is_recorded and self._num_modules == 1 and head.keeps_keys_alone:
+                self.notes = DraftNotes(limits.max_num_seqs, width, self._dtype, place)
         self._slots_before = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64, device=place)
 
     def _num_columns(self, config: EngineConfig) -> int:
@@ -148,6 +151,9 @@ class EagleSpeculator(AutoRegressiveSpeculator):
             hidden = self._head.combine(self._features[: input_ids.shape[0]])
             self._head.write_keys(input_ids, hidden, context)
 
+    def replay_first_pass(self, batch: DraftBatch) -> bool:
+        return self._graphs is not None and self._graphs.follow(batch)
+
     def note(self, batch: DraftBatch) -> None:
         assert self.notes is not None
         step, num_reqs = batch.step, batch.padded_reqs
@@ -155,7 +161,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         features = self._features[:num_reqs]
         self.notes.add(batch.rows, self._rows, step.positions, step.attention.slot_mapping, features)
 
-    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
+    def follow_notes(self, padded_reqs: int, num_steps: int) -> None:
         assert self.notes is not None
         notes, n = self.notes, num_steps * padded_reqs
         context = self.caches.begin(StepTokens(notes.positions[:n], notes.slots[:n], None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +16,8 @@ from slipstream.device.interface import Device, GraphPool
 from slipstream.graphs.descriptor import AttentionStatePair, BatchExecutionDescriptor
 from slipstream.graphs.manager import GraphMemory
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.speculate.draft_notes import DraftNotes
 
 Int32s = npt.NDArray[np.int32]
-
-
-class Needs(NamedTuple):
-    """What a drafter wants of the engine."""
-
-    # It keeps keys and values of its own under the target's page ids: pages reach as far as its drafts, and one that a
-    # request without drafts has filled is of no use to a request with them.
-    own_keys: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +149,48 @@ class GraphSetting(NamedTuple):
     states: Callable[[BatchExecutionDescriptor], AttentionStatePair | None]
 
 
-class Speculator(Protocol):
-    needs: ClassVar[Needs]
-    # What the drafts were drawn from, for speculative sampling; None where the drafter is certain of each.
-    draft_logits: Tensor | None  # [num_rows, k, draft_vocab] float32
-    # Which column of those each token of the target has; -1: none. None where they are the first so many tokens.
-    draft_columns: Tensor | None  # [vocab] int32
+class DrawnFrom(NamedTuple):
+    """What drafts were drawn from, for speculative sampling."""
 
-    # Whether it is to be shown the tokens of steps that it makes no drafts behind.
-    follows: bool
+    logits: Tensor  # [num_rows, k, draft_vocab] float32
+    # [vocab] int32: which column of those each token of the target has; -1: none. None: they are the first so many.
+    columns: Tensor | None = None
+
+
+class Follower(Protocol):
+    """How a drafter keeps up with steps that propose nothing, so that its next proposal is as good as any."""
+
+    def begin_step(self, batch: object, graph: BatchExecutionDescriptor | None) -> None:
+        """Before every step, whatever comes after it.
+
+        A batch that comes again is the same object. ``graph``: the recording that does all of the step and proposes
+        nothing; None if something else runs.
+        """
+        ...
+
+    def record(self, batch: DraftBatch, graph: BatchExecutionDescriptor, *, warmup: bool) -> None:
+        """In that recording, after the commit. Launches only."""
+        ...
+
+    def run(self, batch: DraftBatch) -> None:
+        """The same, outside of a step's graph."""
+        ...
+
+    def settle(self) -> None:
+        """Put nothing off any longer: recordings are about to run over padding."""
+        ...
+
+
+class Speculator(Protocol):
+    @property
+    def drawn_from(self) -> DrawnFrom | None:
+        """None where the drafter is certain of each draft."""
+        ...
+
+    @property
+    def follower(self) -> Follower | None:
+        """None where steps that propose nothing do not concern it."""
+        ...
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         """Where the target is to leave its residual stream, by number of layers: [num_tokens, hidden] each."""
@@ -175,9 +199,8 @@ class Speculator(Protocol):
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         """Drafts for every request, [padded_reqs, batch.num_drafts] int32, -1 where there is none.
 
-        Reads the rows' lengths on the device.
-
-        Launches only, so that a step's graph can hold it. Without ``noise`` every request is greedy.
+        Reads the rows' lengths on the device. Launches only, so that a step's graph can hold it. Without ``noise``
+        every request is greedy.
         """
         ...
 
@@ -185,74 +208,42 @@ class Speculator(Protocol):
         """The same, outside of a step's graph: through graphs of its own where it has any."""
         ...
 
-    def follow(self, batch: DraftBatch) -> None:
-        """In place of a proposal: keep up with the step's tokens, so that the next proposal is as good as any.
-
-        Launches only, as a proposal.
-        """
-        ...
-
-    def run_follow(self, batch: DraftBatch) -> None:
-        """The same, outside of a step's graph."""
-        ...
-
-    # Recorded steps leave notes, where following them can wait; None where it cannot.
-    notes: DraftNotes | None
-
-    def note(self, batch: DraftBatch) -> None:
-        """In place of ``follow``, of a step in which every request has one token. Launches only."""
-        ...
-
-    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
-        """Follow the noted steps of so many requests: so many, or fewer, for notes that are not there have no slot.
-
-        Before any other step, and any other batch.
-        """
-        ...
-
     def step_buffers(self) -> tuple[Tensor, ...]:
         """Memory that every proposal fills anew. Debug runs poison it before."""
         ...
 
-    def init_graphs(self, setting: GraphSetting) -> None:
-        """Prepare graphs for ``run``. None is recorded before there is time for it."""
-        ...
+    def init_graphs(self, setting: GraphSetting) -> Callable[[], bool] | None:
+        """Prepare graphs for ``run``; gives what records one that is missing, and says whether one was.
 
-    def capture_one_more(self) -> bool:
-        """Record a graph that is missing; False if none is."""
+        None is recorded before there is time for it.
+        """
         ...
 
 
 class NoSpeculator:
-    """Drafts nothing: plain decoding is the same path with k = 0."""
+    """Drafts nothing: plain decoding is the same path with k = 0. A base for drafters that keep nothing."""
 
-    needs: ClassVar[Needs] = Needs(own_keys=False)
-    draft_logits: Tensor | None = None
-    draft_columns: Tensor | None = None
-    follows: bool = False
+    drawn_from: DrawnFrom | None = None
+    follower: Follower | None = None
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         return {}
 
-    def follow(self, batch: DraftBatch) -> None:
-        pass
-
-    run_follow = note = follow
-    notes: DraftNotes | None = None
-
-    def catch_up(self, padded_reqs: int, num_steps: int) -> None:
-        pass
-
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         return batch.rows.new_empty(batch.rows.shape[0], 0)
 
-    run = propose
+    def run(self, batch: DraftBatch, noise: bool) -> Tensor:
+        return self.propose(batch, noise)
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         return ()
 
-    def init_graphs(self, setting: GraphSetting) -> None:
-        pass
+    def init_graphs(self, setting: GraphSetting) -> Callable[[], bool] | None:
+        return None
 
-    def capture_one_more(self) -> bool:
-        return False
+
+MakeSpeculator = Callable[[DraftRows], Speculator]
+
+
+def draft_nothing(rows: DraftRows) -> Speculator:
+    return NoSpeculator()

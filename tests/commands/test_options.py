@@ -10,6 +10,7 @@ from slipstream import cli
 from slipstream.commands.options import with_options
 from slipstream.config import EngineOptions
 from slipstream.sampling_params import PARAMETERS
+from slipstream.speculate.options import fill_help
 
 
 def flags_of(command: str) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def test_every_engine_option_is_there(command: str) -> None:
         assert flag(option.name) in known
         own = command == "bench" and option.name == "model"
         if not own and not (command != "bench" and option.name == "seed"):
-            assert known[flag(option.name)].help == option.metadata["help"]
+            assert known[flag(option.name)].help == fill_help(option.metadata["help"])
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -45,7 +46,7 @@ def test_speculation_is_said_alike_everywhere(command: str) -> None:
     known = flags_of(command)
     for name in ("--speculate", "--k", "--draft-model", "--speculative-config"):
         assert known[name].default is None
-        assert known[name].help == {flag(f.name): f.metadata["help"] for f in fields(EngineOptions)}[name]
+        assert known[name].help == {flag(f.name): fill_help(f.metadata["help"]) for f in fields(EngineOptions)}[name]
     assert known["--speculative-config"].metavar == "JSON"
     assert known["--speculate"].secondary_opts == []
     assert ("--max-k" in known) == (command in ("generate", "chat"))

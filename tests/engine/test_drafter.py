@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.config import EngineOptions, NetworkSize
-from slipstream.engine.drafter import open_drafter
 from slipstream.models.load import Placement
 from slipstream.models.weights import open_checkpoint
+from slipstream.speculate.method import TargetFiles
+from slipstream.speculate.options import read_speculation
+from slipstream.speculate.registry import find_method
 from tests import tiny_models
 from tests.models import tiny_heads
 from tests.models.tiny_heads import HIDDEN, NUM_LAYERS, VOCAB, Case
@@ -70,8 +72,11 @@ def test_what_the_file_brings_is_counted(name: str, target: Path, tmp_path: Path
     options = options_of(name, target, tmp_path)
     checkpoint = open_checkpoint(Path(options.model))
     placement = Placement(torch.device("cpu"), torch.float64)
-    drafter = open_drafter(options, checkpoint.config, checkpoint, checkpoint.tokenizer(), placement)
-    assert drafter is not None
+    files = TargetFiles(checkpoint.config, checkpoint, checkpoint.tokenizer(), placement)
+    speculative = read_speculation(options)
+    assert speculative is not None
+    drafter = find_method(method).open(speculative, files)
+    assert drafter.model is not None
     may_miss = (
         "embed_tokens.weight",
         "fc.bias",

@@ -20,6 +20,7 @@ def dense_attention(
     scale: float,
     window: int,
     seq_starts: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """As ``paged_attention``, whatever the type of its arguments."""
     _, _, num_kv_heads, page_size, head_dim = kv_cache.shape
@@ -27,7 +28,10 @@ def dense_attention(
     out = torch.zeros(q.shape, dtype=torch.float64)
     for i, (num_query, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         for j in range(num_query if seq_len else 0):
-            slots = torch.tensor(seen_slots(seq_len - num_query + j, first_slots[i], window), dtype=torch.int64)
+            slots = torch.tensor(
+                seen_slots(seq_len - num_query + j if causal else seq_len - 1, first_slots[i], window),
+                dtype=torch.int64,
+            )
             if len(slots) == 0:
                 continue
             pages, offsets = block_table[i, slots // page_size].long(), slots % page_size

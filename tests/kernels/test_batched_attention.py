@@ -29,6 +29,7 @@ PAGE = 4
     in_place=st.booleans(),
     # How far before each request's end its first slot is; behind it if negative.
     starts_at=st.none() | st.lists(st.sampled_from([-2, 0, 1, 3, 4, 7, 10, 60, 500]), min_size=8, max_size=8),
+    causal=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_equals_the_definition(
@@ -39,10 +40,12 @@ def test_equals_the_definition(
     dead: bool,
     in_place: bool,
     starts_at: list[int] | None,
+    causal: bool,
     seed: int,
 ) -> None:
     """Any mix of query lengths, bounds above the truth, rows that do not run, NaN in every unwritten slot."""
     torch.manual_seed(seed)
+    window = window if causal else 0
     in_place = in_place and native.library() is not None
     dtype = torch.float32 if in_place else torch.float64
     num_heads, num_kv_heads = heads
@@ -65,7 +68,8 @@ def test_equals_the_definition(
     if starts_at is not None:
         first_slots = (torch.tensor(seq_lens) - torch.tensor(starts_at[:n])).clamp(min=0).int()
         plant_nan(cache, page_ids, first_slots)
-        hide_queries(q, starts, query_lens, torch.tensor(seq_lens), first_slots)
+        if causal:
+            hide_queries(q, starts, query_lens, torch.tensor(seq_lens), first_slots)
     common = CommonAttentionMetadata(
         num_reqs=n,
         num_actual_tokens=len(q),
@@ -78,15 +82,16 @@ def test_equals_the_definition(
         block_table=page_ids,
         slot_mapping=torch.empty(0),
         seq_starts=first_slots,
+        is_causal=causal,
     )
     backend = CpuBackend(PAGE, in_place, head_dim)
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
     out = backend.run(layer, q, cache, backend.build(common))
     tables = (starts, query_lens, exact, page_ids, 0.3, window)
     if first_slots is None:
-        expected = paged_attention(q, cache, *tables)
+        expected = paged_attention(q, cache, *tables, causal=causal)
     else:
-        expected = dense_attention(q, cache, *tables, first_slots).to(dtype)
+        expected = dense_attention(q, cache, *tables, first_slots, causal).to(dtype)
         assert out.isfinite().all(), "dead tokens and rows too"
     owner = torch.repeat_interleave(torch.arange(n), starts.diff())
     alive = (exact[owner] > 0) & (torch.arange(len(q)) - starts[owner] < query_lens[owner])

@@ -223,6 +223,7 @@ class _Shape(NamedTuple):
     spare_tokens: int = 0
     num_dead: tuple[int, ...] = ()  # of each request's query tokens, the last so many are not alive
     seq_starts: tuple[int, ...] = ()  # what lies before is no number
+    causal: bool = True
 
 
 _ATTENTION = {
@@ -267,6 +268,11 @@ _ATTENTION = {
         [1, 40, 1, 150, 3], [90, 100, 3, 200, 3], num_padding=1, spare_tokens=2, seq_starts=(64, 77, 2, 128, 3)
     ),
     "mixed-window-starts": _Shape([30, 1, 64], [200, 150, 64], window=33, seq_starts=(180, 100, 40)),
+    # All query tokens of a request see each other.
+    "verify-block": _Shape([4] * 4, [4, 129, 600, 66], query_len=4, heads=6, num_dead=(0, 1, 0, 2), causal=False),
+    "verify-block-starts": _Shape([5] * 3, [5, 300, 70], query_len=5, seq_starts=(0, 270, 64), causal=False),
+    "verify-too-many-rows-block": _Shape([17, 17], [90, 200], query_len=17, heads=8, kv_heads=1, causal=False),
+    "mixed-block": _Shape([1, 40, 5, 150, 3], [90, 100, 5, 200, 0], num_padding=1, spare_tokens=2, causal=False),
     "mixed-wide-head-starts": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=128, seq_starts=(68, 4)),
 }
 
@@ -309,6 +315,7 @@ def _attention() -> Iterator[Case]:
                 "window": s.window,
                 "query_len": s.query_len,
                 "seq_starts": seq_starts,
+                "causal": s.causal,
             }
 
         yield Case(f"attention-{name}", triton_attention, args)

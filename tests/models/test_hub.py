@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import EngineOptions, speculation_of
+from slipstream.config import EngineOptions
+from slipstream.engine.find_models import resolve_models
 from slipstream.errors import ModelError
-from slipstream.models.hub import ALIASES, DEFAULT_MODEL, list_models, resolve_model, resolve_models
+from slipstream.models.hub import ALIASES, DEFAULT_MODEL, list_models, resolve_model
+from slipstream.speculate.options import read_speculation
 
 from .fake_index import CONTENT, FakeIndex, count_hashes, fake_pip
 
@@ -204,7 +206,7 @@ def test_a_head_is_looked_for_as_one(
         asked[name] = is_head
         return tmp_path / name
 
-    monkeypatch.setattr("slipstream.models.hub.resolve_model", resolve)
+    monkeypatch.setattr("slipstream.engine.find_models.resolve_model", resolve)
     resolve_models(EngineOptions(model="target", speculative_config={"method": method, "model": "org/head"}))
     assert asked == {"target": False, "org/head": is_head}
 
@@ -389,7 +391,7 @@ def test_the_draft_model_is_found_too(tmp_path: Path, monkeypatch: pytest.Monkey
     before = EngineOptions(model="~/target", **words)
     options = resolve_models(before)
     assert options.model == str(tmp_path / "target")
-    speculative, wanted = speculation_of(options), speculation_of(before)
+    speculative, wanted = read_speculation(options), read_speculation(before)
     assert speculative is not None and wanted is not None
     assert speculative == replace(wanted, model=str(tmp_path / "draft"))
 

@@ -15,6 +15,7 @@ from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.pages import PagePool, page_hashes
 from slipstream.scheduler.scheduler import Scheduler
+from slipstream.speculative_config import Needs
 from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepPlan, StepResult
 
 PARAMS = SamplingParams(temperature=0.0, seed=0)
@@ -37,7 +38,7 @@ def make(
         prefix_caching=caching,
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if own_keys else 0,
-        drafts_in_pages=own_keys,
+        needs=Needs(own_keys=own_keys),
         exact_lengths=exact_lengths,
         least_saved=1,
     )
@@ -448,7 +449,7 @@ class Wanted(FixedLength):
 
 def test_steps_check_what_was_made_and_make_what_is_wanted() -> None:
     """A drafter with keys of its own is shown every prompt, even where no drafts are wanted."""
-    config = SchedulerConfig(4, 32, 16, 64, num_drafts=5, num_draft_slots=5, drafts_in_pages=True)
+    config = SchedulerConfig(4, 32, 16, 64, num_drafts=5, num_draft_slots=5, needs=Needs(own_keys=True))
     length = Wanted(5, 0)
     scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), length)
     scheduler.add(request("a", 4, 40))
@@ -486,8 +487,7 @@ def test_behind_a_step_with_prompts_as_many_are_made_as_there_is_a_graph_for(
         *(4, 32, 16, 64),
         num_drafts=5,
         num_draft_slots=5,
-        drafts_in_pages=own_keys,
-        drafter_follows=follows,
+        needs=Needs(own_keys=own_keys, follows=follows),
         drafts_beside_prompts=3,
     )
     scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), Wanted(5, wanted))

@@ -206,21 +206,21 @@ MUTATIONS = [
     ),
     Mutation(
         "drafts: no pages for them",
-        "scheduler/scheduler.py",
+        "scheduler/draft_ledger.py",
         "state.num_ahead = self._config.num_drafts + self._config.num_draft_slots",
         "state.num_ahead = self._config.num_draft_slots",
     ),
     Mutation(
         "drafts: no pages for what the drafter writes behind them",
-        "scheduler/scheduler.py",
+        "scheduler/draft_ledger.py",
         "state.num_ahead = self._config.num_drafts + self._config.num_draft_slots",
         "state.num_ahead = self._config.num_drafts",
     ),
     Mutation(
         "drafts: pages without the drafter's keys are found",
-        "scheduler/scheduler.py",
-        "draft_start = state.num_computed if state.has_draft_gap else 0",
-        "draft_start = 0",
+        "scheduler/draft_ledger.py",
+        "return state.num_computed if state.has_draft_gap else 0",
+        "return 0",
     ),
     Mutation(
         "drafts: more of them than there are places",
@@ -287,7 +287,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lengths: pages of tokens that the drafter has missed count as his",
-        "scheduler/scheduler.py",
+        "scheduler/draft_ledger.py",
         "for state in states:\n                state.has_draft_gap = True",
         "pass",
     ),
@@ -300,7 +300,7 @@ MUTATIONS = [
     Mutation(
         "following: a launched step without drafts is not shown to the head",
         "runner/step_graphs.py",
-        "program.speculator.run_follow(drafted)",
+        "self._follower.run(drafted)",
         "pass",
     ),
     Mutation(
@@ -311,8 +311,8 @@ MUTATIONS = [
     ),
     Mutation(
         "notes: the head drafts without having read them",
-        "runner/step_graphs.py",
-        "self._program.speculator.catch_up(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))",
+        "speculate/head_follower.py",
+        "self._head.follow_notes(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))",
         "pass",
     ),
     Mutation(
@@ -437,9 +437,9 @@ MUTATIONS = [
     ),
     Mutation(
         "heads: a page is found whatever token comes behind it",
-        "scheduler/scheduler.py",
-        "num_behind = int(config.drafts_look_ahead)",
-        "num_behind = 0",
+        "scheduler/draft_ledger.py",
+        "return int(self._config.needs.looks_ahead)",
+        "return 0",
     ),
     Mutation(
         "heads: a chunk ends without the token behind it",

@@ -18,7 +18,7 @@ import torch
 
 from slipstream.attention.backend import AttentionBackend
 from slipstream.attention.choice import open_caches
-from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, speculation_of
+from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions
 from slipstream.device.sim import SimDevice
 from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
@@ -29,6 +29,7 @@ from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
+from slipstream.speculate.options import read_speculation
 from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
 from slipstream.types import (
     Composition,
@@ -360,11 +361,11 @@ class World:
                 assert job.finished, f"{job.request.request_id} never finished"
 
     def resolve(self) -> EngineConfig:
-        speculative = speculation_of(self.options)
+        speculative = read_speculation(self.options)
         draft = None
         if speculative is not None and speculative.method != "ngram":
             draft = DraftModel(MODEL_CONFIG)
-            if speculative.takes_hidden_states:
+            if speculative.needs.looks_ahead:
                 draft = DraftModel(self.head.config, num_modules=self.head.num_modules)
         model = RECURRENT_CONFIG if self.is_recurrent else MODEL_CONFIG
         return resolve(self.options, self.device.hardware("float64"), model, draft=draft)
@@ -386,7 +387,7 @@ class World:
                 self._backends.append(own_backend)
                 assert config.draft_model is not None
                 own = open_caches(config, config.draft_model, device, attention=own_backend)
-                if config.speculative.takes_hidden_states:
+                if config.speculative.needs.looks_ahead:
                     head = HashHead(max_len, device.torch_device, self.num_used, self.head)
                     return EagleSpeculator(config, device, head, own, rows)
                 drafter = HashModel(max_len, device.torch_device, self.num_used, guesses=True)
@@ -398,8 +399,8 @@ class World:
             runner = Runner(config, device, model, caches, make_speculator, on_cost)
         core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
         collect = core.scheduler.collect
-        goes_over_all = config.speculative is not None and config.speculative.takes_hidden_states
-        follows = config.scheduler.drafter_follows
+        goes_over_all = config.speculative is not None and config.speculative.needs.looks_ahead
+        follows = config.scheduler.needs.follows
 
         def collect_and_keep(result: StepResult) -> list[TokenUpdate]:
             self._collected = {
@@ -457,10 +458,10 @@ class World:
             assert scheduled.num_drafts == speculative.num_drafts, f"{update.request_id}: no places for drafts"
         room = min(most, request.max_total_tokens - len(known) - 1, drafted.num_before, scheduled.num_drafts)
         if speculative.method == "ngram":
-            drafts = expected_continuation(known, room, speculative.min_match, speculative.max_match)
+            drafts = expected_continuation(known, room, *speculative.settings.values())
         else:
             draft_ids, num_modules, start = None, 1, drafted.start_before
-            if speculative.takes_hidden_states:  # which tell all of what was before
+            if speculative.needs.looks_ahead:  # which tell all of what was before
                 draft_ids, num_modules, start = (
                     self.head.draft_ids,
                     min(self.head.num_modules, speculative.num_drafts),

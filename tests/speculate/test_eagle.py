@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from slipstream.config import EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
+from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.scheduler.draft_length import FixedLength
 from slipstream.speculate.eagle import EagleSpeculator
+from slipstream.speculate.head_follower import HeadFollower
 from tests import tiny_models
 from tests.engine.drive import make_request
 from tests.models import tiny_heads
@@ -139,8 +141,10 @@ def test_a_head_that_makes_no_drafts_keeps_up(
             ends |= {state.request.request_id: list(state.token_ids) for state in core.scheduler.running}
         assert (core.stats.num_draft_tokens > 0) is (length > 0)
         assert isinstance(core.runner.speculator, EagleSpeculator)
+        follower = core.runner.speculator.follower
+        assert isinstance(follower, HeadFollower)
         with core.runner.device.use_stream(core.runner.device.compute_stream), torch.inference_mode():
-            core.runner.graphs.catch_up()
+            follower.catch_up()
         caches = core.runner.speculator.caches.paged_memory()
         num_kept = min(map(len, ends.values())) - 6  # behind them may stand what was drafted
         drafting = core.runner.rows.drafting
@@ -167,14 +171,19 @@ def test_what_is_recorded_later_writes_no_old_notes(written: Any, monkeypatch: p
     core = maker(folder)(speculative_config=config, **options).core
     graphs, device, speculator = core.runner.graphs, core.runner.device, core.runner.speculator
     assert isinstance(speculator, EagleSpeculator)
+    follower = speculator.follower
+    assert isinstance(follower, HeadFollower)
+
+    def leaves_notes(desc: BatchExecutionDescriptor) -> bool:
+        return desc.tier == "fast" and not desc.num_drafts and follower.leaves_notes(desc)
 
     def are_missing(*num_reqs: int) -> bool:
-        missing = {desc.num_reqs for desc in graphs._manager._missing if graphs._leaves_notes(desc)}
+        missing = {desc.num_reqs for desc in graphs._manager._missing if leaves_notes(desc)}
         return not missing.isdisjoint(num_reqs)
 
     def kept() -> list[torch.Tensor]:
         with device.use_stream(device.compute_stream), torch.inference_mode():
-            graphs.catch_up()
+            follower.catch_up()
         with device.sync_guard.allow("build"):
             return [cache.cpu().clone()[:-1] for cache in speculator.caches.paged_memory()]  # the last page is nobody's
 

@@ -11,10 +11,10 @@ import pytest
 from slipstream.device.sim import SimDevice
 from slipstream.engine.build import Engine
 from slipstream.scheduler.draft_length import FixedLength, Lengths
-from slipstream.speculative_config import SpeculativeConfig
 from slipstream.types import Composition
 from tests.engine.drive import make_request
 from tests.sim.world import World
+from tests.speculations import speculation
 
 
 class Unchecked(FixedLength):
@@ -35,7 +35,7 @@ class Unchecked(FixedLength):
 def outcomes(engine: Engine, num_steps: int) -> list[tuple[bool, bool, bool]]:
     """Of every decode: whether there was a draft, whether it was the token, what the device said."""
     core, policy = engine.core, Unchecked()
-    core.scheduler._draft_length = policy
+    core.scheduler.drafts.length = policy
     rows = core.runner.rows
     core.add(make_request("r", [7, 8, 9] * 6, max_tokens=num_steps + 8, ignore_eos=True))
     found = []
@@ -72,7 +72,7 @@ def test_it_is_the_token_that_came(
 )
 def test_whose_drafts_have_noise_of_their_own_has_them_checked(method: Any, verify: Any, foresees: bool) -> None:
     """Speculative sampling accepts more than is equal; what a lookup finds has no noise."""
-    assert SpeculativeConfig(method, 3, verify=verify, adaptive=True).foresees is foresees
+    assert speculation(method, 3, verify=verify, adaptive=True).foresees is foresees
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
@@ -87,7 +87,7 @@ def test_with_forced_acceptance_it_is_whatever_is_forced(mode: str, rate: float)
     core = world._build(world.resolve())
     while core.use_idle_time():
         pass
-    policy = core.scheduler._draft_length = Unchecked()
+    policy = core.scheduler.drafts.length = Unchecked()
     core.add(make_request("r", [7, 8, 9] * 6, max_tokens=30, ignore_eos=True))
     num_said = num_drafts = 0
     while core.has_work:

@@ -15,13 +15,13 @@ from slipstream.engine.build import Engine, decide_draft_length
 from slipstream.runner.program import StepProgram
 from slipstream.scheduler.acceptance import Judged
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
-from slipstream.scheduler.rehearsal import NgramRehearsal
 from slipstream.scheduler.step_costs import StepCosts
+from slipstream.speculate.ngram_rehearsal import NgramRehearsal
 from slipstream.speculate.speculator import DraftBatch
-from slipstream.speculative_config import SpeculativeConfig
 from slipstream.types import Composition
 from tests.engine.drive import make_request
 from tests.speculate.test_ngram_search import oracle
+from tests.speculations import speculation
 
 CHOICES = (0, 1, 2, 3, 5, 7)
 
@@ -44,7 +44,7 @@ def test_each_draft_is_judged_by_the_tokens_behind_it(
 ) -> None:
     """A token at a time: drafts follow each other, and each is what a search through everything finds."""
     allowed = min(allowed, k)
-    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", k, min_match=min_match, max_match=5, adaptive=True), 1)
+    rehearsal = NgramRehearsal(speculation("ngram", k, settings={"prompt_lookup_min": min_match}, adaptive=True), 1)
     known = text[:prompt_len]
     rehearsal.move_in(0, known, allowed)
     assert judge_one(rehearsal) == (0, 0, 0), "nothing has come"
@@ -95,7 +95,7 @@ def test_who_has_no_drafts_gains_nothing_by_them_and_says_nothing_of_others() ->
 
 
 def test_what_has_not_come_true_yet_is_forgotten_when_drafts_are_checked() -> None:
-    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), 1)
+    rehearsal = NgramRehearsal(speculation("ngram", 3, adaptive=True), 1)
     known = [5, 6] * 5
     rehearsal.move_in(0, known, 3)
     judge_one(rehearsal)
@@ -113,7 +113,7 @@ def test_what_has_not_come_true_yet_is_forgotten_when_drafts_are_checked() -> No
 def test_of_a_large_batch_everybody_has_a_turn(nums_reqs: tuple[int, ...]) -> None:
     """Also where the batch has another size each time. Each is judged by a text of its own."""
     most = max(nums_reqs)
-    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), most)
+    rehearsal = NgramRehearsal(speculation("ngram", 3, adaptive=True), most)
     texts = [[100 * row, 100 * row + 1] * 5 for row in range(most)]
     for row, text in enumerate(texts):
         rehearsal.move_in(row, text, 3)
@@ -133,7 +133,7 @@ def test_of_a_large_batch_everybody_has_a_turn(nums_reqs: tuple[int, ...]) -> No
 
 
 def test_a_step_reads_one_long_text_and_not_four() -> None:
-    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 3, adaptive=True), 4)
+    rehearsal = NgramRehearsal(speculation("ngram", 3, adaptive=True), 4)
     texts = [[row] * 10_000 for row in range(4)]
     for row, text in enumerate(texts):
         rehearsal.move_in(row, text, 3)
@@ -152,7 +152,7 @@ class Writer:
         costs = StepCosts(in_graphs=True)
         for k in CHOICES:
             costs.record(num_reqs, k, 1.0 + each * k)
-        config = SpeculativeConfig("ngram", 7, adaptive=True)
+        config = speculation("ngram", 7, adaptive=True)
         self.policy = AdaptiveLength(CHOICES, 5, num_reqs, costs, True, NgramRehearsal(config, num_reqs))
         self.known: list[int] = [1]
         self._num_reqs, self._made = num_reqs, 0
@@ -235,9 +235,9 @@ def test_only_drafts_from_the_text_are_rehearsed(make_engine: Callable[..., Engi
     engine = make_engine(speculative_config={"method": "ngram", **adaptive})
     policy, _ = decide_draft_length(engine.config, engine.core.runner.caches.caps)
     assert isinstance(policy, AdaptiveLength) and isinstance(policy._rehearsal, NgramRehearsal)
-    assert SpeculativeConfig("ngram", 3, verify="rejection").depends_on_text_alone
-    assert not SpeculativeConfig("ngram", 3, verify="synthetic").depends_on_text_alone
-    assert not SpeculativeConfig("draft_model", 3).depends_on_text_alone
+    assert speculation("ngram", 3, verify="rejection").depends_on_text_alone
+    assert not speculation("ngram", 3, verify="synthetic").depends_on_text_alone
+    assert not speculation("draft_model", 3).depends_on_text_alone
 
 
 def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
@@ -245,7 +245,7 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
 ) -> None:
     adaptive = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config=adaptive, steps_in_flight=2)
-    core, policy = engine.core, engine.core.scheduler._draft_length
+    core, policy = engine.core, engine.core.scheduler.drafts.length
     assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.num_made(1) == 3
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
@@ -292,7 +292,7 @@ def test_a_beginning_says_nothing_of_what_its_drafts_will_cost() -> None:
     costs = StepCosts(in_graphs=False)
     for k in CHOICES:
         costs.record(1, k, 1.0 + 0.1 * k)
-    policy = AdaptiveLength(CHOICES, 5, 1, costs, True, NgramRehearsal(SpeculativeConfig("ngram", 7, adaptive=True), 1))
+    policy = AdaptiveLength(CHOICES, 5, 1, costs, True, NgramRehearsal(speculation("ngram", 7, adaptive=True), 1))
     for _ in range(20):
         policy.took(Composition(("a",), (1,), (0,), (8,), (True,), (7,), 8, 7), 1.7)
         policy.took(Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 7), 1.0)
@@ -306,7 +306,7 @@ def test_a_trial_that_makes_no_more_than_others_is_two_changes_and_not_three(reh
     costs = StepCosts(in_graphs=True)
     for k in CHOICES:
         costs.record(1, k, 1e-3)
-    rehearsal = NgramRehearsal(SpeculativeConfig("ngram", 7, adaptive=True), 1) if rehearses else None
+    rehearsal = NgramRehearsal(speculation("ngram", 7, adaptive=True), 1) if rehearses else None
     policy = AdaptiveLength(CHOICES, 3, 1, costs, True, rehearsal)
     policy.move_in(0, [1], 7)
     policy._rows_of(Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3))
@@ -319,7 +319,7 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
 ) -> None:
     engine = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": True})
     core, made = engine.core, []
-    policy, draft = core.scheduler._draft_length, StepProgram.draft
+    policy, draft = core.scheduler.drafts.length, StepProgram.draft
     assert isinstance(policy, AdaptiveLength)
 
     def watched(self: StepProgram, batch: DraftBatch, *args: Any, **kwargs: Any) -> None:
@@ -336,5 +336,5 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
     seen = set()
     for _ in range(6):
         core.step()
-        seen.add((core.stats.draft_length, core.scheduler._num_made))
+        seen.add((core.stats.draft_length, core.scheduler.drafts.num_made))
     assert seen == {(2, 3)}

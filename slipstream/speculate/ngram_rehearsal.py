@@ -1,18 +1,16 @@
-"""N-gram drafts that nobody makes, tried out on the host against the tokens that came.
-
-An n-gram drafter knows tokens only, and the host has them. So while nothing is drafted, what drafts would be worth can
-be known while the device is busy: no step makes one, none checks one.
-"""
+"""N-gram drafts, tried out on the host: the same search as on the device, one text at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.scheduler.acceptance import Judged
+from slipstream.speculate.methods.ngram import MAX_KEY, MIN_KEY
 from slipstream.speculate.ngram_match import copied, latest_longest_match
+from slipstream.speculate.rehearsal import Judged
 from slipstream.speculative_config import SpeculativeConfig
 
 _AT_ONCE = 4  # texts that are read after a step, about 10 us each while the device is busy
@@ -20,25 +18,28 @@ _MANY_UNREAD = 4096  # tokens, about 0.1 ms: enough for one step
 _ROOM = 256  # tokens beyond a prompt's for which there is room at first
 
 
+class _Search(NamedTuple):
+    min_match: int
+    max_match: int
+    num_drafts: int
+
+
 class NgramRehearsal:
     def __init__(self, config: SpeculativeConfig, num_rows: int) -> None:
-        self._config = config
         self.num_made = config.num_made
+        self._search = _Search(config.settings[MIN_KEY], config.settings[MAX_KEY], config.num_drafts)
         self._texts = [_Text((), 0)] * num_rows
         self._read_at = [0] * num_rows  # when a row had its turn
         self._now = 0
 
     def move_in(self, row: int, token_ids: Sequence[int], num_drafts: int) -> None:
-        """A request's tokens, a list that grows as they are collected, and how many drafts it may have."""
         self._texts[row] = _Text(token_ids, num_drafts)
 
     def forget(self) -> None:
-        """Drafts that are not yet judged: from now on others are checked."""
         for text in self._texts:
             text.draft = None
 
     def judge(self, rows: Sequence[int]) -> list[Judged]:
-        """By the tokens that have come since it was last asked; of a large batch some at a time."""
         if len(rows) > 1:
             rows = sorted(rows, key=self._read_at.__getitem__)[:_AT_ONCE]  # who has waited longest
         said: list[Judged] = []
@@ -49,7 +50,7 @@ class NgramRehearsal:
             num_unread += text.num_unread
             if said and num_unread > _MANY_UNREAD:
                 break  # it is read first the next time
-            said.append(Judged(row, *text.judge(self._config)))
+            said.append(Judged(row, *text.judge(self._search)))
             self._read_at[row] = self._now
         return said
 
@@ -69,7 +70,7 @@ class _Text:
     def num_unread(self) -> int:
         return len(self._source) - self._num_tokens if self._num_drafts else 0
 
-    def judge(self, config: SpeculativeConfig) -> tuple[int, int, int]:
+    def judge(self, search: _Search) -> tuple[int, int, int]:
         """Drafts that had been right when it was last asked, that are right by now, and those that are judged."""
         if not self._num_drafts:
             return 0, 0, 0
@@ -77,22 +78,22 @@ class _Text:
         before = right = self._num_right
         is_wrong = False
         if self.draft is not None:
-            for token_id in self._tokens[self._begin + right : self._num_tokens][: config.num_drafts - right].tolist():
+            for token_id in self._tokens[self._begin + right : self._num_tokens][: search.num_drafts - right].tolist():
                 # A draft that was hoped for and is not there counts as wrong.
                 is_wrong = right == len(self.draft) or self.draft[right] != token_id
                 if is_wrong:
                     break
                 right += 1
         self._num_right = right
-        if self.draft is None or is_wrong or right == config.num_drafts:
-            self.draft = self._drafted(config)
+        if self.draft is None or is_wrong or right == search.num_drafts:
+            self.draft = self._find_draft(search)
             self._begin, self._num_right = self._num_tokens, 0
         return before, right, right + is_wrong
 
-    def _drafted(self, config: SpeculativeConfig) -> list[int]:
-        """What would be drafted behind the last token."""
+    def _find_draft(self, search: _Search) -> list[int]:
+        """What would be drafted after the last token."""
         tokens = self._tokens[: self._num_tokens]
-        end = latest_longest_match(tokens, config.min_match, config.max_match)
+        end = latest_longest_match(tokens, search.min_match, search.max_match)
         return [] if end is None else copied(tokens, end, self._num_drafts)
 
     def _read(self) -> None:

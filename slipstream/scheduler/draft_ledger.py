@@ -1,0 +1,145 @@
+"""The scheduler's books on drafts: how many a step checks and proposes, and which tokens the drafter has not seen.
+
+It knows of the drafter what its method says it needs, and of the number of drafts what the policy decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from slipstream.config import SchedulerConfig
+from slipstream.scheduler.draft_length import DraftLength, FixedLength, Lengths
+from slipstream.scheduler.open_plan import OpenPlan
+from slipstream.scheduler.pages import PagePool
+from slipstream.scheduler.request_state import RequestState
+from slipstream.speculate.host_proposer import HostProposer
+from slipstream.types import HostDraft, StepPlan, StepResult
+
+_CATCH_UP_AT_ONCE = 64  # no step should be much longer than the others
+
+
+class NextDrafts(NamedTuple):
+    """What the drafter does after a step."""
+
+    num_made: int  # drafts of each request, at most
+    num_caught_up: int  # tokens of each that it was not shown and goes over as well, at most
+
+
+class DraftLedger:
+    def __init__(
+        self, config: SchedulerConfig, length: DraftLength | None = None, host: HostProposer | None = None
+    ) -> None:
+        self._config = config
+        self._has_drafts = config.num_drafts > 0
+        # Keys of its own are missing where a step proposes nothing, unless it is shown such steps as well.
+        self._leaves_gaps = config.needs.own_keys and not config.needs.follows
+        self.length = FixedLength(config.num_drafts) if length is None else length
+        self.num_made = 0  # that the newest step proposes, or leaves to the host
+        self._host = host
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def enter(self, state: RequestState) -> None:
+        """A request has come."""
+        if state.request.num_drafts(self._config.num_drafts):
+            state.drafts = True
+            state.num_ahead = self._config.num_drafts + self._config.num_draft_slots
+
+    def move_in(self, state: RequestState, pool: PagePool, cached: Sequence[int]) -> int:
+        """It has a row and begins with cached pages; gives the slot from which on they hold what the drafter keeps."""
+        state.has_draft_gap = not state.drafts or not pool.are_drafted(cached)
+        self.length.move_in(state.row, state.token_ids, state.request.num_drafts(self._config.num_drafts))
+        return state.num_computed if state.has_draft_gap else 0
+
+    def has_all_keys(self, state: RequestState) -> bool:
+        """Whether its pages hold what a drafter keeps of them."""
+        return not (state.has_draft_gap and self._config.needs.own_keys)
+
+    @property
+    def num_next_tokens(self) -> int:
+        """How many tokens after a page its keys depend on."""
+        return int(self._config.needs.looks_ahead)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    @property
+    def num_checked(self) -> int:
+        """Drafts that the next step may check."""
+        return min(self.length.wanted().check, self.num_made)
+
+    def count_checked(self, lengths: Lengths, decodes: Sequence[RequestState]) -> int:
+        """Equally many for all, for then one graph serves the batch; a request with fewer has unused slots.
+
+        What is drafted beyond is left unchecked.
+        """
+        return min(lengths.check, self.num_made) if any(s.drafts for s in decodes) else 0
+
+    def plan_next(
+        self, lengths: Lengths, opened: OpenPlan, decodes: Sequence[RequestState], has_prompts: bool
+    ) -> NextDrafts:
+        """What follows the step that is open."""
+        if not any(s.drafts for s in opened.states):
+            return NextDrafts(0, 0)
+        num_made = self._count_made(lengths.make, has_prompts)
+        return NextDrafts(num_made, self._count_caught_up(opened, decodes) if num_made and not self.num_made else 0)
+
+    def _count_made(self, wanted: int, has_prompts: bool) -> int:
+        # A prompt that the drafter has not seen would leave a gap that nothing closes.
+        if has_prompts and self._leaves_gaps:
+            wanted = max(wanted, 1)
+        if has_prompts and wanted and self._config.drafts_beside_prompts is not None:
+            return self._config.drafts_beside_prompts
+        return wanted
+
+    def _count_caught_up(self, opened: OpenPlan, decodes: Sequence[RequestState]) -> int:
+        """After steps without drafts: tokens that a drafter which needs no more than tokens was not shown, at most.
+
+        Bounds may have been too high at either end; a few tokens more do no harm.
+        """
+        config = self._config
+        if not config.needs.own_keys or config.needs.looks_ahead or not decodes:
+            return 0
+        most = max(state.num_computed - state.drafted_until for state in decodes) + config.num_drafts
+        room = (config.max_num_batched_tokens - opened.num_tokens) // len(opened.states) - 1
+        return max(0, min(most, _CATCH_UP_AT_ONCE, room))
+
+    def launched(self, plan: StepPlan, states: Sequence[RequestState]) -> None:
+        num_made = plan.composition.num_next_drafts
+        if self.num_made and not num_made:
+            for state, bound in zip(states, plan.num_computed_bounds.tolist(), strict=True):
+                state.drafted_until = bound
+        self.num_made = num_made
+        self.length.launched(plan.composition)
+        if self._host is not None:
+            plan.host_drafts = self._propose_on_host(self._host, plan, states)
+
+    @staticmethod
+    def _propose_on_host(host: HostProposer, plan: StepPlan, states: Sequence[RequestState]) -> list[HostDraft]:
+        """From the collected tokens on, over those of the steps in flight, as far as this step checks."""
+        drafts = []
+        for state, num_drafts in zip(states, plan.composition.num_drafts, strict=True):
+            if state.drafts and num_drafts:
+                count = state.num_draws_in_flight - 1 + state.num_drafts_in_flight
+                if token_ids := host.propose(state.request.request_id, state.token_ids, count)[:count]:
+                    drafts.append(HostDraft(state.row, len(state.token_ids), token_ids))
+        return drafts
+
+    def note_gaps(self, plan: StepPlan, states: Sequence[RequestState]) -> None:
+        """Before the tokens of a collected step are taken in."""
+        if self._leaves_gaps and not plan.composition.num_next_drafts:
+            for state in states:
+                state.has_draft_gap = True
+
+    def collected(self, result: StepResult) -> None:
+        if self._has_drafts:
+            self.length.collected(result.plan.composition, result.num_accepted, result.foreseen)
+
+    def use_wait(self) -> None:
+        """While the device is busy."""
+        self.length.look()
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """Of a step that was alone."""
+        if self._has_drafts:
+            self.length.took(plan.composition, seconds)

@@ -1,0 +1,19 @@
+"""A drafter that thinks on the host: a step proposes nothing, for drafts are staged before the one that checks them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig
+from slipstream.device.interface import Device
+from slipstream.speculate.speculator import DraftBatch, NoSpeculator
+
+
+class HostStagedSpeculator(NoSpeculator):
+    def __init__(self, config: EngineConfig, device: Device) -> None:
+        size = (config.scheduler.max_num_seqs, config.num_drafts)
+        self._none = torch.full(size, -1, dtype=torch.int32, device=device.torch_device)
+
+    def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
+        return self._none[: batch.padded_reqs, : batch.num_drafts]

@@ -1,0 +1,57 @@
+"""A second checkpoint that drafts: opened and checked before any weight is read, built when the target is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.attention.choice import open_caches
+from slipstream.config import DraftModel, EngineConfig
+from slipstream.device.interface import Device
+from slipstream.errors import ConfigError
+from slipstream.models.decoder import Decoder
+from slipstream.models.hub import resolve_model
+from slipstream.models.load import build_model, load_weights, measure_model, open_decoder
+from slipstream.models.registry import Architecture, architecture_of
+from slipstream.models.weights import Checkpoint
+from slipstream.speculate.draft_model import DraftModelSpeculator
+from slipstream.speculate.method import TargetFiles
+from slipstream.speculate.speculator import MakeSpeculator
+
+
+@dataclass(frozen=True)
+class DraftModelDrafter:
+    model: DraftModel
+    architecture: Architecture
+    checkpoint: Checkpoint
+
+    def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
+        network = build_model(self.architecture, config, device.torch_device, self.model.config)
+        load_weights(network, self.checkpoint.tensors())
+        network.finish_weights()
+        caches = open_caches(config, self.model.config, device, for_drafter=True)
+        return lambda rows: DraftModelSpeculator(config, device, network, caches, rows)
+
+
+def open_draft_model(model: str, target: TargetFiles) -> DraftModelDrafter:
+    draft = open_decoder(resolve_model(model), target.placement.keep_blocks)
+    if target.tokenizer is None:
+        sizes = [architecture_of(config).read_config(config).vocab_size for config in (target.hf_config, draft.config)]
+        same = sizes[0] == sizes[1]
+    else:
+        other = draft.tokenizer()
+        sizes, same = [target.tokenizer.vocab_size, other.vocab_size], target.tokenizer.agrees_with(other)
+    if not same:
+        raise ConfigError(
+            f"the draft model {model} has another vocabulary than the target ({sizes[1]} tokens, "
+            f"{sizes[0]} there): a draft would mean another text; use a draft model of the same family"
+        )
+    architecture = architecture_of(draft.config)
+    config = architecture.read_config(draft.config)
+    for spec in config.cache_specs:
+        if spec.drafter_refusal:
+            raise ConfigError(
+                f"the draft model {model} {spec.drafter_refusal}; use a draft model with attention alone, or a method "
+                "that needs no model"
+            )
+    size = measure_model(architecture, config, target.placement)
+    return DraftModelDrafter(DraftModel(config, size), architecture, draft)

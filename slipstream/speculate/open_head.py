@@ -1,0 +1,109 @@
+"""Draft heads, opened and checked before any weight is read: a checkpoint of their own, or layers of the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.choice import open_caches
+from slipstream.config import DraftModel, EngineConfig, ModelConfig, NetworkSize
+from slipstream.device.interface import Device
+from slipstream.models.decoder import Decoder, is_mtp_tensor
+from slipstream.models.draft_head import HeadPlan, Kind, build_head, check_num_layers, read_head
+from slipstream.models.head_checkpoint import open_head_checkpoint
+from slipstream.models.hub import resolve_model
+from slipstream.models.load import (
+    Placement,
+    built_under,
+    check_tensors,
+    count_bytes,
+    count_parameters,
+    load_weights,
+    randomize_weights,
+)
+from slipstream.models.mtp_head import mtp_tensors
+from slipstream.models.registry import Architecture, architecture_of
+from slipstream.models.shapes import HEAD_SHAPES
+from slipstream.models.tensor_header import TensorHeader
+from slipstream.models.weights import Checkpoint
+from slipstream.speculate.eagle import EagleSpeculator
+from slipstream.speculate.method import TargetFiles
+from slipstream.speculate.speculator import MakeSpeculator
+
+ReadTensors = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class HeadFiles(NamedTuple):
+    plan: HeadPlan
+    tensors: ReadTensors | None = None  # None: random ones, for benchmarks of a shape
+    headers: Sequence[TensorHeader] | None = None  # of the tensors that the head will be loaded from
+
+
+@dataclass(frozen=True)
+class HeadDrafter:
+    model: DraftModel
+    plan: HeadPlan
+    tensors: ReadTensors | None
+
+    def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
+        with built_under(Placement.of(config, device.torch_device)):
+            head = build_head(self.plan, target, config.scheduler.max_model_len)
+        if self.tensors is None:
+            randomize_weights(head)
+        else:
+            load_weights(head, self.tensors())
+        head.finish_weights()
+        caches = open_caches(config, self.model.config, device, for_drafter=True)
+        return lambda rows: EagleSpeculator(config, device, head, caches, rows)
+
+
+def read_trained_head(model: str, target: TargetFiles, kind: Kind) -> HeadFiles:
+    """A head with a checkpoint of its own, of the kind that the user named; or a bare shape over random weights."""
+    config = _read_target(target)
+    if target.checkpoint is None and model in HEAD_SHAPES:
+        return HeadFiles(read_head(HEAD_SHAPES[model], config))
+    own = open_head_checkpoint(resolve_model(model, is_head=True))
+    return HeadFiles(read_head(own.config, config, kind), own.tensors, own.headers)
+
+
+def read_own_layers(checkpoint: Checkpoint, target: TargetFiles, kind: Kind) -> HeadFiles:
+    """Layers that the target's checkpoint carries after its own."""
+    config = _read_target(target)
+    headers = [header for header in checkpoint.tensor_headers() if is_mtp_tensor(header.name, config.num_layers)]
+
+    def tensors() -> Iterable[tuple[str, Tensor]]:
+        return mtp_tensors(checkpoint.tensors(), config.num_layers)
+
+    return HeadFiles(read_head(target.hf_config, config, kind), tensors, headers)
+
+
+def open_head(files: HeadFiles, target: TargetFiles) -> HeadDrafter:
+    architecture = architecture_of(target.hf_config)
+    model = _describe(files, architecture, _read_target(target), target.placement)
+    return HeadDrafter(model, files.plan, files.tensors)
+
+
+def _read_target(target: TargetFiles) -> ModelConfig:
+    return architecture_of(target.hf_config).read_config(target.hf_config)
+
+
+def _describe(files: HeadFiles, architecture: Architecture, target: ModelConfig, placement: Placement) -> DraftModel:
+    """Checks the headers, where there are any."""
+    plan, headers = files.plan, files.headers
+    if headers is not None:
+        check_num_layers(plan, [header.name for header in headers])
+    with built_under(placement._replace(device=torch.device("meta"))):
+        head = build_head(plan, architecture(target, 1), 1)
+        if headers is not None:
+            check_tensors(head, headers)
+        adopted = head.count_adopted(header.name for header in headers or ())
+        num_params = count_parameters(head) + adopted
+        head.finish_weights(placement.device)
+    # A head may be trained on shorter texts than the target; its rope goes as far as the engine does.
+    config = replace(plan.config, max_position=max(plan.config.max_position, target.max_position))
+    size = NetworkSize(num_params, count_bytes(head) + adopted * placement.dtype.itemsize)
+    return DraftModel(config, size, head.num_modules)
