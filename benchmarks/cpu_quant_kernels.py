@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -104,7 +105,7 @@ def measure(kind: str, shape: tuple[int, int], args: argparse.Namespace) -> list
         x = torch.randn(num_tokens, shape[1])
         # One thread's own time does not count what others do with its core.
         clock = time.thread_time if args.threads == 1 else time.perf_counter
-        ms = best_ms(lambda i, x=x: run(x, i), num, args.seconds, clock)
+        ms = best_ms(partial(run, x), num, args.seconds, clock)
         cells.append(f"{ms:8.3f} ms {nbytes / ms / 1e6:5.1f} GB/s")
     return cells
 

@@ -43,7 +43,7 @@ assert out[7] == sum(range(32))
 # One quantised panel for each instruction that a product may use: all codes 1, so that a sum is that of the inputs.
 q = ctypes.c_int64
 for planes in (0, 2, 3):
-    for kind, bits in ((8, 4), (9, 8)):
+    for kind in (8, 9):
         codes, scales, zeros = (ctypes.c_uint8 * 1024)(*[1] * 1024), (f * 16)(*[1.0] * 16), (f * 16)()
         panels = (ctypes.c_uint8 * 1024)()
         lib.slip_pack_codes(kind, codes, scales, zeros, q(16), q(32), q(1), panels, 1)
@@ -52,7 +52,6 @@ for planes in (0, 2, 3):
         assert lib.slip_product(matrix, x, None, out, q(1), planes, 1) == 0
         assert all(abs(out[i] - sum(range(32))) < 0.1 for i in range(16))
 """
-
 
 _isa = "native"
 
