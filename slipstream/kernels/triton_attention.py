@@ -180,6 +180,15 @@ def attend_tile(
 
 
 @jit
+def _reach(query, query_len, seq_len, end_query, CAUSAL: tl.constexpr):
+    """The last key that each query of a tile may see, and where the keys of the tile end: with its last query's."""
+    position, end = seq_len - query_len + query, tl.minimum(seq_len, seq_len - query_len + end_query)
+    if not CAUSAL:
+        position, end = seq_len - 1 + 0 * query, seq_len
+    return position, tl.where(seq_len > 0, end, 0)
+
+
+@jit
 def _arrive(weight, largest, total, is_row, arrivals, num_chunks, SPLITS: tl.constexpr):
     """Leave the rest of a partial result, and say whether the tile's other programs have all been here before."""
     tl.store(weight, largest, mask=is_row)
@@ -289,10 +298,7 @@ def _attention_kernel(
     place = (((first_token + m // GROUP).to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + m % GROUP) * HEAD_DIM
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     queries = tl.load(q + place[:, None] + d[None, :], mask=is_value & sees[:, None], other=0.0)
-    # Keys from the first that the tile's first query sees to the one of its last query.
-    last_seen = seq_len - query_len + first_query + TILE_QUERIES if CAUSAL else seq_len
-    end = tl.where(seq_len > 0, tl.minimum(seq_len, last_seen), 0)
-    position = seq_len - query_len + query if CAUSAL else tl.full([BLOCK_M], 0, tl.int32) + seq_len - 1
+    position, end = _reach(query, query_len, seq_len, first_query + TILE_QUERIES, CAUSAL)
     first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
     first_slot = num_common if REST else tl.load(seq_starts + request) if STARTS else 0
     first_chunk = tl.maximum(first_chunk, first_slot // BLOCK_N) if STARTS or REST else first_chunk

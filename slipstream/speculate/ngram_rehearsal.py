@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ _MANY_UNREAD = 4096  # tokens, about 0.1 ms: enough for one step
 _ROOM = 256  # tokens beyond a prompt's for which there is room at first
 
 
-class _Search(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Search:
     min_match: int
     max_match: int
     num_drafts: int
