@@ -69,6 +69,21 @@ def sync_check_enabled() -> bool:
     return _flag("SLIPSTREAM_SYNC_CHECK")
 
 
+def cpu_instructions() -> str:
+    """$SLIPSTREAM_CPU_ISA: what the C kernels are built for; native, or less than this CPU has: avx2, baseline."""
+    return os.environ.get("SLIPSTREAM_CPU_ISA", "").strip().lower() or "native"
+
+
+def activation_bits() -> int | None:
+    """$SLIPSTREAM_CPU_ACTIVATION_BITS: 32, 24 or 16, before quantised weights on a CPU; None: the engine chooses."""
+    given = os.environ.get("SLIPSTREAM_CPU_ACTIVATION_BITS", "").strip()
+    if given in ("", "auto"):
+        return None
+    if given not in ("32", "24", "16"):
+        raise ConfigError(f"SLIPSTREAM_CPU_ACTIVATION_BITS must be 32, 24 or 16, not '{given}'")
+    return int(given)
+
+
 def trace_path() -> Path | None:
     """$SLIPSTREAM_TRACE: where to write a trace of host and device, for Perfetto or chrome://tracing."""
     given = os.environ.get("SLIPSTREAM_TRACE", "").strip()

@@ -8,6 +8,7 @@ from torch import nn
 
 from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, StackLayer
+from slipstream.kernels.quant_linear import default_planes
 from slipstream.models.layers import Attention, FeedForward, RMSNorm
 
 
@@ -24,7 +25,7 @@ def stack_of(config: ModelConfig, layers: Iterable[nn.Module]) -> DecoderStack |
     assert isinstance(attention, Attention)
     shape = attention.layer
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    return DecoderStack(found, config.hidden_size, *heads, config.rms_norm_eps, shape.scale)
+    return DecoderStack(found, config.hidden_size, *heads, config.rms_norm_eps, shape.scale, default_planes())
 
 
 def _stack_layer(layer: nn.Module) -> StackLayer | None:

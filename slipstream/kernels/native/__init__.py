@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.config import cache_dir
+from slipstream.config import cache_dir, cpu_instructions
+from slipstream.errors import ConfigError
 
 _FOLDER = Path(__file__).parent
 _FLAGS = ["-O3", "-fopenmp-simd", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
@@ -53,19 +54,22 @@ for planes in (0, 2, 3):
         assert all(abs(out[i] - sum(range(32))) < 0.1 for i in range(16))
 """
 
-_isa = "native"
+_isa: str | None = None
 
 
 def use_isa(isa: str) -> None:
     """Which build ``library`` gives from now on: "native", or with less than this CPU has "avx2" or "baseline"."""
     global _isa
     if isa not in _MACHINE_FLAGS:
-        raise ValueError(f"no such instruction set: {isa}; there are {', '.join(_MACHINE_FLAGS)}")
+        raise ConfigError(f"there are no C kernels for '{isa}'; choose {', '.join(_MACHINE_FLAGS)}")
     _isa = isa
 
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had."""
+    if _isa is None:
+        use_isa(cpu_instructions())
+    assert _isa is not None
     return _library(_isa)
 
 
