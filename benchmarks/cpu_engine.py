@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -142,6 +143,7 @@ class _Answers:
 
 
 def serve(options: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and closes this
     answers = _Answers(options)
     print(json.dumps(answers.ready), flush=True)
     for line in sys.stdin:

@@ -45,6 +45,7 @@ from slipstream.models.hub import resolve_model, shipped_head
 
 CASES = ("prompt", "decode", "batch", "start", "head", "draft", "ngram")
 PROMPT_LEN, OUTPUT_LEN, BATCH = 256, 64, 8
+Work = tuple[str, int, int, int]  # phase, batch, tokens before, tokens out
 # Of llama.cpp's methods without a draft model the one that looks tokens up in the text, as Slipstream's n-grams do.
 THEIR_NGRAMS = ["--spec-type", "ngram-simple"]
 THEIR_PAIR = ["--spec-type", "draft-simple"]
@@ -63,38 +64,41 @@ class Benchmark:
     def _keep(self, row: Row) -> None:
         row = row | {"threads": self._arguments.threads, "engine_options": self._own}
         self.rows.append(row | {"llama_cpp": NAME if self._theirs else None})
-        shown = {name: row[name] for name in row if not name.endswith(("_runs", "_bytes"))}
-        print(shown, file=sys.stderr, flush=True)
 
     def rates(self, model: str) -> None:
         """The three kinds of work, each in turns, and the memory of the process that did them."""
         path, cases = resolve_model(model), self._arguments.cases
         engine = self._engine(model, max_num_seqs=BATCH, max_model_len=PROMPT_LEN + OUTPUT_LEN + 1)
-        # (phase, batch, tokens before, tokens out) of each case
-        all_work = {
+        all_work: dict[str, Work] = {
             "prompt": ("prompt", 1, PROMPT_LEN, 0),
             "decode": ("decode", 1, 0, OUTPUT_LEN),
             "batch": ("decode", BATCH, PROMPT_LEN, OUTPUT_LEN),
         }
-        rows: list[Row] = []
+        file_bytes, cache_bytes = path.stat().st_size, engine.ask("cache")["cache_bytes"]
         try:
             for case in [case for case in all_work if case in cases]:
-                phase, batch, context, output_len = all_work[case]
-                turns, self._quiet.shares = Turns(), []
-                work = (phase, batch, context, output_len)
-                self._our_rate(engine, *work)  # llama.cpp's tools warm up themselves
-                for _ in range(self._arguments.turns):
-                    turns.ours.append(self._quiet(partial(self._our_rate, engine, *work)))
-                    if self._theirs is not None:
-                        turns.theirs.append(self._quiet(partial(self._their_rate, self._theirs, path, *work)))
+                phase, batch, context, output_len = work = all_work[case]
+                turns = self._turns(engine, path, work)
                 others = {"context_tokens": context, "output_tokens": output_len, **self._busy()}
-                rows.append(rate_row(path.name, batch, phase, turns, **others))
-            cache_bytes, file_bytes = engine.ask("cache")["cache_bytes"], path.stat().st_size
-            memory = memory_fields(engine.ask("memory"), cache_bytes, file_bytes, engine.ready["without_model_bytes"])
+                memory = memory_fields(
+                    engine.ask("memory"), cache_bytes, file_bytes, engine.ready["without_model_bytes"]
+                )
+                self._keep(rate_row(path.name, batch, phase, turns, **others) | memory)
         finally:
             engine.close()
-        for row in rows:
-            self._keep(row | memory)
+
+    def _turns(self, engine: Engine, path: Path, work: Work) -> Turns:
+        turns, self._quiet.shares = Turns(), []
+        self._our_rate(engine, *work)  # llama.cpp's tools warm up themselves
+        for turn in range(self._arguments.turns):
+            turns.ours.append(self._quiet(partial(self._our_rate, engine, *work)))
+            if self._theirs is not None:
+                turns.theirs.append(self._quiet(partial(self._their_rate, self._theirs, path, *work)))
+            rates = " and ".join(f"{rates[-1]:.1f}" for rates in (turns.ours, turns.theirs) if rates)
+            shares = " and ".join(f"{share:.0%}" for share in self._quiet.shares[-1 - bool(turns.theirs) :])
+            line = f"{path.name}, {work[0]}, batch {work[1]}, turn {turn + 1}: {rates} tokens/s, others took {shares}"
+            print(line, file=sys.stderr, flush=True)
+        return turns
 
     def _our_rate(self, engine: Engine, phase: str, batch: int, context: int, output_len: int) -> float:
         if phase == "prompt":
@@ -233,7 +237,7 @@ def main() -> int:
     failure = None
     try:
         benchmark.run()
-    except OutputError as error:  # what was measured before is kept
+    except (OutputError, KeyboardInterrupt) as error:  # what was measured before is kept
         failure = error
     if benchmark.rows:
         results = collect_results(benchmark.rows, device="cpu")
@@ -243,7 +247,7 @@ def main() -> int:
         print(f"llama.cpp: {NAME if theirs else 'left out'}")
         print(f"written to {write_results(results, arguments.output_dir, 'cpu-vs-llama-cpp')}")
     if failure is not None:
-        print(f"error: {failure}", file=sys.stderr)
+        print(f"error: {str(failure) or 'interrupted'}", file=sys.stderr)
     return 0 if failure is None else 1
 
 

@@ -115,7 +115,8 @@ def _run(command: Iterable[object], what: str) -> None:
         subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     except subprocess.CalledProcessError as error:
         lines = [line for line in (error.stderr or error.stdout).splitlines() if line.strip()]
-        raise UnavailableError(f"{what}: {lines[-1].strip() if lines else error}") from error
+        errors = [line for line in lines if "error" in line.lower()] or lines[-1:] or [str(error)]
+        raise UnavailableError(f"{what}: {errors[0].strip()}") from error
 
 
 def _show_progress(lines: Iterable[str]) -> str:
