@@ -26,6 +26,8 @@ class Needs:
     # It keeps keys and values of its own under the target's page ids. A page that a request without drafts has filled
     # is then of no use to a request with them.
     own_keys: bool = False
+    # After steps that propose nothing it goes over the tokens which it was not shown, in the next pass.
+    catches_up: bool = False
     # Slots of the cache after a row's tokens that a proposal writes, for each draft.
     slots_per_draft: int = 0
     # Its keys at a slot depend on the next token: it pairs a token with the hidden state before it. A page is then

@@ -93,12 +93,12 @@ class DraftLedger:
         return wanted
 
     def _count_caught_up(self, opened: OpenPlan, decodes: Sequence[RequestState]) -> int:
-        """After steps without drafts: tokens that a drafter which needs no more than tokens was not shown, at most.
+        """After steps without drafts: tokens that a drafter which catches up was not shown, at most.
 
         Bounds may have been too high at either end; a few tokens more do no harm.
         """
         config = self._config
-        if not config.needs.own_keys or config.needs.looks_ahead or not decodes:
+        if not config.needs.catches_up or not decodes:
             return 0
         most = max(state.num_computed - state.drafted_until for state in decodes) + config.num_drafts
         room = (config.max_num_batched_tokens - opened.num_tokens) // len(opened.states) - 1

@@ -38,7 +38,7 @@ def make(
         prefix_caching=caching,
         num_drafts=num_drafts,
         num_draft_slots=num_drafts if own_keys else 0,
-        needs=Needs(own_keys=own_keys),
+        needs=Needs(own_keys=own_keys, catches_up=own_keys),
         exact_lengths=exact_lengths,
         least_saved=1,
     )
@@ -449,7 +449,9 @@ class Wanted(FixedLength):
 
 def test_steps_check_what_was_made_and_make_what_is_wanted() -> None:
     """A drafter with keys of its own is shown every prompt, even where no drafts are wanted."""
-    config = SchedulerConfig(4, 32, 16, 64, num_drafts=5, num_draft_slots=5, needs=Needs(own_keys=True))
+    config = SchedulerConfig(
+        4, 32, 16, 64, num_drafts=5, num_draft_slots=5, needs=Needs(own_keys=True, catches_up=True)
+    )
     length = Wanted(5, 0)
     scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), length)
     scheduler.add(request("a", 4, 40))
@@ -487,7 +489,7 @@ def test_behind_a_step_with_prompts_as_many_are_made_as_there_is_a_graph_for(
         *(4, 32, 16, 64),
         num_drafts=5,
         num_draft_slots=5,
-        needs=Needs(own_keys=own_keys, follows=follows),
+        needs=Needs(own_keys=own_keys, catches_up=own_keys, follows=follows),
         drafts_beside_prompts=3,
     )
     scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), Wanted(5, wanted))
