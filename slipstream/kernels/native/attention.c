@@ -32,94 +32,129 @@ CACHED const char *keys_at(const Attention *a, const int32_t *pages, int64_t kv_
     return cached_at(a->cache, (((int64_t)pages[page] * 2 * a->kv_heads + kv_head) * a->page_size + offset) * a->dim, kind);
 }
 
-#define VECTORS_AT_ONCE 4 /* of a value: sums in registers that do not wait for each other */
+/* Query heads of a group that go over keys and values together, so that each is read and widened once for all of them.
+ * What one head gets is summed up in the same order however many go with it. */
+#define MAX_HEADS 4
+#if QUERY_ROWS == 8 /* as many as there are registers for sums that do not wait for each other */
+#define KEYS_AT_ONCE 4
+#define VECTORS_AT_ONCE 4 /* of a value */
+#else
+#define KEYS_AT_ONCE 2
+#define VECTORS_AT_ONCE 2
+#endif
 
 typedef struct {
     const Attention *a;
     const int32_t *pages;
     int64_t kv_head, first, end; /* positions that are seen */
+    const float *query;          /* heads lie side by side */
+    float *scores, *out;         /* scores: one row a head */
+    int64_t stride;              /* of scores */
 } Seen;
 
 /* Sums of values by weight, `num` vectors of them from dimension i on. */
-CACHED void mix_vectors(const Seen *s, int num, int64_t i, const float *weights, float *result, int kind) {
+CACHED void mix_vectors(const Seen *s, int num, int64_t i, int heads, int kind) {
     int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run;
-    vec sums[VECTORS_AT_ONCE] = {{0}};
+    vec sums[MAX_HEADS][VECTORS_AT_ONCE] = {{{0}}};
     for (int64_t p = s->first; p < s->end; p += run) {
         const char *value = cached_at(keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind), side + i, kind);
         for (int64_t k = 0; k < run; k++, value = cached_at(value, dim, kind))
-            _Pragma("GCC unroll 4") for (int n = 0; n < num; n++)
-                sums[n] += cached_vec(cached_at(value, n * LANES, kind), kind) * weights[p + k];
+            _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) {
+                vec v = cached_vec(cached_at(value, n * LANES, kind), kind);
+                _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) sums[h][n] += v * s->scores[h * s->stride + p + k];
+            }
     }
-    for (int n = 0; n < num; n++) *(vec *)(result + i + n * LANES) = sums[n];
+    _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
+        _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) *(vec *)(s->out + h * dim + i + n * LANES) = sums[h][n];
 }
 
-CACHED void mix_values(const Seen *s, const float *weights, float *result, int kind) {
+CACHED void mix_values(const Seen *s, int heads, int kind) {
     int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run, i = 0;
     for (; i + VECTORS_AT_ONCE * LANES <= dim; i += VECTORS_AT_ONCE * LANES)
-        mix_vectors(s, VECTORS_AT_ONCE, i, weights, result, kind);
-    for (; i + LANES <= dim; i += LANES) mix_vectors(s, 1, i, weights, result, kind);
+        mix_vectors(s, VECTORS_AT_ONCE, i, heads, kind);
+    for (; i + LANES <= dim; i += LANES) mix_vectors(s, 1, i, heads, kind);
     for (; i < dim; i++) {
-        float sum = 0.0f;
-        for (int64_t p = s->first; p < s->end; p += run) {
-            const char *value = cached_at(keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind), side + i, kind);
-            for (int64_t k = 0; k < run; k++) sum += cached_number(cached_at(value, k * dim, kind), kind) * weights[p + k];
+        for (int h = 0; h < heads; h++) {
+            const float *weights = s->scores + h * s->stride;
+            float sum = 0.0f;
+            for (int64_t p = s->first; p < s->end; p += run) {
+                const char *value = cached_at(keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind), side + i, kind);
+                for (int64_t k = 0; k < run; k++)
+                    sum += cached_number(cached_at(value, k * dim, kind), kind) * weights[p + k];
+            }
+            s->out[h * dim + i] = sum;
         }
-        result[i] = sum;
     }
 }
 
-#define KEYS_AT_ONCE 4 /* so that their sums do not wait for each other */
-
-/* Products of a query with keys that lie side by side. */
-CACHED void multiply_keys(const float *query, const char *keys, int64_t num_keys, int64_t dim, float scale, float *scores, int kind) {
-    int64_t k = 0;
+/* Products of queries with keys that lie side by side, the first of them at position p. */
+CACHED void multiply_keys(const Seen *s, const char *keys, int64_t p, int64_t num_keys, int heads, int kind) {
+    int64_t dim = s->a->dim, k = 0;
     for (; k < num_keys; k += KEYS_AT_ONCE) {
         const char *key[KEYS_AT_ONCE];
-        vec sums[KEYS_AT_ONCE];
+        vec sums[KEYS_AT_ONCE][MAX_HEADS];
         int64_t i = 0;
         _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
             key[n] = cached_at(keys, (k + n < num_keys ? k + n : num_keys - 1) * dim, kind);
-            sums[n] = (vec){0};
+            _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) sums[n][h] = (vec){0};
         }
-        for (; i + LANES <= dim; i += LANES) {
-            vec q = *(const vec *)(query + i);
-            _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++)
-                sums[n] += q * cached_vec(cached_at(key[n], i, kind), kind);
-        }
-        _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
-            float dot = vec_sum(sums[n]);
-            for (int64_t rest = i; rest < dim; rest++) dot += query[rest] * cached_number(cached_at(key[n], rest, kind), kind);
-            if (k + n < num_keys) scores[k + n] = dot * scale;
-        }
+        for (; i + LANES <= dim; i += LANES)
+            _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
+                vec x = cached_vec(cached_at(key[n], i, kind), kind);
+                _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
+                    sums[n][h] += *(const vec *)(s->query + h * dim + i) * x;
+            }
+        _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++)
+            _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) {
+                float dot = vec_sum(sums[n][h]);
+                for (int64_t rest = i; rest < dim; rest++)
+                    dot += s->query[h * dim + rest] * cached_number(cached_at(key[n], rest, kind), kind);
+                if (k + n < num_keys) s->scores[h * s->stride + p + k + n] = dot * s->a->scale;
+            }
     }
 }
 
-/* All query heads of one group, all query tokens of one request: keys are read once for all of them. */
-CACHED void attend(const Attention *a, int64_t request, int64_t kv_head, float *scores, int kind) {
+/* From scores to weights that sum to one. */
+static void weigh(float *scores, int64_t first, int64_t end) {
+    float largest = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t p = first; p < end; p++) largest = scores[p] > largest ? scores[p] : largest;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t p = first; p < end; p++) {
+        scores[p] = fast_exp(scores[p] - largest);
+        sum += scores[p];
+    }
+    float share = 1.0f / sum;
+#pragma omp simd
+    for (int64_t p = first; p < end; p++) scores[p] *= share;
+}
+
+CACHED void attend_heads(const Seen *s, int heads, int kind) {
+    int64_t run;
+    for (int64_t p = s->first; p < s->end; p += run) {
+        const char *keys = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind);
+        multiply_keys(s, keys, p, run, heads, kind);
+    }
+    for (int h = 0; h < heads; h++) weigh(s->scores + h * s->stride, s->first, s->end);
+    mix_values(s, heads, kind);
+}
+
+/* All query heads of one group, all query tokens of one request. */
+CACHED void attend(const Attention *a, int64_t request, int64_t kv_head, int64_t stride, float *scores, int kind) {
     int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
-    int64_t group = a->heads / a->kv_heads, dim = a->dim, run;
+    int64_t group = a->heads / a->kv_heads;
     const int32_t *pages = a->block_table + request * a->table_stride;
     for (int64_t j = 0; j < num_query; j++) {
         int64_t end = length - num_query + j + 1, first = first_seen(a, request, end - 1);
-        for (int64_t g = 0; g < group; g++) {
-            int64_t at = ((begin + j) * a->heads + kv_head * group + g) * dim;
-            const float *query = a->q + at;
-            float largest = -INFINITY, sum = 0.0f;
-            for (int64_t p = first; p < end; p += run) {
-                const char *key = keys_at(a, pages, kv_head, p, end, &run, kind);
-                multiply_keys(query, key, run, dim, a->scale, scores + p, kind);
+        for (int64_t g = 0; g < group; g += MAX_HEADS) {
+            int64_t at = ((begin + j) * a->heads + kv_head * group + g) * a->dim;
+            Seen seen = {a, pages, kv_head, first, end, a->q + at, scores, a->out + at, stride};
+            switch (group - g) {
+            case 1: attend_heads(&seen, 1, kind); break;
+            case 2: attend_heads(&seen, 2, kind); break;
+            case 3: attend_heads(&seen, 3, kind); break;
+            default: attend_heads(&seen, MAX_HEADS, kind);
             }
-#pragma omp simd reduction(max : largest)
-            for (int64_t p = first; p < end; p++) largest = scores[p] > largest ? scores[p] : largest;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t p = first; p < end; p++) {
-                scores[p] = fast_exp(scores[p] - largest);
-                sum += scores[p];
-            }
-            float share = 1.0f / sum;
-#pragma omp simd
-            for (int64_t p = first; p < end; p++) scores[p] *= share;
-            mix_values(&(Seen){a, pages, kv_head, first, end}, scores, a->out + at, kind);
         }
     }
 }
@@ -239,7 +274,7 @@ CACHED void attend_pieces(const void *arg, int64_t first, int64_t end, int kind)
         int64_t num_query = a->query_lens[request];
         if (a->seq_lens[request] == 0 || num_query == 0) continue;
         if (num_query <= FEW_QUERIES || a->dim % PANEL) {
-            attend(a, request, kv_head, memory, kind);
+            attend(a, request, kv_head, stride, memory, kind);
         } else {
             int64_t from = chunk * QUERIES_A_PIECE, to = from + QUERIES_A_PIECE;
             attend_many(a, request, kv_head, from, to < num_query ? to : num_query, memory, kind);
