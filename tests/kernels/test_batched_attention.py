@@ -25,7 +25,7 @@ PAGE = 4
         max_size=8,
     ),
     head_dim=st.sampled_from([8, 64]),
-    heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (7, 1)]),
     window=st.sampled_from([0, 1, 5, 64]),
     dead=st.booleans(),
     in_place=st.booleans(),

@@ -52,12 +52,23 @@ typedef struct {
     int64_t stride;              /* of scores */
 } Seen;
 
+#define PAGES_AHEAD 2
+
+/* Asks for what lies two pages after a position: pages are too small and too far apart for the machine to foresee them. */
+CACHED void fetch_ahead(const Seen *s, int64_t position, int64_t offset, int kind) {
+    int64_t far = position + PAGES_AHEAD * s->a->page_size, run;
+    if (far >= s->end) return;
+    const char *next = cached_at(keys_at(s->a, s->pages, s->kv_head, far, s->end, &run, kind), offset, kind);
+    for (int64_t i = 0; i < run * s->a->dim * cached_bytes(kind); i += 64) __builtin_prefetch(next + i, 0, 2);
+}
+
 /* Sums of values by weight, `num` vectors of them from dimension i on. */
 CACHED void mix_vectors(const Seen *s, int num, int64_t i, int heads, int kind) {
     int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run;
     vec sums[MAX_HEADS][VECTORS_AT_ONCE] = {{{0}}};
     for (int64_t p = s->first; p < s->end; p += run) {
         const char *value = cached_at(keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind), side + i, kind);
+        if (i == 0) fetch_ahead(s, p, side, kind);
         for (int64_t k = 0; k < run; k++, value = cached_at(value, dim, kind))
             _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) {
                 vec v = cached_vec(cached_at(value, n * LANES, kind), kind);
@@ -133,6 +144,7 @@ CACHED void attend_heads(const Seen *s, int heads, int kind) {
     int64_t run;
     for (int64_t p = s->first; p < s->end; p += run) {
         const char *keys = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind);
+        fetch_ahead(s, p, 0, kind);
         multiply_keys(s, keys, p, run, heads, kind);
     }
     for (int h = 0; h < heads; h++) weigh(s->scores + h * s->stride, s->first, s->end);
