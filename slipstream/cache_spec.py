@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+
+
+# Of keys and values: the engine's type, or a smaller one. Kernels see it from the cache's tensor.
+KeyValueType = Literal["model", "float16", "bfloat16"]
 
 
 class Shape(NamedTuple):
@@ -19,7 +23,7 @@ class Shape(NamedTuple):
 
     size: tuple[int, ...]
     # "model": the engine's type; "wide": the same, but float32 at least, for what sums up a whole text; or a type.
-    dtype: Literal["model", "wide", "int64", "int32", "int8", "uint8"] = "model"
+    dtype: Literal["model", "wide", "float16", "bfloat16", "int64", "int32", "int8", "uint8"] = "model"
 
     def dtype_name(self, model_dtype: str) -> str:
         if self.dtype == "model":
@@ -49,6 +53,10 @@ class CacheSpec:
         """What one layer keeps of a request row, when a step checks so many drafts at most."""
         return ()
 
+    def with_keys_in(self, dtype: KeyValueType) -> CacheSpec:
+        """The same with keys and values in that type; kinds that keep other things stay as they are."""
+        return self
+
     def working_values(self) -> int:
         """Values that a layer's work on one token needs at a time, beside heads and feed-forward."""
         return 0
@@ -68,9 +76,13 @@ class GroupedQuerySpec(CacheSpec):
 
     num_kv_heads: int
     head_dim: int
+    dtype: KeyValueType = "model"
 
     def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
-        return (Shape((2, self.num_kv_heads, page_size, self.head_dim)),)
+        return (Shape((2, self.num_kv_heads, page_size, self.head_dim), self.dtype),)
+
+    def with_keys_in(self, dtype: KeyValueType) -> GroupedQuerySpec:
+        return replace(self, dtype=dtype)
 
     def open(self, setting: Any) -> Any:
         # Which attention serves such layers is the user's choice and the machine's.

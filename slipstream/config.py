@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from slipstream.cache_spec import CacheSpec, GroupedQuerySpec, TokenStates, page_bytes, row_bytes
+from slipstream.cache_spec import CacheSpec, GroupedQuerySpec, KeyValueType, TokenStates, page_bytes, row_bytes
 from slipstream.errors import ConfigError, nearest
 from slipstream.speculative_config import NO_NEEDS, Needs, SpeculativeConfig
 
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 WEIGHT_FORMATS = ("auto", "stored", "float")
+CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -122,6 +123,11 @@ class EngineOptions:
         None, "Most prompt tokens in a step in which others decode; chosen so that they wait about 20 ms if unset."
     )
     block_size: int = _option(16, "Tokens in one KV cache page; a power of two.")
+    kv_cache_dtype: str = _option(
+        "auto",
+        "Data type of keys and values in the cache: auto (the engine's), float32, float16 or bfloat16. With dtype "
+        "float32 on a CPU the last two halve the cache; anywhere else only the engine's own type is possible.",
+    )
     kv_cache_memory_bytes: int | None = _option(None, "Memory for the KV cache, in bytes.")
     gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory for weights, cache and everything else.")
     num_gpu_blocks_override: int | None = _option(None, "Number of KV cache pages, instead of a size in bytes.")
@@ -244,6 +250,7 @@ class ModelConfig:
     attention_gate: bool = False  # whether a head's result is multiplied by the sigmoid of a gate of its own
     # What each layer keeps of requests; empty: keys and values of grouped-query attention, in all of them.
     layer_caches: tuple[CacheSpec, ...] = ()
+    keys_in: KeyValueType = "model"  # the type of keys and values in the cache
     dtype: str = "float32"  # as stored in the checkpoint
     # How the checkpoint's weights are stored, in its own words; None: as numbers of that type.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -262,7 +269,11 @@ class ModelConfig:
     @property
     def keys_and_values(self) -> GroupedQuerySpec:
         """What a layer with grouped-query attention keeps."""
-        return GroupedQuerySpec(self.num_kv_heads, self.head_dim)
+        return GroupedQuerySpec(self.num_kv_heads, self.head_dim, self.keys_in)
+
+    def with_keys_in(self, dtype: KeyValueType) -> ModelConfig:
+        """The same with keys and values of another type in the cache."""
+        return replace(self, keys_in=dtype, layer_caches=tuple(spec.with_keys_in(dtype) for spec in self.layer_caches))
 
     @property
     def is_plain(self) -> bool:

@@ -39,6 +39,8 @@ _USABLE = {
 CASCADING = ("triton",)
 # Backends whose drafters may let all query tokens of a request see each other: with FlashInfer a drafter has Triton.
 NON_CAUSAL = ("cpu", "triton", "flashinfer", "reference")
+# Backends that read keys and values of another type than the queries'.
+READS_SMALLER_KEYS = ("cpu", "reference")
 # Backends whose steps with prompts are recorded whole, drafts included.
 RECORDS_PROMPTS = ("triton",)
 _WHY = {
@@ -91,7 +93,8 @@ def open_caches(
         own = attention or make_backend(config, model, device, for_drafter)
         return GroupedQueryCaches(own, {idx: tensors[0] for idx, tensors in memory.items()})
 
-    return CacheGroups.open(model.cache_specs, config, device.torch_device, open_grouped_query)
+    specs = model.with_keys_in(config.model.keys_in).cache_specs  # a drafter's model was read before that was settled
+    return CacheGroups.open(specs, config, device.torch_device, open_grouped_query)
 
 
 def make_backend(

@@ -52,7 +52,7 @@ class InPlace:
 
 
 class CpuBackend:
-    """With ``in_place`` the C kernel reads pages where they are, which it can do for float32 only.
+    """With ``in_place`` the C kernel reads pages where they are, for queries in float32 only.
 
     For many query tokens of a request it is fast if a head is a whole number of its vectors; ``head_dim`` says so.
     """

@@ -26,6 +26,7 @@ from slipstream.config import (
     draft_cache_specs,
     poison_enabled,
 )
+from slipstream.engine.cache_dtype import resolve_cache_dtype
 from slipstream.errors import ConfigError, nearest
 from slipstream.speculate.options import read_speculation
 from slipstream.speculative_config import NO_NEEDS, Needs, SpeculativeConfig
@@ -62,6 +63,8 @@ def resolve(
     if options.block_size < 1 or options.block_size & (options.block_size - 1):
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
     backend = choose_backend(options.attention_backend, hardware.device).name
+    keys_in = resolve_cache_dtype(options.kv_cache_dtype, hardware.device, dtype, backend)
+    model, draft = model.with_keys_in(keys_in), draft and draft._replace(config=draft.config.with_keys_in(keys_in))
     graph_mode = _resolve_graph_mode(options.cudagraph_mode, hardware)
     refusal, needs = _prefix_refusal(options, model), _resolve_needs(speculative, backend)
     scheduler = SchedulerConfig(

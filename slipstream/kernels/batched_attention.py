@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
+from slipstream.kernels.native.records import CACHED_KINDS
 
 
 def _rows_shape(
@@ -134,7 +135,7 @@ def _in_place_shape(
 @operation(_in_place_shape)
 def in_place_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim] float32
-    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32
+    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32 or 16 bits
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     query_lens: Tensor,  # [num_reqs] int32
     seq_lens: Tensor,  # [num_reqs] int32
@@ -151,6 +152,7 @@ def in_place_attention(
     tables = (query_start_loc, query_lens, seq_lens, block_table, seq_starts)
     arrays = [None if x is None else x.data_ptr() for x in (q, kv_cache, *tables, out)]
     sizes = (seq_lens.shape[0], q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], block_table.stride(0))
-    if lib.slip_paged_attention(*arrays, *sizes, scale, window, torch.get_num_threads()):
+    kind = CACHED_KINDS[kv_cache.dtype]
+    if lib.slip_paged_attention(*arrays, *sizes, scale, window, kind, torch.get_num_threads()):
         raise MemoryError("no memory for attention scores")
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels import native
 from slipstream.kernels.linear import PackedWeight
-from slipstream.kernels.native.records import MatrixRecord
+from slipstream.kernels.native.records import CACHED_KINDS, MatrixRecord
 from slipstream.kernels.quant_weights import QuantMatrix
 
 StackMatrix = PackedWeight | QuantMatrix
@@ -56,7 +56,7 @@ class _Layer(ctypes.Structure):
 class _Sizes(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "intermediate", "page_size")),
-        ("rotary_dim", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("rotary_dim", "cache_kind")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
@@ -163,6 +163,7 @@ def decoder_stack(
         stack.layers[0].gate_up.out_size,
         kv_caches[0].shape[3],
         cos.shape[-1],
+        CACHED_KINDS[kv_caches[0].dtype],
         stack.eps,
         stack.scale,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
+from slipstream.kernels.native.records import CACHED_KINDS
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -113,13 +114,14 @@ def rope_and_cache(
     v: Tensor,  # [num_tokens, num_kv_heads, head_dim]
     cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
     sin: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
-    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
+    kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]; rounds to the nearest of its type
     page_ids: Tensor,  # [num_tokens] int64, from rotation_and_slots
     offsets: Tensor,  # [num_tokens] int64, from rotation_and_slots
 ) -> Tensor:  # rotated queries
     if runs_triton(kv_cache):
         return _rope_and_cache_triton(q, k, v, cos, sin, kv_cache, page_ids, offsets)
-    if (lib := native.usable(kv_cache)) is not None and all(_rows_are_dense(t) for t in (q, k, v)):
+    is_known = kv_cache.dtype in CACHED_KINDS
+    if is_known and (lib := native.usable(k)) is not None and all(_rows_are_dense(t) for t in (q, k, v)):
         return _rope_and_cache_native(lib, q, k, v, cos, sin, kv_cache, page_ids, offsets)
     num_heads = q.shape[1]
     turned = rotate(torch.cat([q, k], dim=1).to(cos.dtype), cos, sin).to(q.dtype)
@@ -149,7 +151,7 @@ def _rope_and_cache_native(
     tokens = (q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
     step = [x.data_ptr() for x in (cos, sin, kv_cache, page_ids, offsets, out)]
     sizes = (num_tokens, num_heads, k.shape[1], head_dim, cos.shape[-1], kv_cache.shape[3])
-    lib.slip_rope_and_cache(*tokens, *step, *sizes)
+    lib.slip_rope_and_cache(*tokens, *step, *sizes, CACHED_KINDS[kv_cache.dtype])
     return out
 
 

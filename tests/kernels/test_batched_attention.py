@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels import native
+from slipstream.kernels.batched_attention import in_place_attention
 from slipstream.kernels.paged_attention import paged_attention
 from tests.kernels.dense_attention import dense_attention, hide_queries, plant_nan
 
@@ -23,10 +25,11 @@ PAGE = 4
         max_size=8,
     ),
     head_dim=st.sampled_from([8, 64]),
-    heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (7, 1)]),
     window=st.sampled_from([0, 1, 5, 64]),
     dead=st.booleans(),
     in_place=st.booleans(),
+    kept_in=st.sampled_from([None, torch.float16, torch.bfloat16]),
     # How far before each request's end its first slot is; behind it if negative.
     starts_at=st.none() | st.lists(st.sampled_from([-2, 0, 1, 3, 4, 7, 10, 60, 500]), min_size=8, max_size=8),
     causal=st.booleans(),
@@ -39,6 +42,7 @@ def test_equals_the_definition(
     window: int,
     dead: bool,
     in_place: bool,
+    kept_in: torch.dtype | None,
     starts_at: list[int] | None,
     causal: bool,
     seed: int,
@@ -57,6 +61,7 @@ def test_equals_the_definition(
     for i, seq_len in enumerate(seq_lens):
         for pos in range(seq_len):
             cache[page_ids[i, pos // PAGE], :, :, pos % PAGE] = torch.randn(2, num_kv_heads, head_dim)
+    cache = cache if kept_in is None else cache.to(kept_in)
     bounds = torch.tensor([s + slack for s, (_, _, slack, _) in zip(seq_lens, lens, strict=True)], dtype=torch.int32)
     exact = torch.tensor(seq_lens, dtype=torch.int32)
     if dead:
@@ -88,12 +93,33 @@ def test_equals_the_definition(
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
     out = backend.run(layer, q, cache, backend.build(common))
     tables = (starts, query_lens, exact, page_ids, 0.3, window)
-    if first_slots is None:
+    if first_slots is None and kept_in is None:
         expected = paged_attention(q, cache, *tables, causal=causal)
     else:
         expected = dense_attention(q, cache, *tables, first_slots, causal).to(dtype)
-        assert out.isfinite().all(), "dead tokens and rows too"
+        assert first_slots is None or out.isfinite().all(), "dead tokens and rows too"
     owner = torch.repeat_interleave(torch.arange(n), starts.diff())
     alive = (exact[owner] > 0) & (torch.arange(len(q)) - starts[owner] < query_lens[owner])
     tolerance = 1e-5 if in_place else 1e-10
     torch.testing.assert_close(out[alive], expected[alive], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C kernels here")
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+@pytest.mark.parametrize("kept_in", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_token_alone_is_the_same_to_the_bit(kept_in: torch.dtype, head_dim: int) -> None:
+    """Whatever else the step computes: other requests, and draft tokens after it."""
+    torch.manual_seed(0)
+    lens, contexts, max_pages = [4, 1, 8], [70, 33, 150], 40
+    table = torch.arange(1, 3 * max_pages + 1, dtype=torch.int32).view(3, max_pages)
+    cache = torch.randn(3 * max_pages + 1, 2, 2, PAGE, head_dim).to(kept_in)
+    q = torch.randn(sum(lens), 6, head_dim)
+    ends = torch.tensor([c + n for c, n in zip(contexts, lens, strict=True)], dtype=torch.int32)
+    starts = torch.tensor([0, 4, 5, 13], dtype=torch.int32)
+    together = in_place_attention(q, cache, starts, starts.diff(), ends, table, 0.3, 0)
+    one, bounds = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    for i, (num_tokens, context) in enumerate(zip(lens, contexts, strict=True)):
+        for j in range(num_tokens):
+            token, end = slice(int(starts[i]) + j, int(starts[i]) + j + 1), (context + j + 1) * one
+            alone = in_place_attention(q[token], cache, bounds, one, end, table[i : i + 1], 0.3, 0)
+            assert torch.equal(alone, together[token])

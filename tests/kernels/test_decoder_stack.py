@@ -55,15 +55,16 @@ def step(backend: CpuBackend, kv_caches: list[torch.Tensor], seq_starts: torch.T
 
 
 @pytest.mark.parametrize("seq_starts", [None, [33, 2, 0, 5, 91]], ids=["", "starts"])
+@pytest.mark.parametrize("kept_in", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_equal_to_the_bit(variant: str, seq_starts: list[int] | None, tmp_path: Path) -> None:
+def test_equal_to_the_bit(variant: str, kept_in: torch.dtype, seq_starts: list[int] | None, tmp_path: Path) -> None:
     tiny_models.save(tiny_models.build(variant), tmp_path)
     engine = build_engine(EngineOptions(model=str(tmp_path), dtype="float32"))
     model = engine.core.runner.program.model
     assert isinstance(model, Decoder)
     assert (model._stack is None) == any(kind in variant for kind in LAYER_BY_LAYER)
     torch.manual_seed(0)
-    caches = [torch.randn_like(cache) for cache in engine.core.runner.caches.paged_memory()]
+    caches = [torch.randn_like(cache).to(kept_in) for cache in engine.core.runner.caches.paged_memory()]
     input_ids = torch.randint(0, 256, (sum(QUERY_LENS),), dtype=torch.int32)
     starts = None if seq_starts is None else torch.tensor(seq_starts, dtype=torch.int32)
     results = []

@@ -59,11 +59,12 @@ def dense(weight: StackMatrix) -> PackedWeight:
 class Case:
     """A step of three requests over given layers."""
 
-    def __init__(self, layers: list[StackLayer], planes: int) -> None:
+    def __init__(self, layers: list[StackLayer], planes: int, kept_in: torch.dtype = torch.float32) -> None:
         torch.manual_seed(9)
         self.stack = DecoderStack(layers, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EPS, SCALE, planes)
         num_pages = len(QUERY_LENS) * MAX_PAGES + 1
-        self.caches = [torch.randn(num_pages, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM) for _ in layers]
+        size = (num_pages, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+        self.caches = [torch.randn(size).to(kept_in) for _ in layers]
         self.hidden = torch.randn(NUM_TOKENS, HIDDEN)
         self.table = torch.arange(1, num_pages, dtype=torch.int32).view(len(QUERY_LENS), MAX_PAGES)
         pairs = list(zip(CONTEXTS, QUERY_LENS, strict=True))
@@ -103,12 +104,14 @@ class Case:
         return panel_linear(x, weight.panels, bias, weight.out_size, weight.gated)
 
 
+@pytest.mark.parametrize("kept_in", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("planes", [0, 2, 3])
-def test_equal_to_the_bit(planes: int) -> None:
+def test_equal_to_the_bit(planes: int, kept_in: torch.dtype) -> None:
     first, second = layer(0), layer(1)
     layers = [first, replace(second, o=dense(second.o), gate_up=dense(second.gate_up))]
     results = []
-    for case, run in ((Case(layers, planes), Case.at_once), (Case(layers, planes), Case.one_by_one)):
+    for run in (Case.at_once, Case.one_by_one):
+        case = Case(layers, planes, kept_in)
         results.append([run(case), *case.caches])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)

@@ -44,3 +44,20 @@ def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int
             expected[slot // PAGE, 1, :, slot % PAGE] = v[token].numpy()
     # Tokens that are not to be stored end on the last page of the memory, which nobody reads.
     np.testing.assert_allclose(cache[:-1].numpy(), expected[:-1], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kept_in", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_smaller_type_is_rounded_to_the_nearest(dtype: torch.dtype, kept_in: torch.dtype) -> None:
+    every = torch.arange(-(2**31), 2**31, 40_009).to(torch.int32).view(torch.float32)
+    edges = torch.tensor([65504.0, 65519.99, 65520.0, 6.1e-5, 5.97e-8, 2.98e-8, 2.981e-8, -0.0, torch.inf, torch.nan])
+    ties = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 3 * 2.0**-25])
+    values = torch.cat([every, edges, ties])
+    values = values[: len(values) // HEAD_DIM * HEAD_DIM].view(-1, 1, HEAD_DIM).to(dtype)
+    tokens = torch.arange(len(values))
+    cache = torch.zeros(len(tokens) // PAGE + 1, 2, 1, PAGE, HEAD_DIM, dtype=kept_in)
+    still = torch.ones(len(tokens), 1, HEAD_DIM, dtype=dtype), torch.zeros(len(tokens), 1, HEAD_DIM, dtype=dtype)
+    keys = values.nan_to_num(1.0, 1.0, 1.0)
+    rope_and_cache(keys[:, :0], keys, values, *still, cache, tokens // PAGE, tokens % PAGE)
+    for found, given in zip(cache[tokens // PAGE, :, :, tokens % PAGE].unbind(1), (keys, values), strict=True):
+        torch.testing.assert_close(found, given.to(kept_in), rtol=0, atol=0, equal_nan=True)

@@ -90,8 +90,8 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_rms_norm.argtypes = [p, p, f, p, n, n]
     lib.slip_add_rms_norm.argtypes = [p, p, p, f, p, p, n, n]
     lib.slip_swiglu.argtypes = [p, p, n, n]
-    lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6]
-    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i]
+    lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6, i]
+    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i]
     lib.slip_panel_linear.argtypes = [*[p] * 4, n, n, n, i, i]
     lib.slip_panel_width.restype = n
     lib.slip_row_max.argtypes = [p, n, n, p, p, i]

@@ -1,4 +1,5 @@
 /* Attention over a paged cache of keys and values. */
+#include "cached.h"
 #include "kernels.h"
 #include "threads.h"
 #include "vectors.h"
@@ -6,7 +7,8 @@
 #include <stdlib.h>
 
 typedef struct {
-    const float *q, *cache;
+    const float *q;
+    const char *cache;
     const int32_t *starts, *query_lens, *seq_lens, *block_table, *seq_starts; /* seq_starts may be NULL */
     float *out;
     int64_t heads, kv_heads, dim, page_size, table_stride;
@@ -22,101 +24,149 @@ static int64_t first_seen(const Attention *a, int64_t request, int64_t position)
     return start > first ? start : first;
 }
 
-/* Keys from position `first` on that lie side by side, as many as `run` says; values are `side` further. */
-static const float *keys_at(const Attention *a, const int32_t *pages, int64_t kv_head, int64_t first, int64_t end, int64_t *run) {
+/* Keys from position `first` on that lie side by side, as many as `run` says; values are `side` numbers further. */
+CACHED const char *keys_at(const Attention *a, const int32_t *pages, int64_t kv_head, int64_t first, int64_t end, int64_t *run,
+                           int kind) {
     int64_t page = first / a->page_size, offset = first % a->page_size, left = a->page_size - offset;
     *run = left < end - first ? left : end - first;
-    return a->cache + (((int64_t)pages[page] * 2 * a->kv_heads + kv_head) * a->page_size + offset) * a->dim;
+    return cached_at(a->cache, (((int64_t)pages[page] * 2 * a->kv_heads + kv_head) * a->page_size + offset) * a->dim, kind);
 }
 
-#define VECTORS_AT_ONCE 4 /* of a value: sums in registers that do not wait for each other */
+/* Query heads of a group that go over keys and values together, so that each is read and widened once for all of them.
+ * What one head gets is summed up in the same order however many go with it. */
+#define MAX_HEADS 4
+#if QUERY_ROWS == 8 /* as many as there are registers for sums that do not wait for each other */
+#define KEYS_AT_ONCE 4
+#define VECTORS_AT_ONCE 4 /* of a value */
+#else
+#define KEYS_AT_ONCE 2
+#define VECTORS_AT_ONCE 2
+#endif
 
 typedef struct {
     const Attention *a;
     const int32_t *pages;
     int64_t kv_head, first, end; /* positions that are seen */
+    const float *query;          /* heads lie side by side */
+    float *scores, *out;         /* scores: one row a head */
+    int64_t stride;              /* of scores */
 } Seen;
 
-/* Sums of values by weight, `num` vectors of them from dimension i on. */
-static inline __attribute__((always_inline)) void mix_vectors(const Seen *s, int num, int64_t i, const float *weights,
-                                                              float *result) {
-    int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run;
-    vec sums[VECTORS_AT_ONCE] = {{0}};
-    for (int64_t p = s->first; p < s->end; p += run) {
-        const float *value = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run) + side + i;
-        for (int64_t k = 0; k < run; k++, value += dim)
-            _Pragma("GCC unroll 4") for (int n = 0; n < num; n++)
-                sums[n] += *(const vec *)(value + n * LANES) * weights[p + k];
-    }
-    for (int n = 0; n < num; n++) *(vec *)(result + i + n * LANES) = sums[n];
+#define PAGES_AHEAD 2
+
+/* Asks for what lies two pages after a position: pages are too small and too far apart for the machine to foresee them. */
+CACHED void fetch_ahead(const Seen *s, int64_t position, int64_t offset, int kind) {
+    int64_t far = position + PAGES_AHEAD * s->a->page_size, run;
+    if (far >= s->end) return;
+    const char *next = cached_at(keys_at(s->a, s->pages, s->kv_head, far, s->end, &run, kind), offset, kind);
+    for (int64_t i = 0; i < run * s->a->dim * cached_bytes(kind); i += 64) __builtin_prefetch(next + i, 0, 2);
 }
 
-static void mix_values(const Seen *s, const float *weights, float *result) {
+/* Sums of values by weight, `num` vectors of them from dimension i on. */
+CACHED void mix_vectors(const Seen *s, int num, int64_t i, int heads, int kind) {
+    int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run;
+    vec sums[MAX_HEADS][VECTORS_AT_ONCE] = {{{0}}};
+    for (int64_t p = s->first; p < s->end; p += run) {
+        const char *value = cached_at(keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind), side + i, kind);
+        if (i == 0) fetch_ahead(s, p, side, kind);
+        for (int64_t k = 0; k < run; k++, value = cached_at(value, dim, kind))
+            _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) {
+                vec v = cached_vec(cached_at(value, n * LANES, kind), kind);
+                _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) sums[h][n] += v * s->scores[h * s->stride + p + k];
+            }
+    }
+    _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
+        _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) *(vec *)(s->out + h * dim + i + n * LANES) = sums[h][n];
+}
+
+CACHED void mix_values(const Seen *s, int heads, int kind) {
     int64_t dim = s->a->dim, side = s->a->kv_heads * s->a->page_size * dim, run, i = 0;
     for (; i + VECTORS_AT_ONCE * LANES <= dim; i += VECTORS_AT_ONCE * LANES)
-        mix_vectors(s, VECTORS_AT_ONCE, i, weights, result);
-    for (; i + LANES <= dim; i += LANES) mix_vectors(s, 1, i, weights, result);
+        mix_vectors(s, VECTORS_AT_ONCE, i, heads, kind);
+    for (; i + LANES <= dim; i += LANES) mix_vectors(s, 1, i, heads, kind);
     for (; i < dim; i++) {
-        float sum = 0.0f;
-        for (int64_t p = s->first; p < s->end; p += run) {
-            const float *value = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run) + side + i;
-            for (int64_t k = 0; k < run; k++) sum += value[k * dim] * weights[p + k];
+        for (int h = 0; h < heads; h++) {
+            const float *weights = s->scores + h * s->stride;
+            float sum = 0.0f;
+            for (int64_t p = s->first; p < s->end; p += run) {
+                const char *value = cached_at(keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind), side + i, kind);
+                for (int64_t k = 0; k < run; k++)
+                    sum += cached_number(cached_at(value, k * dim, kind), kind) * weights[p + k];
+            }
+            s->out[h * dim + i] = sum;
         }
-        result[i] = sum;
     }
 }
 
-#define KEYS_AT_ONCE 4 /* so that their sums do not wait for each other */
-
-/* Products of a query with keys that lie side by side. */
-static void multiply_keys(const float *query, const float *keys, int64_t num_keys, int64_t dim, float scale, float *scores) {
-    int64_t k = 0;
+/* Products of queries with keys that lie side by side, the first of them at position p. */
+CACHED void multiply_keys(const Seen *s, const char *keys, int64_t p, int64_t num_keys, int heads, int kind) {
+    int64_t dim = s->a->dim, k = 0;
     for (; k < num_keys; k += KEYS_AT_ONCE) {
-        const float *key[KEYS_AT_ONCE];
-        vec sums[KEYS_AT_ONCE];
+        const char *key[KEYS_AT_ONCE];
+        vec sums[KEYS_AT_ONCE][MAX_HEADS];
         int64_t i = 0;
         _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
-            key[n] = keys + (k + n < num_keys ? k + n : num_keys - 1) * dim;
-            sums[n] = (vec){0};
+            key[n] = cached_at(keys, (k + n < num_keys ? k + n : num_keys - 1) * dim, kind);
+            _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) sums[n][h] = (vec){0};
         }
-        for (; i + LANES <= dim; i += LANES) {
-            vec q = *(const vec *)(query + i);
-            _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) sums[n] += q * *(const vec *)(key[n] + i);
-        }
-        _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
-            float dot = vec_sum(sums[n]);
-            for (int64_t rest = i; rest < dim; rest++) dot += query[rest] * key[n][rest];
-            if (k + n < num_keys) scores[k + n] = dot * scale;
-        }
+        for (; i + LANES <= dim; i += LANES)
+            _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
+                vec x = cached_vec(cached_at(key[n], i, kind), kind);
+                _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
+                    sums[n][h] += *(const vec *)(s->query + h * dim + i) * x;
+            }
+        _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++)
+            _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) {
+                float dot = vec_sum(sums[n][h]);
+                for (int64_t rest = i; rest < dim; rest++)
+                    dot += s->query[h * dim + rest] * cached_number(cached_at(key[n], rest, kind), kind);
+                if (k + n < num_keys) s->scores[h * s->stride + p + k + n] = dot * s->a->scale;
+            }
     }
 }
 
-/* All query heads of one group, all query tokens of one request: keys are read once for all of them. */
-static void attend(const Attention *a, int64_t request, int64_t kv_head, float *scores) {
+/* From scores to weights that sum to one. */
+static void weigh(float *scores, int64_t first, int64_t end) {
+    float largest = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t p = first; p < end; p++) largest = scores[p] > largest ? scores[p] : largest;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t p = first; p < end; p++) {
+        scores[p] = fast_exp(scores[p] - largest);
+        sum += scores[p];
+    }
+    float share = 1.0f / sum;
+#pragma omp simd
+    for (int64_t p = first; p < end; p++) scores[p] *= share;
+}
+
+CACHED void attend_heads(const Seen *s, int heads, int kind) {
+    int64_t run;
+    for (int64_t p = s->first; p < s->end; p += run) {
+        const char *keys = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind);
+        fetch_ahead(s, p, 0, kind);
+        multiply_keys(s, keys, p, run, heads, kind);
+    }
+    for (int h = 0; h < heads; h++) weigh(s->scores + h * s->stride, s->first, s->end);
+    mix_values(s, heads, kind);
+}
+
+/* All query heads of one group, all query tokens of one request. */
+CACHED void attend(const Attention *a, int64_t request, int64_t kv_head, int64_t stride, float *scores, int kind) {
     int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
-    int64_t group = a->heads / a->kv_heads, dim = a->dim, run;
+    int64_t group = a->heads / a->kv_heads;
     const int32_t *pages = a->block_table + request * a->table_stride;
     for (int64_t j = 0; j < num_query; j++) {
         int64_t end = length - num_query + j + 1, first = first_seen(a, request, end - 1);
-        for (int64_t g = 0; g < group; g++) {
-            int64_t at = ((begin + j) * a->heads + kv_head * group + g) * dim;
-            const float *query = a->q + at;
-            float largest = -INFINITY, sum = 0.0f;
-            for (int64_t p = first; p < end; p += run) {
-                const float *key = keys_at(a, pages, kv_head, p, end, &run);
-                multiply_keys(query, key, run, dim, a->scale, scores + p);
+        for (int64_t g = 0; g < group; g += MAX_HEADS) {
+            int64_t at = ((begin + j) * a->heads + kv_head * group + g) * a->dim;
+            Seen seen = {a, pages, kv_head, first, end, a->q + at, scores, a->out + at, stride};
+            switch (group - g) {
+            case 1: attend_heads(&seen, 1, kind); break;
+            case 2: attend_heads(&seen, 2, kind); break;
+            case 3: attend_heads(&seen, 3, kind); break;
+            default: attend_heads(&seen, MAX_HEADS, kind);
             }
-#pragma omp simd reduction(max : largest)
-            for (int64_t p = first; p < end; p++) largest = scores[p] > largest ? scores[p] : largest;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t p = first; p < end; p++) {
-                scores[p] = fast_exp(scores[p] - largest);
-                sum += scores[p];
-            }
-            float share = 1.0f / sum;
-#pragma omp simd
-            for (int64_t p = first; p < end; p++) scores[p] *= share;
-            mix_values(&(Seen){a, pages, kv_head, first, end}, scores, a->out + at);
         }
     }
 }
@@ -124,8 +174,8 @@ static void attend(const Attention *a, int64_t request, int64_t kv_head, float *
 /* Many query tokens of one request and one key head: keys are turned once, so that a vector holds neighbouring keys, and
  * each is then used for a tile of query rows (token, head of the group). `memory` holds turned keys, scores and where the
  * values are. */
-static void attend_many(const Attention *a, int64_t request, int64_t kv_head, int64_t first_query, int64_t end_query,
-                        float *memory) {
+CACHED void attend_many(const Attention *a, int64_t request, int64_t kv_head, int64_t first_query, int64_t end_query,
+                        float *memory, int kind) {
     int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
     int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
     const int32_t *pages = a->block_table + request * a->table_stride;
@@ -136,13 +186,14 @@ static void attend_many(const Attention *a, int64_t request, int64_t kv_head, in
     int64_t low = first_seen(a, request, before + first_query);
     int64_t num_keys = before + end_query - low, stride = (num_keys + PANEL - 1) / PANEL * PANEL;
     float *turned = memory, *scores = turned + dim * stride;
-    const float **values = (const float **)(scores + QUERY_ROWS * stride);
+    const char **values = (const char **)(scores + QUERY_ROWS * stride);
     for (int64_t k = 0; k < stride; k++) {
         int64_t p = low + k;
         if (k < num_keys) {
-            const float *key = a->cache + (int64_t)pages[p / a->page_size] * 2 * side + (kv_head * a->page_size + p % a->page_size) * dim;
-            values[k] = key + side;
-            for (int64_t i = 0; i < dim; i++) turned[i * stride + k] = key[i];
+            int64_t run;
+            const char *key = keys_at(a, pages, kv_head, p, p + 1, &run, kind);
+            values[k] = cached_at(key, side, kind);
+            for (int64_t i = 0; i < dim; i++) turned[i * stride + k] = cached_number(cached_at(key, i, kind), kind);
         } else {
             for (int64_t i = 0; i < dim; i++) turned[i * stride + k] = 0.0f;
         }
@@ -193,7 +244,8 @@ static void attend_many(const Attention *a, int64_t request, int64_t kv_head, in
             vec x[QUERY_ROWS], y[QUERY_ROWS];
             _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) x[t] = y[t] = (vec){0};
             for (int64_t k = 0; k < seen; k++) {
-                vec v0 = *(const vec *)(values[k] + i), v1 = *(const vec *)(values[k] + i + LANES);
+                vec v0 = cached_vec(cached_at(values[k], i, kind), kind);
+                vec v1 = cached_vec(cached_at(values[k], i + LANES, kind), kind);
                 _Pragma("GCC unroll 8") for (int t = 0; t < QUERY_ROWS; t++) {
                     x[t] += v0 * scores[t * stride + k];
                     y[t] += v1 * scores[t * stride + k];
@@ -218,7 +270,7 @@ static int64_t num_chunks(const Attention *a, int64_t request) {
 }
 
 /* Pieces are (request, chunk of its query tokens, key head). */
-static void attend_piece(const void *arg, int64_t first, int64_t end) {
+CACHED void attend_pieces(const void *arg, int64_t first, int64_t end, int kind) {
     Attention *a = (Attention *)arg;
     int64_t stride = (a->longest + PANEL - 1) / PANEL * PANEL;
     size_t num_floats = (size_t)((a->dim + QUERY_ROWS + 2) * stride + PANEL);
@@ -234,21 +286,25 @@ static void attend_piece(const void *arg, int64_t first, int64_t end) {
         int64_t num_query = a->query_lens[request];
         if (a->seq_lens[request] == 0 || num_query == 0) continue;
         if (num_query <= FEW_QUERIES || a->dim % PANEL) {
-            attend(a, request, kv_head, memory);
+            attend(a, request, kv_head, stride, memory, kind);
         } else {
             int64_t from = chunk * QUERIES_A_PIECE, to = from + QUERIES_A_PIECE;
-            attend_many(a, request, kv_head, from, to < num_query ? to : num_query, memory);
+            attend_many(a, request, kv_head, from, to < num_query ? to : num_query, memory, kind);
         }
     }
     free(memory);
 }
 
+static void attend_float32(const void *arg, int64_t first, int64_t end) { attend_pieces(arg, first, end, CACHED_FLOAT32); }
+static void attend_float16(const void *arg, int64_t first, int64_t end) { attend_pieces(arg, first, end, CACHED_FLOAT16); }
+static void attend_bfloat16(const void *arg, int64_t first, int64_t end) { attend_pieces(arg, first, end, CACHED_BFLOAT16); }
+
 /* Returns 0, or 1 when there is no memory for the scores. Tokens behind a request's living ones give zero. Keys before
  * `seq_starts`, if that is not NULL, are not read. */
-int slip_paged_attention(const float *q, const float *cache, const int32_t *starts, const int32_t *query_lens,
+int slip_paged_attention(const float *q, const void *cache, const int32_t *starts, const int32_t *query_lens,
                          const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
                          int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
-                         int64_t table_stride, float scale, int64_t window, int num_threads) {
+                         int64_t table_stride, float scale, int64_t window, int kind, int num_threads) {
     Attention a = {q,   cache,     starts,       query_lens, seq_lens, block_table, seq_starts, out, heads, kv_heads,
                    dim, page_size, table_stride, scale,      window,   0,           0};
     int64_t work = 0;
@@ -261,6 +317,7 @@ int slip_paged_attention(const float *q, const float *cache, const int32_t *star
     int64_t num_pieces = 0;
     for (int64_t r = 0; r < requests; r++) num_pieces += num_chunks(&a, r) * kv_heads;
     /* Short contexts: one thread is done before another has come. */
-    slip_spread(attend_piece, &a, num_pieces, 1, work > 100000 ? num_threads : 1);
+    void (*const attend_kind[])(const void *, int64_t, int64_t) = {attend_float32, attend_float16, attend_bfloat16};
+    slip_spread(attend_kind[kind], &a, num_pieces, 1, work > 100000 ? num_threads : 1);
     return atomic_load(&a.failed);
 }

@@ -8,12 +8,12 @@
 typedef struct {
     const float *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm; /* biases, q_norm and k_norm may be NULL */
     const Matrix *qkv, *o, *gate_up, *down;
-    float *cache;
+    void *cache;
     int64_t window;
 } Layer;
 
 typedef struct {
-    int64_t hidden, heads, kv_heads, dim, intermediate, page_size, rotary_dim;
+    int64_t hidden, heads, kv_heads, dim, intermediate, page_size, rotary_dim, cache_kind;
     float eps, scale;
 } Sizes;
 
@@ -43,10 +43,10 @@ int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, 
         if (l->k_norm) normalise_heads(qkv + q_size, l->k_norm, z->eps, n, qkv_size, z->kv_heads, z->dim);
         slip_rope_and_cache(qkv, qkv_size, qkv + q_size, qkv_size, qkv + q_size + kv_size, qkv_size, s->cosine, s->sine,
                             l->cache, s->page_ids, s->offsets, q, n, z->heads, z->kv_heads, z->dim, z->rotary_dim,
-                            z->page_size);
+                            z->page_size, (int)z->cache_kind);
         failed |= slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, s->seq_starts,
                                         mixed, s->requests, z->heads, z->kv_heads, z->dim, z->page_size, s->table_stride,
-                                       z->scale, l->window, s->num_threads);
+                                       z->scale, l->window, (int)z->cache_kind, s->num_threads);
         failed |= slip_product(l->o, mixed, l->o_bias, hidden, n, s->planes, s->num_threads);
         slip_add_rms_norm(hidden, residual, l->post_norm, z->eps, normed, residual, n, z->hidden);
         failed |= slip_product(l->gate_up, normed, NULL, gated, n, s->planes, s->num_threads);

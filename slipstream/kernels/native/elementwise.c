@@ -3,6 +3,7 @@
  * In torch each of them is five to ten calls, and at one token a call costs more than the work. The definitions are the
  * torch bodies in the files of slipstream/kernels that call these; tests compare the two.
  */
+#include "cached.h"
 #include "kernels.h"
 #include "threads.h"
 #include "vectors.h"
@@ -52,19 +53,21 @@ static void rotate(const float *x, const float *cosine, const float *sine, float
 
 /* Rotates queries into q_out and keys into the cache, beside the values. Strides are from token to token. */
 void slip_rope_and_cache(const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
-                         int64_t v_stride, const float *cosine, const float *sine, float *cache, const int64_t *page_ids,
+                         int64_t v_stride, const float *cosine, const float *sine, void *cache, const int64_t *page_ids,
                          const int64_t *offsets, float *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
-                         int64_t dim, int64_t rotary_dim, int64_t page_size) {
-    int64_t head_bytes = dim * (int64_t)sizeof(float), side = kv_heads * page_size * dim;
+                         int64_t dim, int64_t rotary_dim, int64_t page_size, int kind) {
+    int64_t side = kv_heads * page_size * dim;
+    float turned[dim]; /* a key that is still to be narrowed */
     for (int64_t t = 0; t < tokens; t++) {
         const float *c = cosine + t * rotary_dim, *s = sine + t * rotary_dim;
         for (int64_t h = 0; h < heads; h++)
             rotate(q + t * q_stride + h * dim, c, s, q_out + (t * heads + h) * dim, rotary_dim, dim);
-        float *keys = cache + page_ids[t] * 2 * side;
         for (int64_t h = 0; h < kv_heads; h++) {
-            float *slot = keys + (h * page_size + offsets[t]) * dim;
-            rotate(k + t * k_stride + h * dim, c, s, slot, rotary_dim, dim);
-            memcpy(slot + side, v + t * v_stride + h * dim, (size_t)head_bytes);
+            int64_t at = page_ids[t] * 2 * side + (h * page_size + offsets[t]) * dim;
+            char *key = (char *)cache + at * cached_bytes(kind), *value = key + side * cached_bytes(kind);
+            rotate(k + t * k_stride + h * dim, c, s, kind == CACHED_FLOAT32 ? (float *)key : turned, rotary_dim, dim);
+            if (kind != CACHED_FLOAT32) cached_store(key, turned, dim, kind);
+            cached_store(value, v + t * v_stride + h * dim, dim, kind);
         }
     }
 }

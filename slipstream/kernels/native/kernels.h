@@ -1,4 +1,5 @@
-/* The kernels that others are made of; all arrays are float32 and contiguous unless a stride says otherwise. */
+/* The kernels that others are made of; all arrays are float32 and contiguous unless a stride says otherwise. A cache's
+ * numbers are of the kind that `kind` says, see cached.h. */
 #ifndef SLIP_KERNELS_H
 #define SLIP_KERNELS_H
 
@@ -20,13 +21,13 @@ void slip_rms_norm(const float *x, const float *weight, float eps, float *out, i
 void slip_add_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *out, float *total,
                        int64_t rows, int64_t size);
 void slip_rope_and_cache(const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
-                         int64_t v_stride, const float *cosine, const float *sine, float *cache, const int64_t *page_ids,
+                         int64_t v_stride, const float *cosine, const float *sine, void *cache, const int64_t *page_ids,
                          const int64_t *offsets, float *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
-                         int64_t dim, int64_t rotary_dim, int64_t page_size);
-int slip_paged_attention(const float *q, const float *cache, const int32_t *starts, const int32_t *query_lens,
+                         int64_t dim, int64_t rotary_dim, int64_t page_size, int kind);
+int slip_paged_attention(const float *q, const void *cache, const int32_t *starts, const int32_t *query_lens,
                          const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
                          int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
-                         int64_t table_stride, float scale, int64_t window, int num_threads);
+                         int64_t table_stride, float scale, int64_t window, int kind, int num_threads);
 void slip_panel_linear(const float *x, const float *panels, const float *bias, float *out, int64_t tokens, int64_t in,
                        int64_t out_size, int gated, int num_threads);
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
+# How a cache keeps its numbers; see ``cached.h``.
+CACHED_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
 
 class SegmentRecord(ctypes.Structure):
     """Neighbouring rows of a matrix that are quantised alike."""

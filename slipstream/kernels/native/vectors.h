@@ -7,6 +7,8 @@
 #include <string.h>
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 /* A float32 panel is two vectors. */
