@@ -54,12 +54,16 @@ typedef struct {
 
 #define PAGES_AHEAD 2
 
-/* Asks for what lies two pages after a position: pages are too small and too far apart for the machine to foresee them. */
-CACHED void fetch_ahead(const Seen *s, int64_t position, int64_t offset, int kind) {
-    int64_t far = position + PAGES_AHEAD * s->a->page_size, run;
-    if (far >= s->end) return;
-    const char *next = cached_at(keys_at(s->a, s->pages, s->kv_head, far, s->end, &run, kind), offset, kind);
-    for (int64_t i = 0; i < run * s->a->dim * cached_bytes(kind); i += 64) __builtin_prefetch(next + i, 0, 2);
+/* What lies so many pages after a position, to be asked for while that is worked on: pages are too small and too far
+ * apart for the machine to foresee them. Towards the end it is what is there already. */
+CACHED const char *ahead(const Seen *s, int64_t position, const char *here, int kind) {
+    int64_t far = position / s->a->page_size + PAGES_AHEAD, side = s->a->kv_heads * s->a->page_size * s->a->dim;
+    if (far * s->a->page_size >= s->end) return here;
+    return here + ((int64_t)s->pages[far] - s->pages[far - PAGES_AHEAD]) * 2 * side * cached_bytes(kind);
+}
+
+CACHED void fetch(const char *p, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i);
 }
 
 /* Sums of values by weight, `num` vectors of them from dimension i on. */
@@ -68,12 +72,14 @@ CACHED void mix_vectors(const Seen *s, int num, int64_t i, int heads, int kind) 
     vec sums[MAX_HEADS][VECTORS_AT_ONCE] = {{{0}}};
     for (int64_t p = s->first; p < s->end; p += run) {
         const char *value = cached_at(keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind), side + i, kind);
-        if (i == 0) fetch_ahead(s, p, side, kind);
-        for (int64_t k = 0; k < run; k++, value = cached_at(value, dim, kind))
+        int64_t far = ahead(s, p, value, kind) - value;
+        for (int64_t k = 0; k < run; k++, value = cached_at(value, dim, kind)) {
+            fetch(value + far, num * LANES * cached_bytes(kind));
             _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) {
                 vec v = cached_vec(cached_at(value, n * LANES, kind), kind);
                 _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) sums[h][n] += v * s->scores[h * s->stride + p + k];
             }
+        }
     }
     _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
         _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) *(vec *)(s->out + h * dim + i + n * LANES) = sums[h][n];
@@ -101,7 +107,9 @@ CACHED void mix_values(const Seen *s, int heads, int kind) {
 /* Products of queries with keys that lie side by side, the first of them at position p. */
 CACHED void multiply_keys(const Seen *s, const char *keys, int64_t p, int64_t num_keys, int heads, int kind) {
     int64_t dim = s->a->dim, k = 0;
+    const char *next = ahead(s, p, keys, kind);
     for (; k < num_keys; k += KEYS_AT_ONCE) {
+        fetch(cached_at(next, k * dim, kind), KEYS_AT_ONCE * dim * cached_bytes(kind));
         const char *key[KEYS_AT_ONCE];
         vec sums[KEYS_AT_ONCE][MAX_HEADS];
         int64_t i = 0;
@@ -144,7 +152,6 @@ CACHED void attend_heads(const Seen *s, int heads, int kind) {
     int64_t run;
     for (int64_t p = s->first; p < s->end; p += run) {
         const char *keys = keys_at(s->a, s->pages, s->kv_head, p, s->end, &run, kind);
-        fetch_ahead(s, p, 0, kind);
         multiply_keys(s, keys, p, run, heads, kind);
     }
     for (int h = 0; h < heads; h++) weigh(s->scores + h * s->stride, s->first, s->end);
