@@ -79,7 +79,8 @@ class _Answers:
         from slipstream.config import EngineOptions
         from slipstream.engine.build import build_engine
         from slipstream.engine.client import EngineClient
-        from slipstream.models.hub import resolve_models, with_shipped_head
+        from slipstream.engine.find_models import resolve_models
+        from slipstream.models.hub import with_shipped_head
 
         before = self.memory()
         chosen = EngineOptions.from_dict({"device": "cpu", "enable_prefix_caching": False, "seed": 0, **options})

@@ -74,8 +74,8 @@ class EngineLoop:
         self._failure: str | None = None  # why nothing is taken any more
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="slipstream-engine", daemon=True)
-        self._thread.start()
-        try:
+        try:  # an interrupt may come while the thread is being started
+            self._thread.start()
             engine = built.result()  # raises what the build raised
         except BaseException:
             _loading_on.append(self._thread)
