@@ -1,4 +1,4 @@
-"""The same text on quantised weights alone, in batches and with drafts: requests that draw their prompts and parameters.
+"""The same text on quantised weights alone, in batches and with drafts, for requests with drawn prompts and parameters.
 
 The reference is each request by itself without drafts. Each way of serving gets all requests at once, in batches, with
 prompts in chunks, and its token ids must be those of the reference: the sums of the kernels depend neither on the

@@ -10,7 +10,7 @@
 INLINE Ints add_digit(Kind kind, const uint8_t *block, int part, const int8_t *digits, Ints sum) {
     const int part_chunks = CHUNKS / block_parts(kind);
     _Pragma("GCC unroll 8") for (int c = part * part_chunks; c < (part + 1) * part_chunks; c++)
-        sum = ints_dot(sum, chunk_codes(kind, block, c), digits + 4 * c);
+        sum = ints_dot(kind.bits, sum, chunk_codes(kind, block, c), digits + 4 * c);
     return sum;
 }
 
@@ -46,9 +46,9 @@ PLANE_TILE void plane_tile(Kind kind, int planes, int num_tokens, const uint8_t 
                     Bytes codes = chunk_codes(kind, panel, c);
                     _Pragma("GCC unroll 4") for (int t = 0; t < num_tokens; t++) {
                         const int8_t *own = digits + t * DIGITS * BLOCK + 4 * c;
-                        sums[t][0] = ints_dot(sums[t][0], codes, own);
-                        sums[t][1] = ints_dot(sums[t][1], codes, own + BLOCK);
-                        if (planes == DIGITS) lowest[t] = ints_dot(lowest[t], codes, own + 2 * BLOCK);
+                        sums[t][0] = ints_dot(kind.bits, sums[t][0], codes, own);
+                        sums[t][1] = ints_dot(kind.bits, sums[t][1], codes, own + BLOCK);
+                        if (planes == DIGITS) lowest[t] = ints_dot(kind.bits, lowest[t], codes, own + 2 * BLOCK);
                     }
                 }
                 Scales own = block_scales(kind, header, block, part);
