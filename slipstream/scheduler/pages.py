@@ -19,15 +19,13 @@ NULL_PAGE = 0
 _ROOT = b""
 
 
-def page_hashes(
-    token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT, num_behind: int = 0
-) -> Iterator[bytes]:
+def page_hashes(token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT, num_after: int = 0) -> Iterator[bytes]:
     """The hash of every full page: of its tokens and, through ``parent``, the hash of the page before, of all before.
 
-    Where a page's content depends on ``num_behind`` tokens behind it, on those as well. Cryptographic, because users
+    Where a page's content depends on ``num_after`` tokens behind it, on those as well. Cryptographic, because users
     choose the tokens: nobody must be able to make two prompts share a page.
     """
-    width = page_size + num_behind
+    width = page_size + num_after
     for begin in range(0, len(token_ids) - width + 1, page_size):
         content = array("q", token_ids[begin : begin + width]).tobytes()
         parent = hashlib.blake2b(content, key=parent[:64], digest_size=16).digest()
@@ -102,7 +100,7 @@ class PagePool:
             self._num_holders[page_id] += 1
             self._unheld.pop(page_id, None)
 
-    def num_held_by_nobody(self, page_ids: Iterable[int]) -> int:
+    def num_unheld(self, page_ids: Iterable[int]) -> int:
         return sum(page_id in self._unheld for page_id in page_ids)
 
     def remember(self, page_id: int, page_hash: bytes, is_drafted: bool = True) -> None:

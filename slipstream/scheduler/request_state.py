@@ -37,7 +37,7 @@ class RequestState:
     last_step_id: int = -1  # of a finished request: the newest step in flight that has it
     finished: bool = False
     # What a step brings it are tokens and nothing else, unless it ends: it has had its first and wants no figures.
-    is_usual: bool = False
+    gets_only_tokens: bool = False
     max_total: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +74,7 @@ class RequestState:
         num_slots = len(page_ids) * page_size
         self.capacity = NEVER if num_slots >= self.max_total else num_slots
 
-    def has_its_first(self) -> None:
+    def note_first_tokens(self) -> None:
         """It has had tokens, and what came with the first of them."""
-        self.is_usual = self.request.params.logprobs is None and len(self.request.stop_token_ids) <= MAX_DEVICE_STOP_IDS
+        request = self.request
+        self.gets_only_tokens = request.params.logprobs is None and len(request.stop_token_ids) <= MAX_DEVICE_STOP_IDS
