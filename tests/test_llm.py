@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -425,7 +426,7 @@ def test_an_interrupted_generate_leaves_nothing_running(llm: LLM, monkeypatch: p
 
     endless = SamplingParams(temperature=0, ignore_eos=True)
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.llm.queue.SimpleQueue", Interrupted)
+        patch.setattr("slipstream.llm.queue", SimpleNamespace(SimpleQueue=Interrupted))
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[i, 2, 3] for i in range(20)], endless)
     assert not llm._client._output._submissions
