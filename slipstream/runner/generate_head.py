@@ -68,8 +68,8 @@ class GenerateHead:
         """What a graph of tier ``full`` has left."""
         return self._logits[: batch.logit_indices.shape[0]]
 
-    def commit(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
-        """Verify the drafts of every request and write the outcome into the rows. Gives log probabilities."""
+    def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
+        """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
         rows, drafted = self._rows, batch.drafted
         verified = self.verifier.verify(logits, rows.sampling, drafted, sampling)
         commit(
@@ -93,7 +93,7 @@ class GenerateHead:
 
     def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
         """Without noise: on a CPU it costs as much as a draft. Real steps correct the cost of those that have some."""
-        self.commit(batch, self.project(batch, hidden), NO_NEEDS)
+        self.verify(batch, self.project(batch, hidden), NO_NEEDS)
         if batch.drafting.num_drafts:
             self.draft(batch.drafting, noise=False, in_graph=True)
         elif self.follower is not None:
@@ -112,9 +112,9 @@ class GenerateHead:
             self.recorded_logits(batch).copy_(logits)
             # What follows is launched, but compiled by then: a change of the draft length may lead here.
             for sampling in (NO_NEEDS, NOISE_ALONE) if warmup else ():
-                self.commit(batch, logits, sampling)
+                self.verify(batch, logits, sampling)
             return
-        self.commit(batch, logits, NOISE_ALONE)
+        self.verify(batch, logits, NOISE_ALONE)
         if graph.num_drafts:
             self.draft(batch.drafting, noise=True, in_graph=True)
         elif self.follower is not None:
@@ -163,11 +163,11 @@ class GenerateWork:
         return None if self.requirements.drafting is None else self.head.speculator.taps(num_tokens)
 
     def run(self, target: TargetOutput) -> Tensor | None:
-        """Verify, commit, draft. Gives log probabilities if a request wants them."""
+        """Verify, commit, draft. Returns log probabilities if a request wants them."""
         head, drafting, inputs = self.head, self.requirements.drafting, target.inputs
         is_projected = target.graph.mode is CUDAGraphMode.FULL
         logits = head.recorded_logits(inputs) if is_projected else head.project(inputs, target.hidden)
-        logprobs = head.commit(inputs, logits, self.requirements.sampling)
+        logprobs = head.verify(inputs, logits, self.requirements.sampling)
         if drafting is not None:
             drafted = target.batch.drafting.after(target.graph)
             if drafting.proposes:
