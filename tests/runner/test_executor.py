@@ -1,4 +1,4 @@
-"""What the executor leaves to the head: nothing but the results after a whole graph, everything after the target else."""
+"""What the executor leaves to the head: the results after a whole graph, and elsewhere all that follows the target."""
 
 from __future__ import annotations
 
