@@ -30,7 +30,7 @@ Step = tuple[Text, int, int]  # text or token ids, drafts that were checked, dra
 
 
 class ScriptedEngine:
-    """Answers every request with the same steps; the last one ends it. At once, or so that each is an event."""
+    """Answers every request with the same steps; the last one ends it. Each is an event of its own."""
 
     id_prefix = ""
 
@@ -39,7 +39,6 @@ class ScriptedEngine:
         self.info = EngineInfo(config, tokenizer, SamplingParams(), ())
         self.stats = EngineStats()
         self.requests: list[Request] = []
-        self.is_paced = False
         self.likeliest: Sequence[int] = (1, 2)  # token ids beside the chosen one
         self._deliver, self._steps = deliver, steps
 
@@ -62,11 +61,7 @@ class ScriptedEngine:
             if num_drafts:
                 self.stats.count_drafts(num_drafts, num_accepted)
             updates.append(update)
-        if self.is_paced:
-            self._deliver_next(updates)
-            return
-        for update in updates:
-            self._deliver(TokenUpdates.of([update]))
+        self._deliver_next(updates)
 
     def _deliver_next(self, updates: list[TokenUpdate]) -> None:
         """The first of them, and the rest when the server has written what came of it."""

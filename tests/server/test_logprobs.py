@@ -127,7 +127,6 @@ def split(tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
     """Steps that end inside of characters, with parts of characters among the likeliest tokens."""
     ids = tokenizer.encode(TEXT)
     server = ScriptedServer(tokenizer, [(ids[:2], 0, 0), (ids[2:3], 0, 0), (ids[3:7], 0, 0), (ids[7:], 0, 0)])
-    server.engine.is_paced = True
     server.engine.likeliest = [tokenizer.encode("é")[0], tokenizer.encode("é")[1]]
     yield server
     server.close()
