@@ -23,6 +23,9 @@ demo: $(VENV)/.installed ## fetch the default model; answer with and without dra
 test: $(VENV)/.installed-dev ## the whole CPU suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+test-fast: $(VENV)/.installed-dev ## for the inner loop: the first case of each test, without those that take seconds
+	$(BIN)/python -m pytest --fast -n auto --dist worksteal
+
 test-slow: $(VENV)/.installed-dev ## the long matrices too, and other cases in every run
 	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --hypothesis-profile default --durations 20
 
