@@ -1,9 +1,9 @@
-"""Does the simulator find faults? Each of these changes one line; each must be found.
+"""Does the simulator find faults? Each of these changes a piece of code; each must be found.
 
     python -m tests.sim.mutations [--seeds 200] [--only NAME]
 
-The tree is copied, the line changed, and the worlds run until one fails. What was found, and after how many seeds, is
-printed as a table. A mutation whose line is no longer there is an error: the list is kept true by hand.
+The tree is copied, the code changed, and the worlds run until one fails. What was found, and after how many seeds, is
+printed as a table. A mutation whose code is no longer there is an error: the list is kept true by hand.
 """
 
 from __future__ import annotations
@@ -17,17 +17,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-class Mutation(NamedTuple):
-    name: str
-    file: str
-    line: str
-    changed: str
-
+from tests.sim.planted import ROOT, Mutation, plant
 
 MUTATIONS = [
     Mutation(
@@ -348,8 +339,8 @@ MUTATIONS = [
     Mutation(
         "gaps: of a single token they are not seen",
         "speculate/draft_gaps.py",
-        "gap = runs & (first > end)\n    if not goes",
-        "gap = runs & (first > end + 1)\n    if not goes",
+        "gap = runs & (first > end)\n    if not goes_over_all",
+        "gap = runs & (first > end + 1)\n    if not goes_over_all",
     ),
     Mutation(
         "gaps: attention begins a token early",
@@ -479,11 +470,8 @@ def find(mutation: Mutation, num_seeds: int) -> str:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         for name in ("slipstream", "tests"):
             shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
-        path = Path(folder) / "slipstream" / mutation.file
-        text = path.read_text()
-        if text.count(mutation.line) != 1:
-            raise SystemExit(f"{mutation.name}: its line stands {text.count(mutation.line)} times in {mutation.file}")
-        path.write_text(text.replace(mutation.line, mutation.changed))
+        path, text = plant(mutation)
+        (Path(folder) / path).write_text(text)
         command = [sys.executable, "-m", "tests.sim", "--seeds", str(num_seeds), "--jobs", "1", "--stop"]
         ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         found = re.search(r"^seed (\d+): (.*)$", ran.stdout, re.MULTILINE)
