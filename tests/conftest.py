@@ -14,7 +14,7 @@ from slipstream.models.weights import open_checkpoint
 
 # A step that reads what it did not write must not pass a test by luck.
 os.environ["SLIPSTREAM_POISON"] = "1"
-# Tiny models gain nothing from threads, and lose much where other processes want the cores.
+# Tiny models gain nothing from threads, and lose much where other processes need the cores.
 torch.set_num_threads(1)
 
 

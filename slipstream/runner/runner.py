@@ -106,7 +106,7 @@ class Runner:
             for init in plan.row_inits:
                 self.rows.stage_init(init)
                 request = init.request
-                needs = SamplingNeeds.of(request, self.rows.sampling.operations)
+                needs = SamplingNeeds.for_request(request, self.rows.sampling.operations)
                 self._needs_of_row[init.row] = self._known_needs.setdefault(needs, needs)
                 self._drafts_of_row[init.row] = request.num_drafts(self._config.num_drafts)
                 scored = request.params.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Errors as clients of the OpenAI API expect them: a status, and a JSON object that says what to do."""
+"""Errors in the format of the OpenAI API: a status, and a JSON object whose message says what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.parameters import extra_parameters
 
 
 class ApiError(Exception):
-    """An answer other than success."""
+    """A response other than success."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
@@ -41,12 +41,12 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 def _clean(text: str) -> str:
-    """What a client sent and an error repeats may hold half characters, which no answer can carry."""
+    """Text repeated from a client may hold lone surrogates, which cannot be encoded in a response."""
     return text.encode("utf-8", "replace").decode()
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error from the engine."""
+    """The response for an error from the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):
@@ -69,7 +69,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_fault(_request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(as_api_error(error).body, 500)  # it is raised again, for the log
+        return JSONResponse(as_api_error(error).body, 500)  # starlette raises it again, so that it is logged
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -85,7 +85,7 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def explain_invalid_body(problem: dict[str, Any], body: Any) -> tuple[str, str | None]:
-    """One line for the first problem of a body, and the name of the field. ``body``: the type it was read as."""
+    """One line for the first problem of a body, and the name of the field. ``body``: the type it was parsed as."""
     if problem["type"] == "json_invalid":
         return f"the body is not valid JSON: {problem['ctx']['error']}", None
     path = [str(part) for part in problem["loc"] if part != "body"]
@@ -100,7 +100,7 @@ def explain_invalid_body(problem: dict[str, Any], body: Any) -> tuple[str, str |
 
 
 def _fields_at(body: Any, path: Sequence[str]) -> list[str]:
-    """The names of the object's fields at ``path``, where other parts of it are places in lists."""
+    """The names of the object's fields at ``path``. Components of the path that are list indices are skipped."""
     models = list(_models_in(body))
     for part in path:
         inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]

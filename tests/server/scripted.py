@@ -59,8 +59,8 @@ class ScriptedEngine:
                 update.logprobs = [self.logprob_row(token_id) for token_id in token_ids]
             update.num_drafts, update.num_accepted = num_drafts, num_accepted
             if num_drafts:
-                self.stats.count_drafts(num_drafts, num_accepted)
-            self._deliver(TokenUpdates.of([update]))
+                self.stats.drafts.add(num_drafts, num_accepted)
+            self._deliver(TokenUpdates.from_list([update]))
 
     def logprob_row(self, token_id: int) -> LogprobRow:
         """The token that was chosen is the second likeliest, with what ``likeliest`` says before and after it."""

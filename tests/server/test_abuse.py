@@ -1,4 +1,4 @@
-"""What no client should send: a clear status each, nothing left behind, and no delay for anybody else."""
+"""What no client should send: a clear status each, nothing left over, and no delay for other clients."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_flood_of_headers(guarded: RunningServer) -> None:
     assert httpx.get(f"{guarded.url}/health").status_code == 200
 
 
-def test_slow_clients_stall_nobody(guarded: RunningServer) -> None:
+def test_slow_clients_delay_no_other(guarded: RunningServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{"
     slow = [connect(guarded) for _ in range(20)]
     try:
@@ -143,7 +143,7 @@ def test_slow_clients_stall_nobody(guarded: RunningServer) -> None:
             client.close()
 
 
-def test_a_client_that_does_not_read_stalls_nobody(guarded: RunningServer) -> None:
+def test_a_client_that_does_not_read_delays_no_other(guarded: RunningServer) -> None:
     body = json.dumps({**BODY, "max_tokens": 400, "stream": True}).encode()
     with connect(guarded) as lazy:
         lazy.sendall(
@@ -184,10 +184,10 @@ def test_a_client_that_vanishes_from_the_queue_is_forgotten(guarded: RunningServ
         assert running.result().status_code == 200
     guarded.wait_until_idle()
     assert guarded.num_aborted() == num_aborted + 1
-    assert guarded.metric("tokens_out_total") == num_tokens + 8 * 480, "none for whoever has left"
+    assert guarded.metric("tokens_out_total") == num_tokens + 8 * 480, "none for the client that has left"
 
 
-def test_a_long_prompt_stalls_nobody(guarded: RunningServer) -> None:
+def test_a_long_prompt_delays_no_other(guarded: RunningServer) -> None:
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(post, guarded, json={**BODY, "prompt": "word " * 700_000}, headers=KEY)
         slowest = 0.0

@@ -1,4 +1,4 @@
-"""Many clients at once, clients that vanish, and whether anything is left behind."""
+"""Many clients at once, clients that vanish, and whether anything is left over."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_200_streams_at_once(server: RunningServer) -> None:
     texts = [text for text, _ in results]
     assert all(texts)
     for i in range(20):
-        assert len(set(texts[i::20])) == 1, "the same prompt, the same text, whoever ran beside it"
-    # First come, first served: nobody waits much longer than it takes to serve everybody.
+        assert len(set(texts[i::20])) == 1, "the same prompt, the same text, whatever ran beside it"
+    # First come, first served: no client waits much longer than it takes to serve all.
     assert max(seconds for _, seconds in results) < 60
     server.wait_until_idle()
 
