@@ -13,7 +13,7 @@ from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
-from slipstream.runner.step_graphs import OnCost
+from slipstream.runner.step_timing import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.speculate.registry import find_method
@@ -133,7 +133,7 @@ def build_plain(folder: str, folders: Folders) -> Engine:
 class _UntimedLength(AdaptiveLength):
     """The engine's own decisions, at costs that no step changes: timed ones would make another run every time."""
 
-    def took(self, composition: Composition, seconds: float) -> None:
+    def record_seconds(self, composition: Composition, seconds: float) -> None:
         pass
 
 
@@ -150,5 +150,5 @@ def _decide_length(config: EngineConfig, choice: EngineChoice) -> DraftLength | 
     rehearsal = None
     if speculative.depends_on_text_alone:
         rehearsal = find_method(speculative.method).rehearse(speculative, num_rows)
-    own = (speculative.lengths, speculative.initial_length, num_rows, costs, speculative.foresees, rehearsal)
+    own = (speculative.lengths, speculative.initial_length, num_rows, costs, speculative.knows_acceptance, rehearsal)
     return _UntimedLength(*own)

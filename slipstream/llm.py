@@ -115,7 +115,7 @@ class LLM(_EngineOwner):
             # After Ctrl-C, or if the engine refused one: the others have no reader any more.
             for submission in submissions:
                 if submission.request_id not in outputs:
-                    self._client.abort(submission.request_id)
+                    self._client.forget(submission)
         return [outputs[submission.request_id] for submission in submissions]
 
     def chat(
@@ -146,7 +146,7 @@ class LLM(_EngineOwner):
                 yield output
         finally:
             if not finished:
-                self._client.abort(submission.request_id)
+                self._client.forget(submission)
 
     def __enter__(self) -> LLM:
         return self
@@ -187,7 +187,7 @@ class AsyncLLM(_EngineOwner):
                 yield output
         finally:
             if not finished:
-                self._client.abort(submission.request_id)
+                self._client.forget(submission)
 
     async def chat(
         self,

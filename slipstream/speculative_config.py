@@ -80,7 +80,7 @@ class SpeculativeConfig:
         return replace(self, num_drafts=most, acceptance_rates=self.acceptance_rates[:most])
 
     @property
-    def foresees(self) -> bool:
+    def knows_acceptance(self) -> bool:
         """Whether acceptance is known without verification: a draft is accepted if it equals the next token.
 
         With speculative sampling, drafts have their own noise: equal tokens are rarer than accepted ones.
@@ -92,7 +92,7 @@ class SpeculativeConfig:
         """Whether the host can compute from collected tokens which drafts would have been accepted."""
         return self.needs.from_text and not self.is_synthetic
 
-    def num_made(self, num_checked: int) -> int:
+    def num_proposed(self, num_checked: int) -> int:
         """How many drafts a step proposes if the next one verifies ``num_checked``.
 
         Drafts from the text alone cost next to nothing: a step proposes the maximum, or none. A change of the number

@@ -190,7 +190,7 @@ class StepResult:
     statuses: list[RowStatus]
     num_drafts: list[int]  # drafts that were verified
     num_accepted: list[int]  # of those, accepted
-    foreseen: list[int]  # 1 if the step skipped a draft that would have been accepted
+    would_accept: list[int]  # 1 if the step skipped a draft that would have been accepted
     logprobs: list[list[LogprobRow]] | None = None  # one for each token, if any request asked
     wait_s: float = 0.0  # how long the host waited for it
     # By index in the plan: the position of the first, then one for each prompt token from there on.

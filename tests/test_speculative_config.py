@@ -221,13 +221,13 @@ def test_what_a_length_is_chosen_from(config: SpeculativeConfig, lengths: tuple[
 
 
 def test_only_drafts_from_the_text_alone_are_always_as_many() -> None:
-    assert [replace(NGRAM, num_drafts=7).num_made(k) for k in (0, 1, 5, 7)] == [0, 7, 7, 7]
+    assert [replace(NGRAM, num_drafts=7).num_proposed(k) for k in (0, 1, 5, 7)] == [0, 7, 7, 7]
     for other in (
         replace(NGRAM, adaptive=False),
         replace(NGRAM, verify="synthetic"),
         speculation("eagle3", 7, adaptive=True),
     ):
-        assert [other.num_made(k) for k in (0, 1, 5)] == [0, 1, 5]
+        assert [other.num_proposed(k) for k in (0, 1, 5)] == [0, 1, 5]
 
 
 def test_a_length_that_adapts_stays_within_the_tokens_of_a_step() -> None:

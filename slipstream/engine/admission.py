@@ -156,12 +156,12 @@ def _max_total_tokens(prompt_len: int, max_tokens: int | None, info: EngineInfo)
     return min(prompt_len + max_tokens, limit)
 
 
-def _bad_word_ids(words: Sequence[str], info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+def _bad_word_ids(bad_words: Sequence[str], info: EngineInfo) -> tuple[tuple[int, ...], ...]:
     """Each word with and without a space before it, which tokenizers encode differently."""
-    if words and info.tokenizer is None:
+    if bad_words and info.tokenizer is None:
         raise RequestError("bad_words need a tokenizer, which a bare shape does not have")
     found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in bad_words:
         for text in (word, " " + word.lstrip()):
             assert info.tokenizer is not None
             token_ids = tuple(info.tokenizer.encode(text, add_special_tokens=False))

@@ -36,7 +36,7 @@ from slipstream.models.shapes import shape_config
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint
 from slipstream.runner.runner import Runner
-from slipstream.runner.step_graphs import OnCost
+from slipstream.runner.step_timing import OnCost
 from slipstream.sampling_params import MODEL_DEFAULTS, SamplingParams
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.scheduler import Scheduler
@@ -198,7 +198,7 @@ def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength |
     rehearsal = None
     if speculative.depends_on_text_alone:
         rehearsal = find_method(speculative.method).rehearse(speculative, num_rows)
-    policy = AdaptiveLength(*lengths, num_rows, costs, speculative.foresees, rehearsal)
+    policy = AdaptiveLength(*lengths, num_rows, costs, speculative.knows_acceptance, rehearsal)
     return policy, costs.record
 
 

@@ -141,7 +141,7 @@ def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: st
     in_graphs = graph_mode == "full" and backend in RECORDS_PROMPTS
     if speculative is None or not speculative.adaptive or not in_graphs:
         return None
-    return speculative.num_made(speculative.initial_length)
+    return speculative.num_proposed(speculative.initial_length)
 
 
 def _prefix_refusal(options: EngineOptions, model: ModelConfig) -> str:

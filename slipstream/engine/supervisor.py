@@ -105,8 +105,8 @@ class _Child:
 
     def _start(self, folder: Path, num_clients: int) -> subprocess.Popen[bytes]:
         # The worker compares its parent with this process, and exits when it has another.
-        place = [str(folder), str(self.generation), str(num_clients), str(os.getpid())]
-        command = [sys.executable, "-m", "slipstream.engine.worker", *place, *registry.modules()]
+        arguments = [str(folder), str(self.generation), str(num_clients), str(os.getpid())]
+        command = [sys.executable, "-m", "slipstream.engine.worker", *arguments, *registry.modules()]
         # torch's own pool must not spin on the cores that the C kernels' threads need next.
         environment = child_environment(OMP_WAIT_POLICY="passive")
         # In its own process group: a terminal's Ctrl-C goes to the server, which decides how the engine ends.

@@ -36,9 +36,9 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def generate(cli: RunCli, model: Path, *arguments: object) -> Outcome:
-    start = time.perf_counter()
+    start = time.process_time()  # process time: other processes may use the machine
     outcome = cli("generate", "abc", "--model", model, "--max-tokens", 3, *arguments)
-    assert time.perf_counter() - start < MAX_SECONDS
+    assert time.process_time() - start < MAX_SECONDS
     return outcome
 
 

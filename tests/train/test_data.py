@@ -24,7 +24,7 @@ def test_texts_one_after_another() -> None:
     assert texts.learn_from.tolist() == [0, 1] and texts.answer_from.tolist() == [2, 3]
     assert texts.where(True).tolist() == [1]
     for few in ([], written[:1], written[1:]):
-        with pytest.raises(ConfigError, match="the target wrote almost nothing"):
+        with pytest.raises(ConfigError, match="the target generated almost nothing"):
             _texts_of(few)
 
 
