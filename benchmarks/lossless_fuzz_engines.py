@@ -13,7 +13,7 @@ from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
-from slipstream.runner.step_graphs import OnCost
+from slipstream.runner.step_timing import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.speculate.registry import find_method
