@@ -1,4 +1,4 @@
-"""Launching a step: stage changes, prepare the batch, run it, send the results. Never waits."""
+"""Launching a step: stage changes, prepare the batch, run it, queue the results. Never waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slipstream.types import Request, StepPlan
 
 
 class Runner:
-    """Owns the device's side of the engine. A step passes through ``batches``, ``executor`` and the head."""
+    """The device's side of the engine. A step passes through ``batches``, ``executor`` and the head."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Runner:
         model: Model,
         caches: CacheGroups,
         make_speculator: MakeSpeculator = draft_nothing,
-        on_cost: OnCost | None = None,  # is told what steps cost, by their size
+        on_cost: OnCost | None = None,  # receives the measured costs of steps
         make_head: MakeHead = GenerateHead,
     ) -> None:
         self._config = config
@@ -55,11 +55,11 @@ class Runner:
         self.idle_work.do_first()
 
     def check(self, request: Request) -> None:
-        """Refuse a request that this engine cannot run as it is asked to; a RequestError says why."""
+        """Refuse a request that this engine cannot run; a RequestError says why."""
         refuse_unknown(request, self.rows.sampling.operations)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        # The engine's loop is in inference mode from its start; other callers need not know.
+        # The engine loop is in inference mode already; other callers need not be.
         if torch.is_inference_mode_enabled():
             return self._launch(plan)
         with torch.inference_mode():

@@ -89,7 +89,7 @@ def test_ids_seeds_and_figures(several: RunningServer) -> None:
 
 
 def test_one_queue_for_all(several: RunningServer) -> None:
-    """8 rows and 8 places: the 17th is refused wherever it is asked."""
+    """8 rows and a queue of 8: the 17th is refused wherever it is asked."""
     with client_of_each(several) as clients, several.engine_at_rest(), ThreadPoolExecutor(16) as pool:
         first, second = clients.values()
         waiting = [pool.submit(httpx.post, f"{several.url}/v1/completions", json=SHORT, timeout=60) for _ in range(16)]
