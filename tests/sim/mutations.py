@@ -284,9 +284,10 @@ MUTATIONS = [
     ),
     Mutation(
         "lengths: a step with another number of drafts runs in the same graph",
-        "runner/requirements.py",
-        "num_drafts = composition.num_next_drafts if drafting and tier",
-        "num_drafts = self._max_drafts if drafting and tier",
+        "runner/step_graphs.py",
+        "desc = self.manager.dispatch(num_reqs, num_tokens, query_len, tier, work.num_drafts, inside)",
+        'proposed = self.plan.initial if tier == "fast" and batch.drafting.padded_reqs else 0\n'
+        "        desc = self.manager.dispatch(num_reqs, num_tokens, query_len, tier, proposed, inside)",
     ),
     Mutation(
         "following: a launched step without drafts is not shown to the head",
