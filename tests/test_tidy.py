@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES as LONG_TESTS
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "slipstream").rglob("*.py"))
 MAX_FILE_LINES = 400
@@ -121,6 +123,14 @@ def test_only_config_reads_the_environment(source: Path) -> None:
 def test_nothing_is_left_for_later(source: Path) -> None:
     text = source.read_text()
     assert not [word for word in BANNED_WORDS if word in text]
+
+
+def test_the_fast_tests_cover_every_room() -> None:
+    tests = ROOT / "tests"
+    assert all((ROOT / path).is_file() for path in LONG_TESTS), "a file is not where the list has it"
+    fast = {path for path in tests.rglob("test_*.py") if path.relative_to(ROOT).as_posix() not in LONG_TESTS}
+    rooms = {path.name for path in (ROOT / "slipstream").iterdir() if (path / "__init__.py").is_file()}
+    assert rooms <= {path.parent.relative_to(tests).as_posix().split("/")[0] for path in fast} | {"assets"}
 
 
 def test_every_kernel_file_has_a_test() -> None:
