@@ -12,7 +12,7 @@ from slipstream.models.hub import resolve_model
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import open_checkpoint
 
-# Left out of `make test-fast`: engines in processes of their own, the default model, statistics, long courses of events.
+# Left out of `make test-fast`: engines in processes of their own, the default model, statistics, long simulations.
 # Each room keeps files that are not among them; a single test elsewhere is marked `long`.
 LONG_FILES = {
     *("tests/attention/test_flex.py", "tests/commands/test_generate.py", "tests/commands/test_tune.py"),
