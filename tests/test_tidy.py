@@ -18,7 +18,6 @@ LONG_FILES = {
     "decode_attention.py": "one kernel with its second pass, its launcher and its definition",
     "draft_head.py": "what the kinds of draft heads share: reading, building and loading them",
     "flex.py": "one backend: its masks, its blocks and what compiles them",
-    "scheduler.py": "one loop over requests, read from top to bottom",
     "small_linear.py": "one kernel in five variants that share their loads",
 }
 # Of all functions: so many in a hundred are at most so long. No single one is judged by its length, for a limit makes
