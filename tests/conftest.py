@@ -25,7 +25,7 @@ LONG_FILES = {
     *("tests/sim/test_recurrent.py", "tests/sim/test_seeds.py", "tests/speculate/test_eagle.py"),
     *("tests/speculate/test_hybrid.py", "tests/speculate/test_lossless.py", "tests/speculate/test_ngram_search.py"),
     *("tests/speculate/test_rejection.py", "tests/speculate/test_unbiased_engine.py", "tests/test_lossless_fuzz.py"),
-    *("tests/test_shipped_head.py", "tests/train/test_loop.py", "tests/train/test_train.py"),
+    *("tests/test_shipped_head.py", "tests/train/test_trainer.py", "tests/train/test_train.py"),
     "tests/weights/test_gguf_blocks.py",
 }
 

@@ -16,6 +16,7 @@ MAX_FILE_LINES = 400
 # Files that are longer, by name, and why they are not cut.
 LONG_FILES = {
     "decode_attention.py": "one kernel with its second pass, its launcher and its definition",
+    "draft_inputs.py": "four operations that make a drafter's inputs, each with its definition, launcher and kernel",
     "draft_head.py": "what the kinds of draft heads share: reading, building and loading them",
     "flex.py": "one backend: its masks, its blocks and what compiles them",
     "small_linear.py": "one kernel in five variants that share their loads",
