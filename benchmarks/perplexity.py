@@ -33,7 +33,8 @@ def perplexity(logprobs: Sequence[float]) -> float:
 
 def token_logprobs(model: str, text: str, step_tokens: int, options: dict[str, Any]) -> list[float]:
     """Of all tokens of the text but the first, which nothing is before."""
-    chosen = {"max_num_seqs": 1, "max_num_batched_tokens": step_tokens, "enable_prefix_caching": False, **options}
+    chosen: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": step_tokens, "enable_prefix_caching": False}
+    chosen |= {"speculate": "none", **options}
     with LLM(model, **chosen) as llm:
         token_ids = llm.tokenizer.encode(text)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -30,8 +30,10 @@ Message = Mapping[str, Any]
 class _FrontDoor:
     """What both faces share: building the engine, and closing it.
 
-    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the engine comes from elsewhere. With
-    ``own_process`` the engine runs in a process of its own, as under the server.
+    ``options`` are those of ``EngineOptions``. Where they say nothing of speculation, a model whose draft head comes
+    with the package uses it, as on the command line: it changes the speed and not the text. ``build`` replaces the
+    options where the engine comes from elsewhere. With ``own_process`` the engine runs in a process of its own, as
+    under the server.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class _FrontDoor:
     ) -> None:
         if model is not None:
             options["model"] = model
-        chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=False)
+        chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=True)
         speculative = read_speculation(chosen)  # first of all: a wrong word here must not cost the loading of a model
         if speculative is not None and speculative.is_synthetic:
             logger.warning(SYNTHETIC_WARNING)

@@ -118,7 +118,8 @@ def shipped_head(model: str) -> Path | None:
 def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOptions:
     """The options with our own head, where the model has one and they ask for a head without naming any.
 
-    ``by_default``: also where they say nothing of speculation, or only how far to draft.
+    ``by_default``: also where they say nothing of speculation, or only how far to draft. So do the library and the
+    commands that answer; a benchmark measures what it is told to.
     """
     wanted = ("eagle3", None) if by_default and _has_room_to_draft(options) else ("eagle3",)
     silent = options.draft_model is None and options.speculative_config is None and options.speculate in wanted
