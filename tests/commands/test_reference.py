@@ -16,8 +16,6 @@ from slipstream.sampling.registry import packaged
 from slipstream.sampling_params import PARAMETERS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @pytest.mark.parametrize("name", lists())
@@ -66,11 +64,3 @@ def test_update_needs_one_pair_of_markers(page: str) -> None:
 def test_lists_need_no_torch() -> None:
     code = "import slipstream.commands.reference as r, sys; r.lists(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_relative_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(page.read_text(encoding="utf-8")):
-        target = link.partition("#")[0]
-        if target and "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {link}, which is not there"
