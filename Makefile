@@ -66,8 +66,8 @@ serve: $(VENV)/.installed ## the default model behind an OpenAI-compatible API
 bench: $(VENV)/.installed ## decode throughput of the default model
 	$(BIN)/slipstream bench --batch 1,8
 
-bench-report: $(VENV)/.installed ## measure what fits this machine; tables and pictures in benchmarks/report/
-	$(BIN)/slipstream bench report
+bench-report: $(VENV)/.installed-dev ## measure what fits this machine, then write the figures of README and docs/benchmarks.md
+	$(BIN)/python benchmarks/report.py
 
 release-check: $(VENV)/.installed-dev ## build sdist and wheel into dist/, check them, install and run the wheel elsewhere
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.release_check

@@ -11,7 +11,7 @@ from result_files import Result
 from slipstream.commands.results import Row
 from vllm_figures import VERSION
 
-GPU, CPU = "NVIDIA H200", "Intel Xeon Processor, 2 cores"
+GPU = "NVIDIA H200"
 SHAPE = "llama-3.1-8b"
 NAMES = {"smollm2-135m": "SmolLM2-135M", SHAPE: "Llama-3.1-8B shape"}
 VLLM = f"{VERSION} on the same kind of GPU"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from figures import CPU, GPU, NAMES, Results, number, rate, source, table, three_digits, wrapped
+from figures import GPU, NAMES, Results, number, rate, source, table, three_digits, wrapped
 from result_files import select
 from slipstream.commands.results import Row
 from vllm_figures import SERVE, VERSION
@@ -119,7 +119,7 @@ def attention(results: Results) -> str:
 
 
 def cpu(results: Results) -> str:
-    for result in select(results, "smollm2-135m-vs-transformers", CPU):
+    for result in (result for result in results if result.kind == "smollm2-135m-vs-transformers"):
         rows = {(row["engine"], row["batch"]): row for row in result.rows if "engine" in row}
         batches = sorted({batch for _, batch in rows})
         version = next((f" {row['transformers']}" for row in rows.values() if "transformers" in row), "")
@@ -137,7 +137,7 @@ def cpu(results: Results) -> str:
             rows.values(),
             results,
             f"transformers{version} on the same machine",
-            "a 2-core CPU (Intel Xeon)",
+            result.hardware,
         )
         return f"{wrapped(intro)}\n{table(head, lines)}{where}"
     return ""

@@ -57,7 +57,9 @@ def check(wheel: Path, sdist: Path) -> list[str]:
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     faults = wheel_faults(names, metadata, tracked("slipstream"), __version__)
     with tarfile.open(sdist) as tar:
-        return faults + sdist_faults(tar.getnames(), tracked("slipstream", "tests", "examples", "Makefile", "*.md"))
+        return faults + sdist_faults(
+            tar.getnames(), tracked("slipstream", "tests", "examples", "Makefile", "README.md", "LICENSE")
+        )
 
 
 def run(wheel: Path) -> None:
