@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "laws.md").read_text()
 # The number of each law, and its section: what it says, then a list of tests.
 LAWS = re.findall(r"^## Law (\d+)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
 NUM_LAWS = 12
-# Features whose code exists: a law may not hide behind one of them.
+# Features whose code exists: a law may not be skipped for one of them.
 BUILT = {"slipstream/speculate": "speculation"}
 
 

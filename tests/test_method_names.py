@@ -84,7 +84,7 @@ def test_every_method_has_the_name_it_is_registered_under() -> None:
 
 def test_help_lists_what_the_registry_knows() -> None:
     text = " ".join(engine_options_list().split())
-    assert "by this method: ngram, draft_model, eagle, eagle3 or mtp;" in text
+    assert f": {', '.join(METHODS[:-1])} or {METHODS[-1]};" in text
     assert "{" not in text.replace('{"method": "ngram", "num_speculative_tokens": 4}', "")
 
 

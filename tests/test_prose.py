@@ -94,3 +94,14 @@ def test_the_site_lists_every_page() -> None:
     assert len(listed) == len(set(listed)) and set(listed) == there - entries
     log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     assert sorted(f"log/{e}" for e in re.findall(r"\(log/([^)]+)\)", log)) == sorted(entries)
+
+
+def test_the_lists_of_contributing_name_what_is_there() -> None:
+    """Files that exist, or are to be written into folders that do."""
+    listed = re.findall(
+        r"`((?:slipstream|tests|docs)/[\w/.]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    )
+    assert len(listed) > 20
+    for path in map(Path, listed):
+        there = ROOT / (path.parent if "NAME" in path.name else path)
+        assert there.exists(), f"CONTRIBUTING.md names {path}, which is not there"

@@ -66,7 +66,7 @@ def sampling_parameters_list() -> str:
 
 
 def update(page: str, text: str) -> str:
-    """The page with the list between its markers, in place of what was there."""
+    """The page with the list between its markers replaced."""
     updated, count = _GENERATED.subn(lambda markers: markers[1] + text + markers[2], page)
     if count != 1:
         raise ConfigError(
@@ -101,13 +101,13 @@ def main() -> int:
 
 
 def _flag(option: Field[Any]) -> str:
-    """As typed. What is on already is there to be switched off."""
+    """As typed. A flag that is on by default is shown in the form that switches it off."""
     name = option.name.replace("_", "-")
     return f"--no-{name}" if option.default is True else f"--{name}"
 
 
 def _type(parameter: Field[Any]) -> str:
-    """The annotation without ``None``, which the default column tells."""
+    """The annotation without ``None``, which the default shows."""
     return _code(str(parameter.type).removesuffix(" | None"))
 
 
