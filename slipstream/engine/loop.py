@@ -82,7 +82,7 @@ class EngineLoop:
             raise
         self._core: EngineCore | None = engine.core
         self._stats = engine.core.stats
-        self.info = EngineInfo(engine.config, engine.tokenizer, engine.defaults, engine.eos_token_ids)
+        self.info = engine.describe()
         # An interpreter that ends under a thread in the middle of CUDA calls takes the process down with it.
         atexit.register(self._stop)
 

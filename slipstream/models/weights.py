@@ -17,8 +17,10 @@ from slipstream.errors import ModelError
 from slipstream.models.fields import Fields
 from slipstream.models.json_file import read_json, read_json_if_present
 from slipstream.models.safetensors_header import read_header
+from slipstream.models.sentence_transformers import read_pooling
 from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.pooling import PoolingDefaults
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -46,6 +48,10 @@ class Checkpoint(Protocol):
         ...
 
     def tokenizer(self) -> Tokenizer: ...
+
+    def pooling_defaults(self) -> PoolingDefaults:
+        """How the checkpoint's authors make vectors of texts."""
+        ...
 
 
 def open_checkpoint(path: Path, keep_blocks: bool = False) -> Checkpoint:
@@ -90,6 +96,9 @@ class SafetensorsCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self.path)
+
+    def pooling_defaults(self) -> PoolingDefaults:
+        return read_pooling(self.path)
 
 
 def _tensors_by_file(folder: Path) -> dict[Path, list[TensorHeader]]:

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling import registry
-from slipstream.sampling.operation import Column, SamplingRows
+from slipstream.sampling.operation import SamplingRows
 from slipstream.speculate.place_host_drafts import NUM_HEADER_COLUMNS, place_host_drafts
 from slipstream.speculate.speculator import DraftRows
 from slipstream.types import MAX_DEVICE_STOP_IDS, HostDraft, PageDiff, Request, RowInit, RowStatus

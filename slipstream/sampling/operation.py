@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.parameters import Parameter
 from slipstream.types import Request
 
@@ -25,17 +26,6 @@ class Stage(enum.IntEnum):
     LOGITS = 2  # what cuts the distribution, whatever its temperature
     TEMPERATURE = 3
     DISTRIBUTION = 4  # what cuts the distribution at its temperature
-
-
-class Column(NamedTuple):
-    """A number, or several, of every request row. The host stages them when a request moves into the row."""
-
-    name: str
-    # One number, or where there is a shape, a list or tuple of at most as many: places after them keep what an earlier
-    # request of the row had there.
-    value: Callable[[Request], Any]
-    dtype: Literal["int32", "float32"] = "int32"
-    shape: tuple[int, ...] = ()
 
 
 class Positions(NamedTuple):

@@ -38,10 +38,11 @@ class RequestState:
     finished: bool = False
     # What a step brings it are tokens and nothing else, unless it ends: it has had its first and wants no figures.
     is_usual: bool = False
-    max_total: int = field(init=False)
+    max_total: int = field(init=False)  # no step is launched for it once its tokens and draws in flight are as many
 
     def __post_init__(self) -> None:
-        self.max_total = self.request.max_total_tokens
+        # The step that ends a prompt counts as a draw, of no token where the request ends with it.
+        self.max_total = self.request.max_total_tokens + (not self.request.draws)
 
     @property
     def rank(self) -> tuple[int, int]:
