@@ -209,27 +209,27 @@ VARIANTS = {
 @contextmanager
 def planted(core: EngineCore, variant: Variant) -> Iterator[list[int]]:
     """Builders of a variant in an engine that has all its graphs; gives how often one ran."""
-    graphs, backends = core.runner.graphs, [group.backend for group in core.runner.caches.groups]
+    executor, backends = core.runner.executor, [group.backend for group in core.runner.caches.groups]
     (gdn,) = (backend for backend in backends if isinstance(backend, GDNBackend))
-    run, num_built = graphs.run, [0]
+    run, num_built = executor.run, [0]
     launched = variant.in_launched or GDNAttentionMetadata.build
 
     def build(common: CommonAttentionMetadata) -> GDNAttentionMetadata:
         num_built[0] += 1
         return launched(common, gdn.num_states)
 
-    def run_behind(batch: Any, *args: Any) -> Any:
+    def run_after(batch: Any) -> Any:
         if variant.every_step is not None:
             num_built[0] += 1
-            variant.every_step(batch.attention, gdn.num_states)
-        return run(batch, *args)
+            variant.every_step(batch.inputs.attention, gdn.num_states)
+        return run(batch)
 
     # On the objects: their classes are as they were when these are gone.
-    vars(gdn)["build"], vars(graphs)["run"] = build, run_behind
+    vars(gdn)["build"], vars(executor)["run"] = build, run_after
     try:
         yield num_built
     finally:
-        del vars(gdn)["build"], vars(graphs)["run"]
+        del vars(gdn)["build"], vars(executor)["run"]
 
 
 def drawn_requests(setting: Setting, name: str) -> list[Request]:

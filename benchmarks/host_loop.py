@@ -45,6 +45,7 @@ from slipstream.engine.reader import OutputReader
 from slipstream.engine.resolve import resolve
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep
+from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
@@ -101,14 +102,16 @@ def instant_core(options: EngineOptions) -> EngineCore:
     caches = open_caches(config, config.model, device, attention=ReferenceBackend())
     draft_length, _ = decide_draft_length(config, caches.caps)
     runner = Runner(config, device, NoModel(), caches, _choose_speculator(config))
-    runner.graphs._manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
+    runner.graphs.manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
     # Status, drafts checked, drafts accepted, none foreseen, tokens: what every step leaves.
     k = 0 if draft_length is not None else config.num_drafts
     accepted = min(NUM_ACCEPTED, k)
     header = [0, k, accepted, 0]
     assert len(header) == NUM_HEADER_COLUMNS
+    head = runner.head
+    assert isinstance(head, GenerateHead)
     row = [*header, *([7] * (accepted + 1)), *([-1] * (config.num_drafts - accepted))]
-    runner._out.copy_(torch.tensor(row, dtype=torch.int32).expand_as(runner._out))
+    head.out.copy_(torch.tensor(row, dtype=torch.int32).expand_as(head.out))
     return EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
 
 
@@ -124,12 +127,12 @@ def make_drafts_dear(core: EngineCore, max_batch: int) -> None:
 
 def _always_a_graph(runner: Runner) -> Callable[..., Any]:
     """Prompts too, for launched one by one they would be computed."""
-    dispatch = runner.graphs._manager.dispatch
-    largest = max(runner.graphs._hidden, key=lambda desc: (desc.tier == "fast", desc.num_tokens))
+    dispatch = runner.graphs.manager.dispatch
+    largest = max(runner.graphs.recorded, key=lambda desc: (desc.tier == "fast", desc.num_tokens))
 
     def find(*arguments: Any) -> Any:
         desc = dispatch(*arguments)
-        return desc if desc in runner.graphs._hidden else largest
+        return desc if desc in runner.graphs.recorded else largest
 
     return find
 
@@ -160,6 +163,7 @@ class Clock:
 def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
     """Put the clock around the parts of a step."""
     runner, scheduler, collect = core.runner, core.scheduler, InFlightStep.collect
+    assert isinstance(runner.head, GenerateHead)
 
     def read(step: InFlightStep) -> Any:
         result = clock.around("read", collect)(step)
@@ -170,9 +174,9 @@ def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
         for owner, name, part in (
             (scheduler, "schedule", "schedule"),
             (runner, "launch", "launch, rest"),
-            (runner.buffers, "stage", "stage"),
-            (runner.graphs, "run", "graphs"),
-            (runner._outputs, "send", "send"),
+            (runner.batches, "prepare", "stage"),
+            (runner.executor, "run", "graphs"),
+            (runner.head.outputs, "send", "send"),
             (scheduler, "collect", "collect"),
             (scheduler, "use_wait", "look"),
         ):

@@ -37,7 +37,7 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint
 from slipstream.pooling import PoolingDefaults
 from slipstream.runner.runner import Runner
-from slipstream.runner.step_graphs import OnCost
+from slipstream.runner.step_timing import OnCost
 from slipstream.sampling_params import MODEL_DEFAULTS, SamplingParams
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.scheduler import Scheduler

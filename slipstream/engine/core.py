@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.trace import open_trace
-from slipstream.runner.async_output import InFlightStep
+from slipstream.runner.program import LaunchedStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.types import Request, TokenUpdates
@@ -19,7 +19,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._max_in_flight = steps_in_flight
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._stats = EngineStats(prefix_cache_refused=int(scheduler.prefix_caching_is_refused))
         self._trace = open_trace(runner.device)
 
@@ -37,7 +37,7 @@ class EngineCore:
 
         ``is_wanted`` says whether there is better to do meanwhile; a step that is being timed gives way to it.
         """
-        return self.runner.graphs.capture_one_more(is_wanted)
+        return self.runner.idle_work.do_next(is_wanted)
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +50,7 @@ class EngineCore:
         self._stats.num_pages = self.scheduler.pool.num_usable
         self._stats.num_sync_violations = self.runner.device.sync_guard.num_violations
         graphs = self.runner.graphs
-        self._stats.num_graphs, self._stats.num_missing_graphs = graphs.num_recorded, graphs.num_missing
+        self._stats.num_graphs, self._stats.num_missing_graphs = graphs.num_recorded, self.runner.idle_work.num_left
         self._stats.graph_bytes, self._stats.draft_length = graphs.memory.used, now.draft_length
         self._stats.num_running, self._stats.num_waiting = now.num_running, now.num_waiting
         self._stats.num_free_pages = now.num_free_pages

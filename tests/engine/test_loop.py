@@ -108,7 +108,7 @@ def test_timing_of_steps_gives_way_to_a_request(folder: Path, monkeypatch: pytes
     Driver(core, receive, lambda updates: None).run()
     assert order[:2] == ["timed", "step"]
     assert order.count("timed") > 2, "what was interrupted is timed later"
-    assert core.runner.graphs.num_missing == 0
+    assert core.runner.idle_work.num_left == 0
 
 
 def test_closing_ends_the_requests_that_have_not_ended_and_no_others(folder: Path) -> None:

@@ -209,8 +209,8 @@ def test_long_prompts_in_graphs(make_engine: MakeEngine, folder: Path) -> None:
     while core.use_idle_time():
         pass
     chosen = []
-    choose = core.runner.graphs._choose
-    core.runner.graphs._choose = lambda *about: chosen.append(choose(*about)) or chosen[-1]  # type: ignore[method-assign]
+    choose = core.runner.graphs.choose
+    core.runner.graphs.choose = lambda *about: chosen.append(choose(*about)) or chosen[-1]  # type: ignore[method-assign]
     assert {i: outcome.token_ids for i, outcome in run(core, requests).items()} == wanted
     assert {choice.desc.mode.value for choice in chosen} == {"full"}
     assert max(choice.desc.num_tokens for choice in chosen) > 512

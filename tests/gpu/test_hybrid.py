@@ -60,7 +60,7 @@ class Steps:
         replay, build = CudaGraphManager.replay, GDNBackend.build
 
         def noted_replay(manager: CudaGraphManager, desc: BatchExecutionDescriptor) -> None:
-            if self.engine is not None and manager is self.engine.core.runner.graphs._manager:  # not a drafter's own
+            if self.engine is not None and manager is self.engine.core.runner.graphs.manager:  # not a drafter's own
                 self.replayed[desc.query_len, desc.num_drafts] += 1
             replay(manager, desc)
 
@@ -84,7 +84,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 def record_all(engine: Engine) -> None:
     while engine.core.use_idle_time():
         pass
-    assert engine.core.runner.graphs.num_missing == 0
+    assert engine.core.runner.idle_work.num_left == 0
 
 
 def check_replays(engine: Engine, steps: Steps, requests: list[Request], k: int) -> dict[str, Outcome]:

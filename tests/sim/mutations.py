@@ -92,9 +92,9 @@ MUTATIONS = [
     ),
     Mutation(
         "staging: the batch stays what it was in the first step",
-        "runner/input_batch.py",
-        "if self._staged is None or composition is not self._staged.composition:",
-        "if self._staged is None:",
+        "runner/batch.py",
+        "if batch is None or batch.composition is not composition:",
+        "if batch is None:",
     ),
     Mutation(
         "scheduler: the last token may come from the cache",
@@ -293,21 +293,21 @@ MUTATIONS = [
     ),
     Mutation(
         "lengths: a step with another number of drafts runs in the same graph",
-        "runner/step_graphs.py",
-        "num_drafts = batch.drafting.num_drafts if drafting and tier",
-        "num_drafts = self._drafts.initial if drafting and tier",
+        "runner/requirements.py",
+        "num_drafts = composition.num_next_drafts if drafting and tier",
+        "num_drafts = self._max_drafts if drafting and tier",
     ),
     Mutation(
         "following: a launched step without drafts is not shown to the head",
-        "runner/step_graphs.py",
-        "self._follower.run(drafted)",
+        "runner/generate_head.py",
+        "head.follower.run(drafted)",
         "pass",
     ),
     Mutation(
-        "following: the target does not say what it thought of a step without drafts",
-        "runner/step_graphs.py",
-        "program.target(batch, drafting is not None)",
-        "program.target(batch, drafting is not None and drafting.makes)",
+        "following: the target leaves no hidden states in a step without drafts",
+        "runner/generate_head.py",
+        "return None if self.requirements.drafting is None else",
+        "return None if (own := self.requirements.drafting) is None or not own.proposes else",
     ),
     Mutation(
         "notes: the head drafts without having read them",
@@ -335,15 +335,15 @@ MUTATIONS = [
     ),
     Mutation(
         "logits: in the order of tokens where not all decode",
-        "runner/program.py",
+        "runner/generate_head.py",
         "chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)",
         "chosen = hidden[: len(wanted)]",
     ),
     Mutation(
         "checking: drafts that are there are taken for none",
         "runner/input_batch.py",
-        "are_none=decode_len == 1,",
-        "are_none=decode_len is not None and decode_len < 3,",
+        "are_none=shape.decode_len == 1,",
+        "are_none=shape.decode_len is not None and shape.decode_len < 3,",
     ),
     Mutation(
         "gaps: of a single token they are not seen",

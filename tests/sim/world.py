@@ -485,7 +485,7 @@ class World:
         self.core.scheduler.check_idle()
         runner, peek = self.core.runner, self.device.peek
         rows = runner.rows
-        for ring in (rows._staged._ring, runner._outputs._ring):
+        for ring in (rows._staged._ring, runner.head.outputs._ring):
             assert all(slot.event.query() for slot in ring.slots), "a ring slot is still in use"
         assert peek(rows.status)[rows.scratch_row] == RowStatus.INERT, "the scratch row runs"
         assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"

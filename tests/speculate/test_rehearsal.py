@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.build import Engine, decide_draft_length
-from slipstream.runner.program import StepProgram
+from slipstream.runner.generate_head import GenerateHead
 from slipstream.scheduler.acceptance import Judged
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.step_costs import StepCosts
@@ -246,7 +246,7 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
     adaptive = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config=adaptive, steps_in_flight=2)
     core, policy = engine.core, engine.core.scheduler.drafts.length
-    assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.num_made(1) == 3
+    assert isinstance(policy, AdaptiveLength) and core.runner.graphs.plan.num_proposed(1) == 3
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
             policy._costs.record(num_reqs, k, 1.0 + 0.06 * k)
@@ -319,15 +319,17 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
 ) -> None:
     engine = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": True})
     core, made = engine.core, []
-    policy, draft = core.scheduler.drafts.length, StepProgram.draft
+    policy, draft = core.scheduler.drafts.length, GenerateHead.draft
     assert isinstance(policy, AdaptiveLength)
 
-    def watched(self: StepProgram, batch: DraftBatch, *args: Any, **kwargs: Any) -> None:
+    def watched(self: GenerateHead, batch: DraftBatch, *args: Any, **kwargs: Any) -> None:
         made.append(batch.num_drafts)
         draft(self, batch, *args, **kwargs)
 
-    monkeypatch.setattr(StepProgram, "draft", watched)
-    core.runner.graphs._measure_launches(1, 2)
+    monkeypatch.setattr(GenerateHead, "draft", watched)
+    timer = core.runner.idle_work.timer
+    assert timer is not None
+    timer.time_launches(1, 2)
     assert set(made) == {3}
     monkeypatch.setattr(policy, "_decide", lambda: None)
     policy.length, policy._interval = 2, 1000
