@@ -1,4 +1,4 @@
-"""How a text becomes one vector, as users and checkpoints say it. Plain data: no torch, nothing of how a step is run."""
+"""How a text becomes one vector, as users and checkpoints say it. Plain data: no torch, and nothing of steps."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ class EngineInfo:
     tokenizer: Tokenizer | None  # None for a bare shape with random weights
     defaults: SamplingParams  # from the model's generation config
     eos_token_ids: tuple[int, ...]
-    pooling: PoolingDefaults = PoolingDefaults()  # how the checkpoint's vectors are made
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)  # how the checkpoint's vectors are made
 
 
 @dataclass(frozen=True, kw_only=True)

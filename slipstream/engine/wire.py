@@ -11,7 +11,7 @@ A message is its kind and its content. All ends are ours and of one version, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Ready:
     config: EngineConfig
     defaults: SamplingParams
     eos_token_ids: tuple[int, ...]
-    pooling: PoolingDefaults = PoolingDefaults()
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class PiecewiseForward:
         """Record a pass. Attention does not run, so neither do its inputs need to be there."""
         splitting = _SplittingContext(
             *(context.group_steps, context.group_of_layer, context.positions, context.slot_mapping, context.taps),
+            inputs=context.inputs,
             recorder=self,
         )
         self.begin_piece()

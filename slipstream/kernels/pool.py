@@ -6,7 +6,6 @@ does not depend on where the chunks end.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation, writes_only

@@ -34,6 +34,11 @@ def page_hashes(
         yield parent
 
 
+def root_hash(cache_key: bytes) -> bytes:
+    """What the hashes of a request's pages begin with, where they depend on more than its tokens."""
+    return hashlib.blake2b(cache_key, digest_size=16).digest() if cache_key else _ROOT
+
+
 class PagePool:
     def __init__(self, num_pages: int, page_size: int, caching: bool = True) -> None:
         self.page_size = page_size

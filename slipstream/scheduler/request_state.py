@@ -15,6 +15,7 @@ class RequestState:
     request: Request
     arrival_idx: int  # its place in the order of arrival, kept through preemption
     token_ids: list[int]  # prompt and collected outputs
+    root_hash: bytes = b""  # that of its first page begins with this
     drafts: bool = False  # whether tokens are drafted for it
     # Whether the drafter has left out some of its tokens since it was admitted: its pages do not hold all keys.
     has_draft_gap: bool = False

@@ -17,7 +17,7 @@ from slipstream.scheduler.common_pages import count_common_pages
 from slipstream.scheduler.draft_ledger import DraftLedger
 from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.open_plan import OpenPlan
-from slipstream.scheduler.pages import PagePool, check_fits, page_hashes
+from slipstream.scheduler.pages import PagePool, check_fits, page_hashes, root_hash
 from slipstream.scheduler.request_state import NEVER, NO_ROW, RequestState
 from slipstream.scheduler.steady_batch import SteadyBatch
 from slipstream.scheduler.take_tokens import take_tokens
@@ -83,11 +83,12 @@ class Scheduler:
 
     # --- requests come and go ---------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, cache_key: bytes = b"") -> None:
+        """``cache_key``: what cached keys and values of its prompt depend on beside the tokens."""
         if request.request_id in self._requests:
             raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
         check_fits(request, self._cache)
-        state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids))
+        state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids), root_hash(cache_key))
         self.drafts.enter(state)
         self._next_arrival_idx += 1
         self._requests[request.request_id] = state
@@ -331,7 +332,7 @@ class Scheduler:
             # What a drafter that looks ahead keeps in a page's last slot belongs to the token after the page.
             num_behind = self.drafts.num_next_tokens
             tokens = state.token_ids[len(known) * page_size : num_pages * page_size + num_behind]
-            known.extend(page_hashes(tokens, page_size, known[-1] if known else b"", num_behind))
+            known.extend(page_hashes(tokens, page_size, known[-1] if known else state.root_hash, num_behind))
         return known
 
     # --- pages ------------------------------------------------------------------------------------
