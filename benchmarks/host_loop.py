@@ -180,7 +180,7 @@ def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
             (runner.executor, "run", "graphs"),
             (runner.head.generate.outputs, "send", "send"),
             (scheduler, "collect", "collect"),
-            (scheduler, "use_wait", "look"),
+            (scheduler, "update_draft_length", "look"),
         ):
             patches.enter_context(mock.patch.object(owner, name, clock.around(part, getattr(owner, name))))
         patches.enter_context(mock.patch.object(InFlightStep, "collect", read))

@@ -133,7 +133,7 @@ def build_plain(folder: str, folders: Folders) -> Engine:
 class _UntimedLength(AdaptiveLength):
     """The engine's own decisions, at costs that no step changes: timed ones would make another run every time."""
 
-    def took(self, composition: Composition, seconds: float) -> None:
+    def record_seconds(self, composition: Composition, seconds: float) -> None:
         pass
 
 

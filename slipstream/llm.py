@@ -144,7 +144,7 @@ class LLM(_FrontDoor):
             # After Ctrl-C, or where the engine refused one: those under way would go on for no reader.
             for submission in submissions:
                 if submission.request_id not in outputs:
-                    self._client.abort(submission.request_id)
+                    self._client.forget(submission)
         return [outputs[submission.request_id] for submission in submissions]
 
     def chat(
@@ -175,7 +175,7 @@ class LLM(_FrontDoor):
                 yield output
         finally:
             if not finished:
-                self._client.abort(submission.request_id)
+                self._client.forget(submission)
 
     def __enter__(self) -> LLM:
         return self
@@ -216,7 +216,7 @@ class AsyncLLM(_FrontDoor):
                 yield output
         finally:
             if not finished:
-                self._client.abort(submission.request_id)
+                self._client.forget(submission)
 
     async def embed(
         self,

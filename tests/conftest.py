@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from slipstream.models.weights import open_checkpoint
 
 # A step that reads what it did not write must not pass a test by luck.
 os.environ["SLIPSTREAM_POISON"] = "1"
+# A shell that starts the suite in the background has it ignore Ctrl-C, which programs that it starts would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tiny models gain nothing from threads, and lose much where other processes want the cores.
 torch.set_num_threads(1)
 

@@ -72,7 +72,7 @@ class EngineCore:
         if not self._in_flight:
             return TokenUpdates()
         with trace.host("wait"):
-            self.scheduler.use_wait()
+            self.scheduler.update_draft_length()
             result = self._in_flight.popleft().collect()
         with trace.host("collect"):
             updates = self.scheduler.collect(result)
@@ -80,7 +80,7 @@ class EngineCore:
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)
         if self._max_in_flight == 1 and self.runner.device.keeps_time:
-            self.scheduler.took(result.plan, now - start)
+            self.scheduler.record_seconds(result.plan, now - start)
         updates.set_time(now)
         self._stats.count_updates(updates)
         if not self.has_work:

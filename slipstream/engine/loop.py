@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 from slipstream.engine.build import Engine, EngineInfo, release_memory
@@ -24,6 +24,7 @@ from slipstream.errors import EngineError
 from slipstream.types import Request, TokenUpdate, TokenUpdates
 
 _EXIT_INTERRUPTED = 130
+_WAIT_SLICE_S = 0.5
 _loading_on: list[threading.Thread] = []  # for nobody: whoever waited for the engine was interrupted
 
 
@@ -36,6 +37,13 @@ def _leave_at_once() -> None:
             if stream is not None:
                 stream.flush()
         os._exit(_EXIT_INTERRUPTED)
+
+
+def _wait_for_engine(built: Future[Engine]) -> Engine:
+    """Wait in slices: a signal that arrives just before the thread blocks on a lock is noticed only after that lock."""
+    while not wait((built,), timeout=_WAIT_SLICE_S).done:
+        pass
+    return built.result()  # raises what the build raised
 
 
 atexit.register(_leave_at_once)  # as early as can be, so that it comes behind what others do at the end
@@ -76,7 +84,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, args=(build, built), name="slipstream-engine", daemon=True)
         try:  # an interrupt may come while the thread is being started
             self._thread.start()
-            engine = built.result()  # raises what the build raised
+            engine = _wait_for_engine(built)
         except BaseException:
             _loading_on.append(self._thread)
             raise

@@ -184,7 +184,7 @@ def _add_reduced(reduction: Reduction, x: Tensor, linear: Linear, residual: Tens
 
 def project_few(linear: Linear, x: Tensor) -> Tensor:
     """Nothing but the product, of few tokens."""
-    if linear.matrix.tile_key("plain") is None:
+    if linear.matrix.tile_key("plain") is None or linear.reduction is not None:
         out: Tensor = linear(x)
         return out
     return linear.matrix.project_few(x, Epilogue(linear.bias)).out

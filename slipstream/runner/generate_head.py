@@ -24,7 +24,7 @@ from slipstream.runner.requirements import Requirements, RowRequirements
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
-from slipstream.speculate.verify import Verifier
+from slipstream.speculate.verify import Verified, Verifier
 from slipstream.types import Composition, RowInit, StepPlan
 
 
@@ -75,24 +75,22 @@ class GenerateHead:
         """What a graph of tier ``full`` has left."""
         return self._logits[: batch.logit_indices.shape[0]]
 
-    def commit(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
-        """Verify the drafts of every request and write the outcome into the rows. Gives log probabilities."""
+    def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
+        """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
         verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
-        self._commit(batch, verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand)
+        self._commit(batch, verified)
         return verified.logprobs
 
     def commit_nothing(self, batch: InputBatch) -> None:
         """The end of a step in which no request may draw: rows move on by their tokens, and end with their prompts."""
         count = batch.batch_rows.shape[0]
         none = self._no_tokens[:count]
-        self._commit(batch, none, none[:, 0], self._none_failed[:count], None)
+        self._commit(batch, Verified(none, none[:, 0], self._none_failed[:count], logprobs=None))
 
-    def _commit(
-        self, batch: InputBatch, new_ids: Tensor, num_accepted: Tensor, failed: Tensor, would_stand: Tensor | None
-    ) -> None:
+    def _commit(self, batch: InputBatch, verified: Verified) -> None:
         rows, drafted = self._rows, batch.drafted
         commit(
-            *(new_ids, num_accepted, failed, would_stand),
+            *(verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand),
             *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
             *(rows.stop_ids, rows.max_total),
             *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),
@@ -111,7 +109,7 @@ class GenerateHead:
 
     def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
         """Without noise: on a CPU it costs as much as a draft. Real steps correct the cost of those that have some."""
-        self.commit(batch, self.project(batch, hidden), NO_NEEDS)
+        self.verify(batch, self.project(batch, hidden), NO_NEEDS)
         if batch.drafting.num_drafts:
             self.draft(batch.drafting, noise=False, in_graph=True)
         elif self.follower is not None:
@@ -130,9 +128,9 @@ class GenerateHead:
             self.recorded_logits(batch).copy_(logits)
             # What follows is launched, but compiled by then: a change of the draft length may lead here.
             for sampling in (NO_NEEDS, NOISE_ALONE) if warmup else ():
-                self.commit(batch, logits, sampling)
+                self.verify(batch, logits, sampling)
             return
-        self.commit(batch, logits, NOISE_ALONE)
+        self.verify(batch, logits, NOISE_ALONE)
         if graph.num_drafts:
             self.draft(batch.drafting, noise=True, in_graph=True)
         elif self.follower is not None:
@@ -181,11 +179,11 @@ class GenerateWork:
         return None if self.requirements.drafting is None else self.head.speculator.taps(num_tokens)
 
     def run(self, target: TargetOutput) -> Tensor | None:
-        """Verify, commit, draft. Gives log probabilities if a request wants them."""
+        """Verify, commit, draft. Returns log probabilities if a request wants them."""
         head, drafting, inputs = self.head, self.requirements.drafting, target.inputs
         is_projected = target.graph.mode is CUDAGraphMode.FULL
         logits = head.recorded_logits(inputs) if is_projected else head.project(inputs, target.hidden)
-        logprobs = head.commit(inputs, logits, self.requirements.sampling)
+        logprobs = head.verify(inputs, logits, self.requirements.sampling)
         if drafting is not None:
             drafted = target.batch.drafting.after(target.graph)
             if drafting.proposes:

@@ -135,11 +135,11 @@ class DraftLedger:
         if self._has_drafts:
             self.length.collected(result.plan.composition, result.num_accepted, result.foreseen)
 
-    def use_wait(self) -> None:
+    def update_length(self) -> None:
         """While the device is busy."""
-        self.length.look()
+        self.length.update()
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def record_seconds(self, plan: StepPlan, seconds: float) -> None:
         """Of a step that was alone."""
         if self._has_drafts:
-            self.length.took(plan.composition, seconds)
+            self.length.record_seconds(plan.composition, seconds)

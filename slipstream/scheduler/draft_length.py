@@ -55,11 +55,11 @@ class DraftLength(Protocol):
         """To be remembered: the device waits for the next step. Steps come in the order of their launches."""
         ...
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Now there is time to think about it: the device is busy."""
         ...
 
-    def took(self, composition: Composition, seconds: float) -> None:
+    def record_seconds(self, composition: Composition, seconds: float) -> None:
         """Of a step that had the device for itself, from its plan to its tokens."""
         ...
 
@@ -81,10 +81,10 @@ class FixedLength:
     def collected(self, composition: Composition, num_accepted: Sequence[int], foreseen: Sequence[int]) -> None:
         pass
 
-    def look(self) -> None:
+    def update(self) -> None:
         pass
 
-    def took(self, composition: Composition, seconds: float) -> None:
+    def record_seconds(self, composition: Composition, seconds: float) -> None:
         pass
 
     def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
@@ -161,7 +161,7 @@ class AdaptiveLength:
         return self._rehearsal is not None and not self.length
 
     def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
-        self.look()  # what is not yet learnt of the row is another's
+        self.update()  # what is not yet learnt of the row is another's
         self.acceptance.move_in(row, drafts=self._rehearsal is None or num_drafts > 0)
         if self._rehearsal is not None:
             self._rehearsal.move_in(row, token_ids, num_drafts)
@@ -207,7 +207,7 @@ class AdaptiveLength:
         elif tried is not None:
             self._collected.append(_Outcome(composition, 1, foreseen, tried))
 
-    def look(self) -> None:
+    def update(self) -> None:
         if self._num_looked_at == self._num_collected:
             return
         self._num_looked_at = self._num_collected
@@ -220,7 +220,7 @@ class AdaptiveLength:
         if has_learnt:
             self._decide()
 
-    def took(self, composition: Composition, seconds: float) -> None:
+    def record_seconds(self, composition: Composition, seconds: float) -> None:
         num_reqs, make = composition.num_reqs, composition.num_next_drafts
         check = composition.num_drafts[0]
         if composition.num_caught_up:

@@ -1,4 +1,4 @@
-"""A step while it is being decided: the columns of its plan grow request by request, and with them the mirror."""
+"""A step while it is being decided: the columns of its plan, request by request, and the optimistic mirror."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenPlan:
         return sum(self._num_tokens)
 
     def add_decodes(self, states: Sequence[RequestState], num_drafts: int) -> int:
-        """The last token of each and places for drafts behind it; gives the number of tokens."""
+        """The last token of each and places for drafts after it; returns the number of tokens."""
         num_tokens, count = 1 + num_drafts, len(states)
         self._num_tokens += [num_tokens] * count
         self._samples += [True] * count

@@ -1,7 +1,7 @@
 """The pool of KV cache pages, and the prefix cache that lives in it.
 
-A page is free, held by one or more requests, or cached: held by nobody, but its content is known by a hash and may be
-found again until the room is needed. Page 0 is the null page: padding points at it and nobody owns it.
+A page is free, held by one or more requests, or cached: held by no request, but its content is known by a hash and
+may be found again until the room is needed. Page 0 is the null page: padding points at it and no request holds it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ NULL_PAGE = 0
 _ROOT = b""
 
 
-def page_hashes(
-    token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT, num_behind: int = 0
-) -> Iterator[bytes]:
+def page_hashes(token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT, num_after: int = 0) -> Iterator[bytes]:
     """The hash of every full page: of its tokens and, through ``parent``, the hash of the page before, of all before.
 
-    Where a page's content depends on ``num_behind`` tokens behind it, on those as well. Cryptographic, because users
-    choose the tokens: nobody must be able to make two prompts share a page.
+    Where a page's content depends on ``num_after`` tokens after it, on those as well. Cryptographic, because users
+    choose the tokens: no user must be able to make two prompts share a page.
     """
-    width = page_size + num_behind
+    width = page_size + num_after
     for begin in range(0, len(token_ids) - width + 1, page_size):
         content = array("q", token_ids[begin : begin + width]).tobytes()
         parent = hashlib.blake2b(content, key=parent[:64], digest_size=16).digest()
@@ -49,7 +47,7 @@ class PagePool:
         self._num_holders = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached pages that nobody holds, least recent first
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached pages without a holder, least recent first
         self._undrafted: set[int] = set()  # cached pages in which the drafter has left no keys, or not all
 
     @property
@@ -93,7 +91,7 @@ class PagePool:
     # --- the prefix cache -------------------------------------------------------------------------
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages of the longest known beginning. Nobody holds them for the caller yet: see ``hold``."""
+        """The pages of the longest known beginning. They are not held for the caller yet: see ``hold``."""
         found = []
         for page_hash in hashes:
             page_id = self._page_of.get(page_hash)
@@ -107,7 +105,7 @@ class PagePool:
             self._num_holders[page_id] += 1
             self._unheld.pop(page_id, None)
 
-    def num_held_by_nobody(self, page_ids: Iterable[int]) -> int:
+    def num_unheld(self, page_ids: Iterable[int]) -> int:
         return sum(page_id in self._unheld for page_id in page_ids)
 
     def remember(self, page_id: int, page_hash: bytes, is_drafted: bool = True) -> None:

@@ -20,7 +20,7 @@ class RequestState:
     # Whether the drafter has left out some of its tokens since it was admitted: its pages do not hold all keys.
     has_draft_gap: bool = False
     drafted_until: int = 0  # how many of its tokens the drafter has been shown, when it last was not
-    num_ahead: int = 0  # slots of the cache behind its tokens that a step may write: drafts, and drafting after them
+    num_ahead: int = 0  # slots of the cache after its tokens that a step may write: drafts, and drafting after them
     row: int = NO_ROW
     generation: int = 0  # the number of its latest admission, among those of all requests: ids may be used again
     # The optimistic mirror: tokens computed once every launched step is done. Never below the device's value.
@@ -38,7 +38,7 @@ class RequestState:
     last_step_id: int = -1  # of a finished request: the newest step in flight that has it
     finished: bool = False
     # What a step brings it are tokens and nothing else, unless it ends: it has had its first and wants no figures.
-    is_usual: bool = False
+    gets_only_tokens: bool = False
     max_total: int = field(init=False)  # no step is launched for it once its tokens and draws in flight are as many
 
     def __post_init__(self) -> None:
@@ -76,6 +76,7 @@ class RequestState:
         num_slots = len(page_ids) * page_size
         self.capacity = NEVER if num_slots >= self.max_total else num_slots
 
-    def has_its_first(self) -> None:
-        """It has had tokens, and what came with the first of them."""
-        self.is_usual = self.request.params.logprobs is None and len(self.request.stop_token_ids) <= MAX_DEVICE_STOP_IDS
+    def note_first_tokens(self) -> None:
+        """It has had its first tokens, and what is reported with them."""
+        request = self.request
+        self.gets_only_tokens = request.params.logprobs is None and len(request.stop_token_ids) <= MAX_DEVICE_STOP_IDS

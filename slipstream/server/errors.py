@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +14,10 @@ from starlette.exceptions import HTTPException
 
 from slipstream.errors import EngineError, RequestError, nearest
 from slipstream.parameters import extra_parameters
+
+Place = tuple[Any, ...]  # names of fields, and numbers in lists
+
+_SHOULD_BE = "Input should be "
 
 
 class ApiError(Exception):
@@ -74,7 +79,7 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         body_field = getattr(request.scope.get("route"), "body_field", None)
-        message, param = explain_invalid_body(error.errors()[0], body_field and body_field.field_info.annotation)
+        message, param = explain_invalid_body(error.errors(), body_field and body_field.field_info.annotation)
         return JSONResponse(error_body(400, message, param), 400)
 
     @app.exception_handler(HTTPException)
@@ -84,11 +89,15 @@ def install_handlers(app: FastAPI) -> None:
         return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 
-def explain_invalid_body(problem: dict[str, Any], body: Any) -> tuple[str, str | None]:
+def explain_invalid_body(problems: Sequence[Any], body: Any) -> tuple[str, str | None]:
     """One line for the first problem of a body, and the name of the field. ``body``: the type it was read as."""
+    problem = problems[0]
     if problem["type"] == "json_invalid":
         return f"the body is not valid JSON: {problem['ctx']['error']}", None
-    path = [str(part) for part in problem["loc"] if part != "body"]
+    places = [tuple(part for part in problem["loc"] if part != "body") for problem in problems]
+    if (at := _kind_in(places[0], body)) is not None:
+        return _explain_kinds(problems, places, at)
+    path = [str(part) for part in places[0]]
     name = path[0] if path else None
     if name is None:
         return f"the body must be a JSON object: {problem['msg']}", None
@@ -96,7 +105,49 @@ def explain_invalid_body(problem: dict[str, Any], body: Any) -> tuple[str, str |
         field = ".".join(path)
         known = (*_fields_at(body, path[:-1]), *(extra_parameters() if len(path) == 1 else ()))
         return f"unknown field '{field}'{nearest(path[-1], known)}", field
-    return f"{'.'.join(path)}: {problem['msg']}", name
+    return f"{'.'.join(path)}: {_message_of(problem)}", name
+
+
+def _kind_in(place: Place, body: Any) -> int | None:
+    """Where in ``place`` the name of a type is, which was tried for a field that may be of several; None if nowhere."""
+    models = list(_models_in(body))
+    for at, part in enumerate(place):
+        inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        if any(_has_kinds(annotation) for annotation in inner):
+            return at + 1 if at + 1 < len(place) else None
+        models = [model for annotation in inner for model in _models_in(annotation)] if inner else models
+    return None
+
+
+def _has_kinds(annotation: Any) -> bool:
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    return get_origin(annotation) in (Union, UnionType) and len(kinds) > 1
+
+
+def _explain_kinds(problems: Sequence[Any], places: Sequence[Place], at: int) -> tuple[str, str]:
+    """Of a value that fits none of its types, what is wrong at the place up to which one of them fits."""
+    found = [
+        (place[:at] + place[at + 1 :], problem)
+        for place, problem in zip(places, problems, strict=True)
+        if place[:at] == places[0][:at]
+    ]
+    furthest = max((place for place, _ in found), key=lambda place: [(isinstance(part, str), part) for part in place])
+    there = [problem for place, problem in found if place == furthest]
+    # The right type with a wrong value says more than a wrong type.
+    telling = [problem for problem in there if not problem["type"].endswith("_type")] or there
+    messages = list(dict.fromkeys(_message_of(problem) for problem in telling))
+    first, *others = messages if len(telling) == len(there) else messages[:1]
+    message = " or ".join((first, *(other.removeprefix(_SHOULD_BE) for other in others)))
+    return f"{'.'.join(map(str, furthest))}: {message}", str(furthest[0])
+
+
+def _message_of(problem: Any) -> str:
+    """In the words of JSON."""
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{_SHOULD_BE}an object"
+    if problem["type"] == "too_short" and problem["ctx"]["min_length"] == 1:
+        return "it must not be empty"
+    return str(problem["msg"]).replace(" after validation", "")
 
 
 def _fields_at(body: Any, path: Sequence[str]) -> list[str]:

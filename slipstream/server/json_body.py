@@ -40,7 +40,7 @@ def read_body(body: bytes, content_type: bytes | None, has_origin: bool, model: 
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error.msg}") from error
     except ValidationError as error:
-        message, param = explain_invalid_body(dict(error.errors(include_url=False)[0]), model)
+        message, param = explain_invalid_body(error.errors(include_url=False), model)
         raise ApiError(400, message, param=param) from error
 
 

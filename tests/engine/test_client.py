@@ -87,7 +87,7 @@ def bench() -> Iterator[Bench]:
 
 
 def take(outputs: Outputs) -> RequestOutput:
-    return outputs.get(timeout=10)
+    return outputs.get(timeout=60)
 
 
 @pytest.mark.parametrize("id_prefix", ["", "0.0:", "1.0:", "0.1:"])

@@ -52,7 +52,7 @@ class Bench:
         self.thread.deliver(TokenUpdates.of([update]))
 
     def next(self) -> RequestOutput:
-        return self.outputs.get(timeout=10)
+        return self.outputs.get(timeout=60)
 
 
 @pytest.fixture

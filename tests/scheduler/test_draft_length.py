@@ -62,7 +62,7 @@ class Engine:
         self.trace.append(make)
         self.checked.append(check)
         self.policy.launched(composition)
-        self.policy.look()  # while it waits for an older one
+        self.policy.update()  # while it waits for an older one
         self._flying.append((composition, accepted, foreseen))
         if len(self._flying) >= self._depth:
             self.policy.collected(*self._flying.pop(0))
@@ -170,7 +170,7 @@ def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
     while policy.wanted().make == 0:
         policy.launched(usual)
         policy.collected(usual, [0], [0])
-        policy.look()
+        policy.update()
     assert policy.length == 0, "a trial"
     drafting = Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 1)
     policy.launched(drafting)
@@ -180,7 +180,7 @@ def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
     other = Composition(("b",), (2,), (0,), (1,), (True,), (0,), 1, 0)
     policy.launched(other)
     policy.collected(other, [0], [0])
-    policy.look()
+    policy.update()
     assert policy.acceptance.num_failed[0] == before
 
 
@@ -232,13 +232,13 @@ def test_right_trials_are_followed_by_others_soon() -> None:
 def test_steps_that_were_in_flight_when_the_length_fell_are_no_trials() -> None:
     engine = Engine(1, dear(0.05), in_flight=4)
     engine.run(HIGH, 200)
-    engine.policy.look()
+    engine.policy.update()
     before = engine.policy._interval = 8
     engine.policy._longest_interval = 64
     usual = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     engine.policy.length = 1
     engine.policy.collected(usual, [0], [0])
-    engine.policy.look()
+    engine.policy.update()
     assert engine.policy._interval == before
 
 
@@ -268,7 +268,7 @@ def test_without_any_cost_the_first_length_stays() -> None:
     for _ in range(200):
         policy.launched(composition)
         policy.collected(composition, [0], [0])
-        policy.look()
+        policy.update()
     assert policy.wanted() == Lengths(3, 3)
 
 
@@ -283,7 +283,7 @@ def test_requests_are_learnt_of_one_by_one() -> None:
     for _ in range(50):
         policy.launched(both)
         policy.collected(both, [3, 0], [0, 0])
-        policy.look()
+        policy.update()
     # A batch of the one that is always right wants many; of the other none.
     policy.launched(Composition(("a",), (1,), (2,), (4,), (True,), (3,), 4, 3))
     assert policy.length >= 3
@@ -301,7 +301,7 @@ def test_prompts_beside_decodes_are_not_counted() -> None:
     before = policy.acceptance.right[1].copy()
     policy.launched(mixed)
     policy.collected(mixed, [0, 0], [0, 0])
-    policy.look()
+    policy.update()
     assert np.array_equal(policy.acceptance.right[1], before)
     assert policy.acceptance.right[0, 0] < before[0]
 
@@ -315,7 +315,7 @@ def test_what_is_not_yet_learnt_of_a_row_is_not_its_next_requests() -> None:
     assert np.array_equal(policy.acceptance.right[0], before), "the device is waiting"
     policy.move_in(0)
     usual = policy.acceptance.right[0].copy()
-    policy.look()
+    policy.update()
     assert np.array_equal(policy.acceptance.right[0], usual)
     assert policy.acceptance.usual[0] < before[0], "but it counts for everybody"
 
@@ -363,17 +363,17 @@ def test_what_is_measured_in_graphs_stays() -> None:
 def test_steps_of_a_trial_are_half_of_each_length() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=False))
     for _ in range(60):
-        policy.took(step_of(0, 0), 1.0)
+        policy.record_seconds(step_of(0, 0), 1.0)
         for step in (step_of(0, 1), step_of(1, 0)):
-            policy.took(step, 1.1)
+            policy.record_seconds(step, 1.1)
     assert policy._costs.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
     assert policy._costs.seconds(1, 1) == pytest.approx(1.2, rel=0.05)  # measured: 1.5
 
 
 def test_steps_with_prompts_say_nothing_of_drafts() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=False))
-    policy.took(Composition(("a",), (1,), (0,), (9,), (True,), (0,), 9, 0), 9.0)
-    policy.took(Composition(("a", "b"), (1, 1), (0, 1), (1, 9), (True, True), (0, 0), 10, 0), 9.0)
+    policy.record_seconds(Composition(("a",), (1,), (0,), (9,), (True,), (0,), 9, 0), 9.0)
+    policy.record_seconds(Composition(("a", "b"), (1, 1), (0, 1), (1, 9), (True, True), (0, 0), 10, 0), 9.0)
     assert policy._costs.seconds(1, 0) == 1.0
 
 
@@ -393,8 +393,8 @@ def lengths_on_a_cpu(dear_measured: float, phases: list[tuple[int, float, float]
             policy.launched(step)
             foreseen = int(draw < right and made > 0 and check == 0)
             policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))], [foreseen])
-            policy.took(step, load * (1.0 + 0.12 * (check + make) / 2))
-            policy.look()
+            policy.record_seconds(step, load * (1.0 + 0.12 * (check + make) / 2))
+            policy.update()
             made = make
             lengths.append(policy.length)
     return lengths
@@ -423,7 +423,7 @@ def test_steps_with_prompts_are_no_trials() -> None:
     for accepted in ([7, 0], [0, 0]):
         policy.launched(beside)
         policy.collected(beside, accepted, [0, 0])
-        policy.look()
+        policy.update()
         assert policy._interval == before
 
 

@@ -185,7 +185,7 @@ class Writer:
                 ),
             )
             self.policy.launched(composition)
-            self.policy.look()
+            self.policy.update()
             self._flying.append((composition, right, new))
             if len(self._flying) == 2:
                 composition, right, new = self._flying.pop(0)
@@ -294,8 +294,8 @@ def test_a_beginning_says_nothing_of_what_its_drafts_will_cost() -> None:
         costs.record(1, k, 1.0 + 0.1 * k)
     policy = AdaptiveLength(CHOICES, 5, 1, costs, True, NgramRehearsal(speculation("ngram", 7, adaptive=True), 1))
     for _ in range(20):
-        policy.took(Composition(("a",), (1,), (0,), (8,), (True,), (7,), 8, 7), 1.7)
-        policy.took(Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 7), 1.0)
+        policy.record_seconds(Composition(("a",), (1,), (0,), (8,), (True,), (7,), 8, 7), 1.7)
+        policy.record_seconds(Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 7), 1.0)
     assert costs.seconds(1, 7) == pytest.approx(1.7, rel=0.02)
     assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.02)
 

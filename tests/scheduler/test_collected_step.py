@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.scheduler.collected_step import take_tokens
 from slipstream.scheduler.request_state import RequestState
-from slipstream.scheduler.take_tokens import take_tokens
 from slipstream.types import (
     MAX_DEVICE_STOP_IDS,
     LogprobRow,
