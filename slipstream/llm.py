@@ -247,7 +247,7 @@ class AsyncLLM(_FrontDoor):
         finally:
             for submission in submissions:
                 if submission.request_id not in outputs:
-                    self._client.abort(submission.request_id)
+                    self._client.forget(submission)
         return [outputs[submission.request_id] for submission in submissions]
 
     async def chat(

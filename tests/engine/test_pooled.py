@@ -1,4 +1,4 @@
-"""Pooled requests beside others that generate: vectors are those of ``transformers``, and tokens what they are alone."""
+"""Pooled requests beside others: vectors are those of ``transformers``, and tokens what they are without them."""
 
 from __future__ import annotations
 
