@@ -152,6 +152,7 @@ class World:
     num_launched: int = 0  # by those steps
     num_preemptions: int = 0
     num_vectors: int = 0
+    num_shared: int = 0  # steps of requests of both kinds
     num_cascades: int = 0  # steps that were to read common pages once
 
     def __post_init__(self) -> None:
@@ -429,12 +430,15 @@ class World:
         goes_over_all = config.speculative is not None and config.speculative.needs.looks_ahead
         follows = config.scheduler.needs.follows
 
+        pooled = {job.request.request_id for job in self.jobs if job.request.pooling is not None}
+
         def collect_and_keep(result: StepResult) -> list[TokenUpdate]:
             self._collected = {
                 r.request_id: (r, self._generations.get(r.request_id) != r.generation) for r in result.plan.requests
             }
             self._generations |= {r.request_id: r.generation for r in result.plan.requests}
             self.num_cascades += result.plan.composition.num_common_pages > 0
+            self.num_shared += len({request_id in pooled for request_id in result.plan.composition.request_ids}) == 2
             for init in result.plan.row_inits:
                 lengths = (init.num_computed, len(init.token_ids), init.draft_start, init.num_computed)
                 self._drafted[init.request.request_id] = Drafted(*lengths)
