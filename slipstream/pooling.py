@@ -64,6 +64,7 @@ class PoolingDefaults:
     pooling: str = "last"
     normalize: bool = True
     refusal: str = ""  # why the engine cannot do as the checkpoint says
+    is_all: bool = False  # the checkpoint has no weights for logits: vectors are all there is
 
     def fill(self, params: PoolingParams, hidden_size: int) -> PoolingParams:
         """The parameters with nothing left open; raises RequestError where the model cannot do what they ask."""

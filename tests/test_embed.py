@@ -242,3 +242,22 @@ def test_a_pooling_that_is_not_supported_is_refused_when_it_is_used(tmp_path: Pa
             llm.embed("hello")
         assert llm.embed("hello", pooling="mean")[0].error is None
         assert len(llm.generate("hello", GREEDY)[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_checkpoint_of_the_layers_alone(tmp_path: Path, is_tied: bool) -> None:
+    """As Qwen3-Embedding is published: tensors without the prefix of a causal model, and none for logits."""
+    model = tiny_models.build("qwen3")
+    folder = tiny_models.save(model, tmp_path)
+    model.config.tie_word_embeddings = is_tied
+    model.model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+    with LLM(str(folder), max_num_seqs=2, max_model_len=64) as llm:
+        (output,) = llm.embed("hello")
+        vector = expected(model.double().eval(), llm.tokenizer.encode("hello"))
+        np.testing.assert_allclose(output.embedding, vector, rtol=0, atol=3e-6)
+        if is_tied:
+            assert len(llm.generate("hello", GREEDY)[0].token_ids) == 8
+        else:
+            with pytest.raises(RequestError, match="no weights for logits, so it cannot generate; call embed"):
+                llm.generate("hello", GREEDY)

@@ -70,6 +70,8 @@ class Admission:
         info = self._info()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {describe_value(params)}")
+        if info.pooling.is_all:
+            raise RequestError("this checkpoint has no weights for logits, so it cannot generate; call embed")
         request_id = _read_id(request_id)
         token_ids = self._token_ids(prompt, info)
         _check_length(len(token_ids), info)
