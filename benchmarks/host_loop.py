@@ -100,12 +100,12 @@ def instant_core(options: EngineOptions) -> EngineCore:
     """An engine whose steps are done at once; every request goes on for ever."""
     device = InstantDevice()
     config = replace(resolve(options, device.hardware("float32"), TINY), cudagraph_mode="full", steps_in_flight=2)
-    config = replace(config, poison=False)  # what a step leaves stands there for all
+    config = replace(config, poison=False)  # the results of one step are reused for all
     caches = open_caches(config, config.model, device, attention=ReferenceBackend())
     draft_length, _ = decide_draft_length(config, caches.caps)
     runner = Runner(config, device, NoModel(), caches, _choose_speculator(config))
     runner.graphs.manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
-    # Status, drafts checked, drafts accepted, none foreseen, tokens: what every step leaves.
+    # Status, drafts checked, drafts accepted, none would accept an unverified one, tokens.
     k = 0 if draft_length is not None else config.num_drafts
     accepted = min(NUM_ACCEPTED, k)
     header = [0, k, accepted, 0]
@@ -154,9 +154,9 @@ class Clock:
             try:
                 return call(*args, **kwargs)
             finally:
-                took = self._now() - start
-                self.seconds[name] += took - self._inside.pop()
-                self._inside[-1] += took
+                elapsed = self._now() - start
+                self.seconds[name] += elapsed - self._inside.pop()
+                self._inside[-1] += elapsed
 
         return timed
 
@@ -328,7 +328,7 @@ def sample_stacks(bench: Bench, batch: int, seconds: float) -> Counter[tuple[str
 
 
 def draw_flames(stacks: Counter[tuple[str, ...]], title: str) -> str:
-    """An SVG: a call is as wide as the share of samples it was seen in, and stands on its caller."""
+    """An SVG: a call is as wide as the share of samples it was seen in, and lies on its caller."""
     width, line, total = 1200, 18, sum(stacks.values())
     depth = max(map(len, stacks), default=0)
     boxes: list[str] = []

@@ -141,7 +141,7 @@ def follow_change(arguments: argparse.Namespace, batches: list[int]) -> list[dic
     rows = []
     for batch in batches:
         for i, prompt in enumerate(prompts_for(arguments.shape, batch)):
-            # With one seed for all, drafts at the same place would stand or fall together.
+            # With one seed for all, drafts at the same position would all be accepted or all rejected.
             params = SamplingParams(temperature=0.0, seed=i, ignore_eos=True).with_defaults(SamplingParams())
             core.add(Request(f"{batch}-{i}", tuple(prompt), params, (), 1023))
         for name, count in (("zero", 120), ("high", 150), ("zero", 150)):

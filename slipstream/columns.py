@@ -9,11 +9,11 @@ from slipstream.types import Request
 
 
 class Column(NamedTuple):
-    """A number, or several, of every request row. The host stages them when a request moves into the row."""
+    """One value or several per request row. The host stages them when a request is assigned to the row."""
 
     name: str
-    # One number, or where there is a shape, a list or tuple of at most as many: places after them keep what an earlier
-    # request of the row had there.
+    # One number, or with a shape, a list or tuple of at most as many: entries after them keep values of the row's
+    # previous request.
     value: Callable[[Request], Any]
     dtype: Literal["int32", "float32"] = "int32"
     shape: tuple[int, ...] = ()

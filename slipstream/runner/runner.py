@@ -1,4 +1,4 @@
-"""Launching a step: stage changes, prepare the batch, run it, send the results. Never waits."""
+"""Launching a step: stage changes, prepare the batch, run it, queue the results. Never waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.types import Request, StepPlan
 
 
 class Runner:
-    """Owns the device's side of the engine. A step passes through ``batches``, ``executor`` and the head."""
+    """The device's side of the engine. A step passes through ``batches``, ``executor`` and the head."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Runner:
         model: Model,
         caches: CacheGroups,
         make_speculator: MakeSpeculator = draft_nothing,
-        on_cost: OnCost | None = None,  # is told what steps cost, by their size
+        on_cost: OnCost | None = None,  # receives the measured costs of steps
         make_head: MakeHead = PoolHead,
     ) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class Runner:
         self.idle_work.do_first()
 
     def check(self, request: Request) -> None:
-        """Refuse a request that this engine cannot run as it is asked to; a RequestError says why."""
+        """Refuse a request that this engine cannot run; a RequestError says why."""
         state = self.model_state
         refuse_unknown(request, self.rows.sampling.operations, () if state is None else state.parameters)
 
@@ -71,7 +71,7 @@ class Runner:
         return b"" if self.model_state is None else self.model_state.cache_key(request)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        # The engine's loop is in inference mode from its start; other callers need not know.
+        # The engine loop is in inference mode already; other callers need not be.
         if torch.is_inference_mode_enabled():
             return self._launch(plan)
         with torch.inference_mode():
@@ -81,11 +81,11 @@ class Runner:
         device = self.device
         with device.sync_guard.forbid(), device.use_stream(device.compute_stream):
             self._stage_changes(plan)
-            if self.model_state is not None:
-                self.model_state.begin_step(plan)
             if self._config.poison:
                 for buffer in self.program.step_buffers():
                     device.poison(buffer)
+            if self.model_state is not None:
+                self.model_state.begin_step(plan)
             batch = self.batches.prepare(plan)
             if plan.host_drafts:
                 self.rows.place_host_drafts()

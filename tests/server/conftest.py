@@ -112,6 +112,8 @@ class RunningServer:
 def start_server(folder: Path, *options: str) -> RunningServer:
     command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0"]
     command += ["--served-model-name", MODEL_NAME, "--max-num-seqs", "8", *options]
+    if "--api-server-count" not in options:
+        command += ["--api-server-count", "1"]  # else a machine with many cores has several, each with lines of its own
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     server = RunningServer(process, "")

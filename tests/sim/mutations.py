@@ -1,9 +1,9 @@
-"""Does the simulator find faults? Each of these changes one line; each must be found.
+"""Does the simulator find faults? Each of these changes a piece of code; each must be found.
 
     python -m tests.sim.mutations [--seeds 200] [--only NAME]
 
-The tree is copied, the line changed, and the worlds run until one fails. What was found, and after how many seeds, is
-printed as a table. A mutation whose line is no longer there is an error: the list is kept true by hand.
+The tree is copied, the code changed, and the worlds run until one fails. What was found, and after how many seeds, is
+printed as a table. A mutation whose code is no longer there is an error: the list is kept true by hand.
 """
 
 from __future__ import annotations
@@ -17,17 +17,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-class Mutation(NamedTuple):
-    name: str
-    file: str
-    line: str
-    changed: str
-
+from tests.sim.planted import ROOT, Mutation, plant
 
 MUTATIONS = [
     Mutation(
@@ -293,9 +284,10 @@ MUTATIONS = [
     ),
     Mutation(
         "lengths: a step with another number of drafts runs in the same graph",
-        "runner/requirements.py",
-        "num_drafts = composition.num_next_drafts if drafting and tier",
-        "num_drafts = self._max_drafts if drafting and tier",
+        "runner/step_graphs.py",
+        "desc = self.manager.dispatch(num_reqs, num_tokens, query_len, tier, work.num_drafts, inside)",
+        'proposed = self.plan.initial if tier == "fast" and batch.drafting.padded_reqs else 0\n'
+        "        desc = self.manager.dispatch(num_reqs, num_tokens, query_len, tier, proposed, inside)",
     ),
     Mutation(
         "following: a launched step without drafts is not shown to the head",
@@ -336,8 +328,8 @@ MUTATIONS = [
     Mutation(
         "logits: in the order of tokens where not all decode",
         "runner/generate_head.py",
-        "chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)",
-        "chosen = hidden[: len(wanted)]",
+        "chosen = hidden if is_decode and len(indices) == len(hidden) else hidden.index_select(0, indices)",
+        "chosen = hidden[: len(indices)]",
     ),
     Mutation(
         "checking: drafts that are there are taken for none",
@@ -348,8 +340,8 @@ MUTATIONS = [
     Mutation(
         "gaps: of a single token they are not seen",
         "speculate/draft_gaps.py",
-        "gap = runs & (first > end)\n    if not goes",
-        "gap = runs & (first > end + 1)\n    if not goes",
+        "gap = runs & (first > end)\n    if not goes_over_all",
+        "gap = runs & (first > end + 1)\n    if not goes_over_all",
     ),
     Mutation(
         "gaps: attention begins a token early",
@@ -473,49 +465,49 @@ MUTATIONS = [
     ),
     Mutation(
         "pooling: vectors are read before they are there",
-        "runner/pool_head.py",
+        "pool_head:_PooledStep.collect",
         "self.slot.event.synchronize()",
         "pass",
     ),
     Mutation(
         "pooling: the copy does not wait for the step",
-        "runner/pool_head.py",
+        "pool_head:PoolHead.send",
         "device.copy_stream.wait_event(slot.computed)",
         "pass",
     ),
     Mutation(
         "pooling: the next step's vectors take the way of this one's",
-        "runner/pool_head.py",
+        "pool_head:PoolHead.send",
         "slot.vectors.stage(vectors)",
         "slot.vectors.on_device = self._out",
     ),
     Mutation(
         "pooling: a vector of another row",
-        "runner/pool_head.py",
+        "pool_head:_PooledStep.collect",
         "place: PooledVector(found[place - self.span.first].tobytes(), self.dtype)",
         "place: PooledVector(found[0].tobytes(), self.dtype)",
     ),
     Mutation(
         "pooling: sums of another row",
-        "kernels/pool.py",
+        "pool:pool",
         "total = own.sum(0) if position == 0 else kept[row] + own.sum(0)",
         "total = own.sum(0) if position == 0 else kept[0] + own.sum(0)",
     ),
     Mutation(
         "pooling: a mean forgets the chunks before",
-        "kernels/pool.py",
+        "pool:pool",
         "total = own.sum(0) if position == 0 else kept[row] + own.sum(0)",
         "total = own.sum(0)",
     ),
     Mutation(
         "pooling: a mean goes on from the row's last request",
-        "kernels/pool.py",
+        "pool:pool",
         "total = own.sum(0) if position == 0 else kept[row] + own.sum(0)",
         "total = kept[row] + own.sum(0)",
     ),
     Mutation(
         "pooling: a mean begins with cached pages",
-        "pooling.py",
+        "pooling:PoolingParams.needs_every_position",
         "return self.kind is not PoolingKind.LAST",
         "return False",
     ),
@@ -527,11 +519,8 @@ def find(mutation: Mutation, num_seeds: int) -> str:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         for name in ("slipstream", "tests"):
             shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
-        path = Path(folder) / "slipstream" / mutation.file
-        text = path.read_text()
-        if text.count(mutation.line) != 1:
-            raise SystemExit(f"{mutation.name}: its line stands {text.count(mutation.line)} times in {mutation.file}")
-        path.write_text(text.replace(mutation.line, mutation.changed))
+        path, text = plant(mutation)
+        (Path(folder) / path).write_text(text)
         command = [sys.executable, "-m", "tests.sim", "--seeds", str(num_seeds), "--jobs", "1", "--stop"]
         ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         found = re.search(r"^seed (\d+): (.*)$", ran.stdout, re.MULTILINE)

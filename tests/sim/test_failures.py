@@ -331,7 +331,7 @@ def capture_lazily(device: SimDevice, shared: bool) -> CudaGraphManager:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_5_warm_up_and_capture_share_one_lazy_state(seed: int) -> None:
-    with pytest.raises(CaptureError, match="which the warm-up made"):
+    with pytest.raises(CaptureError, match="which the warm-up allocated"):
         capture_lazily(SimDevice(seed), shared=True)
     capture_lazily(SimDevice(seed), shared=False)
 

@@ -167,7 +167,7 @@ class Writer:
         begin, text = len(coming), list(text)
         coming += text
         while begin < len(coming):
-            check, make = self.policy.wanted()
+            check, make = self.policy.next_lengths()
             check = min(check, self._made)
             wanted.append(Lengths(check, make))
             draft = oracle(coming[:begin], check, 1, 5, 7) if check else []
@@ -338,5 +338,5 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
     seen = set()
     for _ in range(6):
         core.step()
-        seen.add((core.stats.draft_length, core.scheduler.drafts.num_made))
+        seen.add((core.stats.draft_length, core.scheduler.drafts.num_proposed))
     assert seen == {(2, 3)}

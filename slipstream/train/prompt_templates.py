@@ -1,6 +1,7 @@
-"""What texts begin with and what is asked of them. None is taken from a data set; the target goes on with them.
+"""Prompt templates: the first words of turns and documents, which the target continues, and tasks about a text.
 
-Places in braces are filled by ``words.py``. Nothing ends in a space, which the next token brings along.
+None is taken from a data set. Fields in braces are filled by ``fillers.py``. No template ends in a space, because the
+next token brings its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OPENERS: tuple[tuple[str, ...], ...] = (
     (  # roleplay
         *("Imagine you are", "Pretend to be a", "You are a {word}", "Act as a", "Play the role of a", "Speak like a"),
         *("You are {name}, a", "Answer as if you were", "Let's play a game:", "I want you to act as a", "Be my"),
-        *("You are an expert in", "As a {word} teacher,", "Stay in character:", "Imagine a conversation with"),
+        *("You are an expert in", "As a {word} target_model,", "Stay in character:", "Imagine a conversation with"),
     ),
     (  # reasoning
         *("What would happen if", "If all {word}", "Is it true that", "{name} is older than {name}", "Suppose that"),
@@ -259,7 +260,7 @@ FOLLOW_UPS = (
     *("Explain the second point.", "What is the opposite?", "Compare it with {word}.", "Write a reply to it."),
 )
 
-# Of a text, and a question that is about it.
+# Tasks about a text; some with a question about it.
 LONG_TASKS = (
     "Summarize the following text.\n\n{text}",
     "Summarize: {text}",
@@ -285,7 +286,7 @@ TRANSLATIONS = (
     "Please translate this into English:\n{text}",
     "Give me an English version of this text: {text}",
 )
-# About a document, with a word of its own.
+# Questions about a document; some ask for a word that occurs in it.
 QUESTIONS = (
     *("What does the text say about {own}?", "What is {own}?", "Who or what is {own}?", "Why is {own} important?"),
     *("How is {own} described?", "When was that?", "Who is mentioned in the text?", "Where does this take place?"),
