@@ -45,7 +45,7 @@ from slipstream.engine.reader import OutputReader
 from slipstream.engine.resolve import resolve
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep
-from slipstream.runner.generate_head import GenerateHead
+from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
@@ -63,6 +63,8 @@ TINY = ModelConfig("tiny", 64, 8, 8, 1, 1, 1, 8, 1e-5, 4096, RopeConfig(rotary_d
 
 class NoModel:
     """Nothing to compute."""
+
+    state = None
 
     def forward(self, input_ids: Tensor, context: Any) -> Tensor:
         return torch.zeros(input_ids.shape[0], TINY.hidden_size)
@@ -98,18 +100,18 @@ def instant_core(options: EngineOptions) -> EngineCore:
     """An engine whose steps are done at once; every request goes on for ever."""
     device = InstantDevice()
     config = replace(resolve(options, device.hardware("float32"), TINY), cudagraph_mode="full", steps_in_flight=2)
-    config = replace(config, poison=False)  # what a step leaves stands there for all
+    config = replace(config, poison=False)  # the results of one step are reused for all
     caches = open_caches(config, config.model, device, attention=ReferenceBackend())
     draft_length, _ = decide_draft_length(config, caches.caps)
     runner = Runner(config, device, NoModel(), caches, _choose_speculator(config))
     runner.graphs.manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
-    # Status, drafts checked, drafts accepted, none foreseen, tokens: what every step leaves.
+    # Status, drafts checked, drafts accepted, none would accept an unverified one, tokens.
     k = 0 if draft_length is not None else config.num_drafts
     accepted = min(NUM_ACCEPTED, k)
     header = [0, k, accepted, 0]
     assert len(header) == NUM_HEADER_COLUMNS
-    head = runner.head
-    assert isinstance(head, GenerateHead)
+    assert isinstance(runner.head, PoolHead)
+    head = runner.head.generate
     row = [*header, *([7] * (accepted + 1)), *([-1] * (config.num_drafts - accepted))]
     head.out.copy_(torch.tensor(row, dtype=torch.int32).expand_as(head.out))
     return EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
@@ -152,9 +154,9 @@ class Clock:
             try:
                 return call(*args, **kwargs)
             finally:
-                took = self._now() - start
-                self.seconds[name] += took - self._inside.pop()
-                self._inside[-1] += took
+                elapsed = self._now() - start
+                self.seconds[name] += elapsed - self._inside.pop()
+                self._inside[-1] += elapsed
 
         return timed
 
@@ -163,7 +165,7 @@ class Clock:
 def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
     """Put the clock around the parts of a step."""
     runner, scheduler, collect = core.runner, core.scheduler, InFlightStep.collect
-    assert isinstance(runner.head, GenerateHead)
+    assert isinstance(runner.head, PoolHead)
 
     def read(step: InFlightStep) -> Any:
         result = clock.around("read", collect)(step)
@@ -176,7 +178,7 @@ def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
             (runner, "launch", "launch, rest"),
             (runner.batches, "prepare", "stage"),
             (runner.executor, "run", "graphs"),
-            (runner.head.outputs, "send", "send"),
+            (runner.head.generate.outputs, "send", "send"),
             (scheduler, "collect", "collect"),
             (scheduler, "update_draft_length", "look"),
         ):
@@ -326,7 +328,7 @@ def sample_stacks(bench: Bench, batch: int, seconds: float) -> Counter[tuple[str
 
 
 def draw_flames(stacks: Counter[tuple[str, ...]], title: str) -> str:
-    """An SVG: a call is as wide as the share of samples it was seen in, and stands on its caller."""
+    """An SVG: a call is as wide as the share of samples it was seen in, and lies on its caller."""
     width, line, total = 1200, 18, sum(stacks.values())
     depth = max(map(len, stacks), default=0)
     boxes: list[str] = []

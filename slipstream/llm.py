@@ -1,4 +1,4 @@
-"""The front door: ``LLM`` for scripts, ``AsyncLLM`` for servers. Both run the same engine in a thread of its own."""
+"""The public API: ``LLM`` for scripts, ``AsyncLLM`` for servers. Both run the engine in a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ import asyncio
 import logging
 import queue
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.progress import Progress, TextColumn
 
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
-from slipstream.engine.client import EngineClient, Prompt
+from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.hub import with_shipped_head
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.output import SYNTHETIC_WARNING, RequestOutput
-from slipstream.speculate.options import read_speculation
+from slipstream.output import EmbeddingOutput, RequestOutput
+from slipstream.pooling import PoolingParams
+from slipstream.speculate.options import synthetic_warning
 from slipstream.types import SamplingParams
 
 logger = logging.getLogger("slipstream")
 
 Message = Mapping[str, Any]
+Output = TypeVar("Output", RequestOutput, EmbeddingOutput)
 
 
-class _FrontDoor:
-    """What both faces share: building the engine, and closing it.
+class _EngineOwner:
+    """The common part of both: building the engine, and closing it.
 
-    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the engine comes from elsewhere. With
-    ``own_process`` the engine runs in a process of its own, as under the server.
+    ``options`` are those of ``EngineOptions``. Where they do not mention speculation, a model whose draft head is
+    shipped with the package uses it, as on the command line: it changes the speed and not the text. ``build`` replaces
+    the options where the caller builds the engine. With ``own_process`` the engine runs in its own process, as in the
+    server.
     """
 
     def __init__(
@@ -44,12 +49,12 @@ class _FrontDoor:
     ) -> None:
         if model is not None:
             options["model"] = model
-        chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=False)
-        speculative = read_speculation(chosen)  # first of all: a wrong word here must not cost the loading of a model
-        if speculative is not None and speculative.is_synthetic:
-            logger.warning(SYNTHETIC_WARNING)
+        chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=True)
+        # First of all: an error in speculative options must not cost the loading of a model.
+        if (warning := synthetic_warning(chosen)) is not None:
+            logger.warning(warning)
         if own_process:
-            from slipstream.engine.process import EngineProcess  # wants the packages of the server
+            from slipstream.engine.process import EngineProcess  # needs the packages of the server
 
             self._client = EngineClient(lambda deliver: EngineProcess(chosen, deliver))
         else:
@@ -72,8 +77,8 @@ class _FrontDoor:
         self._client.close()
 
 
-class LLM(_FrontDoor):
-    """A model to call from ordinary code.
+class LLM(_EngineOwner):
+    """A model for synchronous code.
 
     >>> llm = LLM("smollm2-135m")
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].text
@@ -89,30 +94,56 @@ class LLM(_FrontDoor):
     ) -> list[RequestOutput]:
         """Continue each prompt (a string, or token ids); outputs come in the order of the prompts.
 
-        Every prompt is checked before the first one runs. A request that fails later has ``error`` set. Of requests
-        that wait, those with a lower ``priority`` run first.
+        Every prompt is checked before the first one runs. A request that fails later has ``error`` set. Waiting
+        requests with a lower ``priority`` run first.
         """
         many = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(many))
-        submissions = []
-        for i, (prompt, own) in enumerate(zip(many, params, strict=True)):
-            try:
-                submissions.append(self._client.prepare(prompt, own, priority=priority))
-            except RequestError as error:
-                raise RequestError(str(error) if len(many) == 1 else f"prompt {i}: {error}") from error
-        done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        outputs: dict[str, RequestOutput] = {}
+        params = iter(_as_params(sampling_params, len(many)))
+        submissions = _prepare_all(many, lambda prompt: self._client.prepare(prompt, next(params), priority=priority))
+        return self._run(submissions, partial(self._client.submit, every_token=False), "generating", progress)
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each text (a string, or token ids), in the order of the texts.
+
+        ``pooling`` says which of the last layer's hidden states make it: of the ``last`` token, of the first (``cls``),
+        or the ``mean`` of all; None is what the checkpoint says. ``dimensions`` keeps so many of its first numbers;
+        then it is divided by its length, unless ``normalize`` or, in its place, the checkpoint says no.
+        """
+        params = PoolingParams(pooling, normalize, dimensions)
+        prepare = partial(self._client.prepare_pooled, pooling=params, priority=priority)
+        submissions = _prepare_all(_as_prompts(texts), prepare)
+        return self._run(submissions, self._client.submit_pooled, "embedding", progress)
+
+    def _run(
+        self,
+        submissions: Sequence[Submission],
+        submit: Callable[[Submission, Callable[[Output], None]], None],
+        doing: str,
+        progress: bool,
+    ) -> list[Output]:
+        """Start all of them and wait for their outputs, which come in their order."""
+        done: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        outputs: dict[str, Output] = {}
         try:
             for submission in submissions:
-                self._client.submit(submission, done.put, every_token=False)
+                submit(submission, done.put)
             with _progress_bar(progress) as bar:
-                task = bar.add_task("generating", total=len(submissions))
+                task = bar.add_task(doing, total=len(submissions))
                 while len(outputs) < len(submissions):
                     output = done.get()
                     outputs[output.request_id] = output
                     bar.update(task, advance=1)
         finally:
-            # After Ctrl-C, or where the engine refused one: those under way would go on for no reader.
+            # After Ctrl-C, or if the engine refused one: the others have no reader any more.
             for submission in submissions:
                 if submission.request_id not in outputs:
                     self._client.forget(submission)
@@ -157,7 +188,7 @@ class LLM(_FrontDoor):
         self.close()
 
 
-class AsyncLLM(_FrontDoor):
+class AsyncLLM(_EngineOwner):
     """The same engine for asyncio: many callers, each with its own stream of outputs."""
 
     async def generate(
@@ -189,6 +220,38 @@ class AsyncLLM(_FrontDoor):
             if not finished:
                 self._client.forget(submission)
 
+    async def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        priority: int = 0,
+    ) -> list[EmbeddingOutput]:
+        """As ``LLM.embed``. A cancelled call aborts its requests."""
+        params = PoolingParams(pooling, normalize, dimensions)
+        prepare = partial(self._client.prepare_pooled, pooling=params, priority=priority)
+        submissions = _prepare_all(_as_prompts(texts), prepare)
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[EmbeddingOutput] = asyncio.Queue()
+
+        def sink(output: EmbeddingOutput) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, output)
+
+        outputs: dict[str, EmbeddingOutput] = {}
+        try:
+            for submission in submissions:
+                self._client.submit_pooled(submission, sink)
+            while len(outputs) < len(submissions):
+                output = await arrived.get()
+                outputs[output.request_id] = output
+        finally:
+            for submission in submissions:
+                if submission.request_id not in outputs:
+                    self._client.forget(submission)
+        return [outputs[submission.request_id] for submission in submissions]
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -206,7 +269,7 @@ class AsyncLLM(_FrontDoor):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Waits for the engine's threads, which must not hold up the loop.
+        # Waits for the engine's threads, which must not block the event loop.
         await asyncio.to_thread(self.close)
 
     def abort(self, request_id: str) -> None:
@@ -214,11 +277,22 @@ class AsyncLLM(_FrontDoor):
         self._client.abort(request_id)
 
 
+def _prepare_all(prompts: Sequence[Prompt], prepare: Callable[[Prompt], Submission]) -> list[Submission]:
+    """Check every prompt before the first one runs."""
+    submissions = []
+    for i, prompt in enumerate(prompts):
+        try:
+            submissions.append(prepare(prompt))
+        except RequestError as error:
+            raise RequestError(str(error) if len(prompts) == 1 else f"prompt {i}: {error}") from error
+    return submissions
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
-        return [prompts]  # type: ignore[list-item]  # what is no prompt at all is refused as one
+        return [prompts]  # type: ignore[list-item]  # an invalid prompt is refused later
     many = list(prompts)
-    # A list whose first entry is a text or a list itself is one of prompts; anything else is meant as token ids.
+    # A list that begins with a text or a list holds several prompts; any other is one prompt of token ids.
     is_many = not many or isinstance(many[0], str) or hasattr(many[0], "__len__")
     return many if is_many else [prompts]  # type: ignore[return-value, list-item]
 

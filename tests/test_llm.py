@@ -264,9 +264,12 @@ def test_stream_yields_growing_text_and_may_be_left(llm: LLM) -> None:
         ("x" * 600, r"the prompt has 600 tokens, the context holds 512; shorten"),
         ([1, 99999], "prompt holds 99999, which is not a token id below 272"),
         ([-1], "not a token id"),
+        ([True, 5], "prompt holds True, which is not a token id"),
+        ([1, None], "prompt holds None, which is not a token id"),
+        ([1.0], "prompt holds 1.0, which is not a token id"),
     ],
 )
-def test_bad_prompts(llm: LLM, prompt: str | list[int], message: str) -> None:
+def test_bad_prompts(llm: LLM, prompt: str | list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate([prompt], GREEDY)
     with pytest.raises(RequestError, match=f"prompt 1: .*{message}"):
@@ -306,6 +309,7 @@ def test_async_streams_run_side_by_side(folder: Path, llm: LLM) -> None:
     assert asyncio.run(everything()) == expected
 
 
+@pytest.mark.long
 def test_500_requests_through_a_cache_of_a_tenth_of_their_pages(folder: Path) -> None:
     """All finish, right, and no page is lost."""
     rng = random.Random(4)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream import LLM, SamplingParams
+from slipstream import llm as llm_module
 from slipstream.commands import serve
 from slipstream.commands.session import open_model
 from slipstream.config import EngineOptions
@@ -28,6 +29,7 @@ from slipstream.models.registry import architecture_of
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import open_checkpoint
 from slipstream.server.settings import ServerSettings
+from slipstream.speculate.options import read_speculation
 from slipstream.train.export import default_taps
 from tests.commands.run_cli import RunCli, make_runner
 from tests.server.conftest import start_server
@@ -107,7 +109,7 @@ def test_every_flag_is_written_and_fits_the_target(config: dict[str, Any], smoll
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "arguments"),
     [
         ("data", r"[\d,]+ texts, [\d,]+ tokens"),
         ("draft vocabulary", r"[\d,]+ tokens"),
@@ -115,12 +117,12 @@ def test_every_flag_is_written_and_fits_the_target(config: dict[str, Any], smoll
         ("acceptance", r"by position: \d+%(, \d+%)+; \d\.\d\d tokens a step"),
     ],
 )
-def test_its_card_says_how_it_was_made_and_how_good_it_is(head: Path, row: str, words: str) -> None:
+def test_its_card_says_how_it_was_made_and_how_good_it_is(head: Path, row: str, arguments: str) -> None:
     card = (head / "README.md").read_text()
     assert card.startswith(f"# EAGLE-3 head for {DEFAULT_MODEL}\n")
     assert f"slipstream train eagle3 --model {DEFAULT_MODEL}" in card
     found = re.search(rf"^\| {row} \| (.*) \|$", card, re.MULTILINE)
-    assert found and re.search(words, found[1]), f"the card says nothing of {row}"
+    assert found and re.search(arguments, found[1]), f"the card says nothing of {row}"
 
 
 # --- who uses it ----------------------------------------------------------------------------------
@@ -153,10 +155,10 @@ def test_it_is_taken_for_the_default_model(llm: LLM, head: Path) -> None:
 
 
 def test_a_command_takes_it_unasked_and_leaves_it_when_told(cli: RunCli) -> None:
-    words = ("generate", PROMPTS[0], "--max-tokens", 24, "--json")
+    arguments = ("generate", PROMPTS[0], "--max-tokens", 24, "--json")
     answers = []
     for more in ((), ("--speculate", "none")):
-        outcome = cli(*words, *more)
+        outcome = cli(*arguments, *more)
         assert outcome.code == 0, outcome.err
         answers.append(json.loads(outcome.out))
     drafted, plain = answers
@@ -164,16 +166,47 @@ def test_a_command_takes_it_unasked_and_leaves_it_when_told(cli: RunCli) -> None
     assert (drafted["token_ids"], drafted["text"]) == (plain["token_ids"], plain["text"])
 
 
-@pytest.mark.parametrize(("words", "method"), [({}, "eagle3"), ({"speculate": "none"}, "none")])
+@pytest.mark.parametrize(("arguments", "method"), [({}, "eagle3"), ({"speculate": "none"}, "none")])
 def test_so_does_the_server(
-    head: Path, words: dict[str, Any], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: Path, arguments: dict[str, Any], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[EngineOptions] = []
     monkeypatch.setattr("slipstream.server.run.serve", lambda options, settings: served.append(options) or 0)
     monkeypatch.chdir(tmp_path)
-    assert serve.run(None, EngineOptions(**words), ServerSettings()) == 0
+    assert serve.run(None, EngineOptions(**arguments), ServerSettings()) == 0
     expected = str(head) if method == "eagle3" else None
     assert (served[0].speculate, served[0].draft_model) == (method, expected)
+
+
+@pytest.mark.parametrize(("words", "method"), [({}, "eagle3"), ({"k": 2}, "eagle3"), ({"speculate": "none"}, None)])
+@pytest.mark.parametrize("own_process", [False, True])
+def test_so_does_the_library(
+    head: Path,
+    words: dict[str, Any],
+    method: str | None,
+    own_process: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One text and one default, whichever way the model is called."""
+    built: list[EngineOptions] = []
+
+    class Client:
+        def __init__(self, connect: Callable[[Any], Any]) -> None:
+            connect(None)
+
+        in_thread = staticmethod(lambda build: build())
+
+    monkeypatch.setattr(llm_module, "EngineClient", Client)
+    monkeypatch.setattr(llm_module, "build_engine", built.append)
+    monkeypatch.setattr("slipstream.engine.process.EngineProcess", lambda options, deliver: built.append(options))
+    monkeypatch.chdir(tmp_path)
+    LLM(DEFAULT_MODEL, own_process=own_process, **words)
+    speculative = read_speculation(built[0])
+    if method is None:
+        assert speculative is None
+    else:
+        assert speculative is not None and (speculative.method, speculative.model) == (method, str(head))
 
 
 # --- what it is good for --------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Opaque device operations.
 
-A kernel is one operation: a body that computes, and a shape function that says what comes out without computing. The
-host may look at nothing else, so a device is free to queue the body and run it later. On a device that has no queue
-of its own (the CPU; CUDA, whose launches are queued by the driver) the body is called at once.
+A kernel is one operation: a body that computes, and a shape function that gives the outputs' specs without computing.
+The host reads nothing else, so a device may queue the body and run it later. On a device without its own queue (the
+CPU; CUDA, whose driver queues launches) the body is called at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _operations: dict[str, Operation[Any, Any]] = {}
 
 
 class Operation(Generic[P, R]):
-    """A device operation. Its first argument is a tensor; ``writes`` names the arguments it changes in place."""
+    """A device operation. Its first argument is a tensor; ``writes`` names the arguments that it changes in place."""
 
     def __init__(self, body: Callable[P, R], shape: Callable[P, Specs], writes: Sequence[str]) -> None:
         self.name = body.__name__.strip("_")
@@ -71,7 +71,7 @@ def all_operations() -> dict[str, Operation[Any, Any]]:
 
 
 def set_launcher(device_type: str, launch: Launcher | None) -> None:
-    """Let a device take over the launch of every operation on its tensors, or hand it back."""
+    """Let a device handle the launch of every operation on its tensors, or, with None, stop doing so."""
     if launch is None:
         _launchers.pop(device_type, None)
     else:

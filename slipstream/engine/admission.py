@@ -1,6 +1,6 @@
-"""The boundary of the engine: what any caller asks for is checked and resolved here, once.
+"""The boundary of the engine: every request is checked and resolved here, once.
 
-What passes is plain data within the engine's limits: no request that is admitted can end the engine.
+What is admitted is plain data within the engine's limits, so that no request can crash the engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.engine.build import EngineInfo
 from slipstream.errors import RequestError
+from slipstream.pooling import PoolingParams
 from slipstream.sampling.registry import check_request
 from slipstream.scheduler.pages import check_fits
 from slipstream.types import (
@@ -32,29 +33,31 @@ Prompt = str | Sequence[int]
 
 _PRIORITY = Bounds(-MAX_INT32 - 1, MAX_INT32, is_integer=True, may_be_none=False)
 _MAX_ID_LENGTH = 256
-_FIRST_PREFIX = "0.0:"  # an engine with one client draws the same seeds in a thread and in a process
+_FIRST_PREFIX = "0.0:"  # the default, so that an engine draws the same seeds in a thread and in a process
+# Of a request that draws nothing.
+_NO_SAMPLING = SamplingParams(temperature=0.0, seed=0).with_defaults(SamplingParams())
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A prompt that was checked and resolved: one request for each continuation."""
+    """A prompt that was checked and resolved: one request for each choice."""
 
-    request_id: str  # the caller's; the requests inside have ids of the engine's own
+    request_id: str  # the caller's; the requests have engine-internal ids
     prompt: str | None
     requests: tuple[Request, ...]
 
 
 class Admission:
-    """``info`` is asked anew for every request: an engine that was restarted may have other limits.
+    """``info`` is read for every request: an engine that was restarted may have other limits.
 
-    Of several clients of one engine, each has an ``id_prefix`` of its own, and draws seeds of its own.
+    Each client of an engine has its own ``id_prefix``, and so its own seeds.
     """
 
     def __init__(self, info: Callable[[], EngineInfo], id_prefix: str = "") -> None:
         self._info = info
         self._id_prefix = id_prefix
         self._serials = itertools.count()
-        self._name = secrets.token_hex(4)  # so that no caller has chosen an id that is made up here
+        self._name = secrets.token_hex(4)  # random, so that a generated id is never one that a caller chose
         seed = info().config.seed
         is_first = id_prefix in ("", _FIRST_PREFIX)
         self._seeds = random.Random(seed if is_first or seed is None else f"{seed} {id_prefix}")
@@ -67,6 +70,8 @@ class Admission:
         info = self._info()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {describe_value(params)}")
+        if info.pooling.is_all:
+            raise RequestError("this checkpoint has no weights for logits, so it cannot generate; call embed")
         request_id = _read_id(request_id)
         token_ids = self._token_ids(prompt, info)
         _check_length(len(token_ids), info)
@@ -96,11 +101,37 @@ class Admission:
         text = prompt if isinstance(prompt, str) else None
         return Submission(request_id or f"request-{self._name}-{serial}", text, (first, *others))
 
+    def resolve_pooled(
+        self, prompt: Prompt, pooling: PoolingParams, request_id: str | None = None, priority: int = 0
+    ) -> Submission:
+        """The same for a text that is to become a vector."""
+        info = self._info()
+        pooling = info.pooling.fill(pooling, info.config.model.hidden_size)
+        request_id = _read_id(request_id)
+        token_ids = self._token_ids(prompt, info, num_drawn=0)
+        _check_length(len(token_ids), info, num_drawn=0)
+        check_vocabulary("prompt", token_ids, info.config.model.vocab_size)
+        with self._lock:
+            serial = f"{self._id_prefix}{next(self._serials)}"
+        request = Request(
+            request_id=serial,
+            prompt_token_ids=token_ids,
+            params=_NO_SAMPLING,
+            stop_token_ids=(),
+            max_total_tokens=len(token_ids),
+            arrival_time=time.monotonic(),
+            priority=read_number("priority", priority, _PRIORITY),
+            pooling=pooling,
+        )
+        check_fits(request, info.config.cache)
+        text = prompt if isinstance(prompt, str) else None
+        return Submission(request_id or f"request-{self._name}-{serial}", text, (request,))
+
     def check_again(self, submission: Submission) -> None:
-        """Just before it starts: the engine may have been restarted with less memory since it was resolved."""
+        """Called just before it starts: the engine may have been restarted with less memory since it was resolved."""
         check_fits(submission.requests[0], self._info().config.cache)
 
-    def _token_ids(self, prompt: Any, info: EngineInfo) -> tuple[int, ...]:
+    def _token_ids(self, prompt: Any, info: EngineInfo, num_drawn: int = 1) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if info.tokenizer is None:
                 raise RequestError("this engine runs a bare shape and has no tokenizer; pass token ids")
@@ -111,7 +142,7 @@ class Admission:
             or not hasattr(prompt, "__getitem__")
         ):
             raise RequestError(f"the prompt must be a text or a list of token ids, not {describe_value(prompt)}")
-        _check_length(len(prompt), info)
+        _check_length(len(prompt), info, num_drawn)
         return _read_ids("prompt", prompt)
 
 
@@ -125,16 +156,17 @@ def _read_id(request_id: Any) -> str | None:
     return str(request_id)
 
 
-def _check_length(num_tokens: int, info: EngineInfo) -> None:
+def _check_length(num_tokens: int, info: EngineInfo, num_drawn: int = 1) -> None:
+    """``num_drawn``: of tokens that there must be room for after the prompt."""
     limit = info.config.scheduler.max_model_len
     if not num_tokens:
         raise RequestError("the prompt is empty; give at least one token")
-    if num_tokens >= limit:
+    if num_tokens + num_drawn > limit:
         raise RequestError(f"the prompt has {num_tokens} tokens, the context holds {limit}; shorten the prompt")
 
 
 def _read_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
-    """Plain integers. Those of numpy and torch are taken too; truth values, floats and texts are not."""
+    """Plain integers, also from numpy and torch. Booleans, floats and texts are refused."""
     if set(map(type, values)) == {int}:
         return tuple(values)
     found = []
@@ -151,17 +183,17 @@ def _read_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
 def _max_total_tokens(prompt_len: int, max_tokens: int | None, info: EngineInfo) -> int:
     limit = info.config.scheduler.max_model_len
     if max_tokens is None:
-        # Nothing was promised, so take what the cache can hold, but room for one token at least.
+        # Without max_tokens take what the cache can hold, but leave room for at least one token.
         return max(prompt_len + 1, min(limit, info.config.cache.num_usable_tokens))
     return min(prompt_len + max_tokens, limit)
 
 
-def _bad_word_ids(words: Sequence[str], info: EngineInfo) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is spelled at the start of a text and after a space, which tokenizers tell apart."""
-    if words and info.tokenizer is None:
+def _bad_word_ids(bad_words: Sequence[str], info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+    """Each word with and without a space before it, which tokenizers encode differently."""
+    if bad_words and info.tokenizer is None:
         raise RequestError("bad_words need a tokenizer, which a bare shape does not have")
     found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in bad_words:
         for text in (word, " " + word.lstrip()):
             assert info.tokenizer is not None
             token_ids = tuple(info.tokenizer.encode(text, add_special_tokens=False))

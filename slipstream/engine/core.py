@@ -1,4 +1,4 @@
-"""The engine core: keeps the device fed with steps and hands out collected tokens. Synchronous and single-threaded."""
+"""The engine core: keeps the device fed with steps and returns collected tokens. Synchronous and single-threaded."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class EngineCore:
     def add(self, request: Request) -> None:
         if request.params.extra:
             self.runner.check(request)
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.runner.cache_key(request))
 
     def finish(self, request_id: str) -> bool:
-        """End a request from outside. Tokens of it that are still in flight are dropped."""
+        """End a request from outside. Its tokens that are still in flight are dropped."""
         return self.scheduler.finish(request_id)
 
-    def use_idle_time(self, is_wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Record a graph that was not needed to start with, or time a step; False if there is nothing left to do.
+    def use_idle_time(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Capture a graph that was deferred at startup, or time a step; False if nothing is left to do.
 
-        ``is_wanted`` says whether there is better to do meanwhile; a step that is being timed gives way to it.
+        A step that is being timed is given up once ``is_interrupted`` returns true.
         """
-        return self.runner.idle_work.do_next(is_wanted)
+        return self.runner.idle_work.do_next(is_interrupted)
 
     @property
     def has_work(self) -> bool:

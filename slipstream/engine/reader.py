@@ -1,4 +1,4 @@
-"""What callers of the library read: whole outputs, handed to a sink from a thread that delays no step."""
+"""For callers of the library: complete outputs, given to a sink from a thread that delays no step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from slipstream.engine.admission import Submission
 from slipstream.engine.lowered_limits import warn_of_lowered_limits
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.text_stream import TextStream
-from slipstream.output import Completion, RequestOutput, RequestTimings
+from slipstream.output import Completion, EmbeddingOutput, RequestOutput, RequestTimings
 from slipstream.types import TokenUpdates
 
 Sink = Callable[[RequestOutput], None]
+EmbeddingSink = Callable[[EmbeddingOutput], None]
+_NOT_NUMBERS = "the model produced hidden states that are not numbers for this text; its vector was discarded"
 
 
 class OutputReader:
-    """One prompt and all its continuations as a ``RequestOutput``, for every update or at the end."""
+    """One prompt and all its choices as a ``RequestOutput``, for every update or at the end."""
 
     def __init__(self, submission: Submission, sink: Sink, every_token: bool) -> None:
         self.every_token = every_token
@@ -27,11 +31,11 @@ class OutputReader:
         self._sink = sink
         self._streams: list[TextStream] = []
         self._timings = RequestTimings()
-        self._prompt_token_ids = list(submission.requests[0].prompt_token_ids)  # one list for all outputs
+        self._prompt_token_ids = list(submission.requests[0].prompt_token_ids)  # one list shared by all outputs
         self._num_finished = 0
 
     def begin(self, streams: list[TextStream]) -> None:
-        """Before any of them has news."""
+        """Called before the first update of any stream."""
         self._streams = streams
 
     def take(self, stream: TextStream) -> None:
@@ -62,8 +66,39 @@ class OutputReader:
         )
 
 
+class EmbeddingReader:
+    """One text's vector as an ``EmbeddingOutput``, finished here: shortened and normalised."""
+
+    every_token = False
+
+    def __init__(self, submission: Submission, sink: EmbeddingSink) -> None:
+        self._submission = submission
+        self._sink = sink
+
+    def take(self, stream: TextStream) -> None:
+        (request,) = self._submission.requests
+        assert request.pooling is not None
+        found, error, embedding = stream.vector, stream.error, np.zeros(0, dtype=np.float32)
+        if error is None and found is not None and not found.is_finite:
+            error = _NOT_NUMBERS
+        elif error is None and found is not None:
+            embedding = found.finish(request.pooling)
+        elif error is None:
+            error = "the request was aborted"
+        self._sink(
+            EmbeddingOutput(
+                request_id=self._submission.request_id,
+                embedding=embedding,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=stream.num_cached_tokens,
+                total_s=time.monotonic() - request.arrival_time,
+                error=error,
+            )
+        )
+
+
 def _copy(stream: TextStream) -> Completion:
-    """The stream as it is now; it goes on while a caller looks at the copy."""
+    """The stream as it is now; it continues while the caller reads the copy."""
     stream.count_drafts()
     c = stream.completion
     logprobs = None if c.logprobs is None else c.logprobs[:]
@@ -74,7 +109,7 @@ def _copy(stream: TextStream) -> Completion:
 
 
 class OutputThread:
-    """Processes updates in a thread of its own."""
+    """Processes updates in its own thread."""
 
     def __init__(self, processor: OutputProcessor) -> None:
         self._processor = processor

@@ -1,12 +1,12 @@
-"""One prepared batch for every step of a composition: inputs, the head's work, and the graph that serves it.
+"""One prepared batch for every step of a composition: inputs, the head's work, and its graph.
 
 A prepared batch is derived from three things, and stays valid while none of them changes:
 
-- **the composition.** It is compared as an object: the scheduler gives steps that are equal one object, and keeps no
-  other with its id while the batch is kept here.
-- **the requests in its rows.** A composition names each with the generation of its admission, and what a request
-  requires is fixed when it moves in. So an object that comes again has the same requests.
-- **the graphs that are recorded.** Whoever records another one calls ``forget_all`` before the next step.
+- **the composition.** It is compared by identity: the scheduler uses one object for equal steps, and the batch keeps a
+  reference, so that its id is not reused.
+- **the requests in its rows.** A composition names each with the generation of its admission, and a request's
+  requirements are fixed when it is assigned to its row. So equal compositions have the same requests.
+- **the captured graphs.** Capturing another one is followed by ``forget_all`` before the next step.
 
 Only the lengths of the requests change from step to step. ``prepare`` writes them into the batch's own host arrays,
 which are read while that step is launched and not later.
@@ -24,7 +24,7 @@ from slipstream.runner.staging import Int32s
 from slipstream.runner.step_graphs import ChosenGraph, StepGraphs
 from slipstream.types import Composition, StepPlan
 
-_NUM_KEPT = 8  # compositions that come again: draft lengths go back and forth
+_NUM_KEPT = 8  # recent compositions are kept, since draft lengths alternate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PreparedBatch:
     num_tokens: Int32s  # [num_reqs]
 
     def set_lengths(self, plan: StepPlan, max_model_len: int) -> None:
-        """What the host knows of the requests' lengths in this step: bounds, and true numbers where they are wanted."""
+        """The host's numbers for the requests' lengths in this step: bounds, and exact values where they are needed."""
         attention, drafting = self.inputs.attention, self.inputs.drafting
         bounds, exact = attention.seq_lens_cpu_upper_bound, attention.num_computed_cpu
         if exact is not None:
@@ -49,16 +49,16 @@ class PreparedBatch:
 
 
 class BatchPreparer:
-    """Prepares the batch of each step and tells the device of it. What has not changed is neither derived nor sent."""
+    """Prepares the batch of each step and stages it. What has not changed is neither derived nor sent again."""
 
     def __init__(self, buffers: InputBuffers, head: StepHead, graphs: StepGraphs) -> None:
         self._buffers, self._rows = buffers, buffers.rows
         self._head, self._graphs = head, graphs
         self._on_device: PreparedBatch | None = None  # whose composition the row store holds
-        self._kept: dict[int, PreparedBatch] = {}  # by id of their compositions, oldest first
+        self._kept: dict[int, PreparedBatch] = {}  # by id of the composition, oldest first
 
     def prepare(self, plan: StepPlan) -> PreparedBatch:
-        """Flush what is staged, the composition included. The batch holds this step's lengths until the next call."""
+        """Flush staged changes, the composition included. The batch holds this step's lengths until the next call."""
         batch, composition = self._on_device, plan.composition
         if batch is None or batch.composition is not composition:
             batch = self._kept.get(id(composition)) or self._derive(composition)
@@ -86,12 +86,12 @@ class BatchPreparer:
         return batch
 
     def forget_all(self) -> None:
-        """Derive every batch anew, and make the one on the device padding alone, as before the first step."""
+        """Derive every batch anew, and fill the device's batch with padding, as before the first step."""
         self._kept.clear()
         self.stage_padding(0, 0)
 
     def stage_padding(self, num_reqs: int, query_len: int) -> None:
-        """A batch of so many requests that are all the scratch row, for a step that is only timed."""
+        """A batch of padding requests on the scratch row, for a step that is only timed."""
         self._on_device = None
         rows, each = np.full(num_reqs, self._rows.scratch_row, dtype=np.int32), np.arange(num_reqs + 1, dtype=np.int32)
         starts = each * np.int32(query_len)

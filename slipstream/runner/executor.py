@@ -1,4 +1,4 @@
-"""Running one prepared step: as one graph, as a graph or pieces of the target, or launch by launch.
+"""Running one prepared step: as one graph, as a full or piecewise graph of the target, or launch by launch.
 
 The executor knows the target's forward pass. Everything after it is the head's (``program.StepHead``): inside a graph
 of the whole step, or launched here.
@@ -17,7 +17,7 @@ from slipstream.runner.step_graphs import StepGraphs
 
 
 class StepRun(NamedTuple):
-    """What a step leaves beside the head's own buffers."""
+    """A step's results beside the head's own buffers."""
 
     hidden: Tensor  # [padded_tokens, hidden]
     found: Any  # by the head; None after a graph of the whole step
@@ -28,7 +28,7 @@ class StepExecutor:
         self._program, self._graphs = program, graphs
 
     def run(self, batch: PreparedBatch) -> StepRun:
-        """Queue the step. Nothing here waits for the device."""
+        """Queue the step. Nothing here synchronises with the device."""
         desc, recorded, holds_step = batch.graph
         batch.work.begin(batch.inputs, desc if holds_step else None)
         if holds_step:
@@ -44,7 +44,7 @@ class StepExecutor:
             self._graphs.replay(desc)
             return TargetOutput(recorded.hidden, recorded.inputs, inputs, desc)
         if desc.mode is CUDAGraphMode.PIECEWISE:
-            # The head may go on in padded memory, as the target did; the device's padding is there.
+            # The head may continue in padded memory, as the target did, since the device's batch is padded.
             padded = program.buffers.pad(inputs, desc)
             return TargetOutput(self._graphs.replay_pieces(padded, desc), padded, padded, desc)
         hidden = program.target(inputs, batch.work.taps(inputs.input_ids.shape[0]))

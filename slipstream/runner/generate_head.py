@@ -1,16 +1,18 @@
 """The head that generates tokens: logits, verification of drafts, commit into the rows, the next drafts.
 
-The drafter's part comes last in every step: it proposes, or is shown a step that proposes nothing (``Follower``).
+The drafter comes last in every step: it proposes, or processes a step without proposals (``Follower``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
@@ -22,11 +24,13 @@ from slipstream.runner.requirements import Requirements, RowRequirements
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
-from slipstream.speculate.verify import Verifier
+from slipstream.speculate.verify import Verified, Verifier
 from slipstream.types import Composition, RowInit, StepPlan
 
 
 class GenerateHead:
+    columns: ClassVar[tuple[Column, ...]] = ()
+
     def __init__(self, setting: HeadSetting) -> None:
         config, device, rows, speculator = setting.config, setting.device, setting.rows, setting.speculator
         max_reqs, num_drafts = config.scheduler.max_num_seqs, config.num_drafts
@@ -36,13 +40,16 @@ class GenerateHead:
         operations, shows_every_step = rows.sampling.operations, self.follower is not None
         self.requirements = RowRequirements(rows.num_rows, operations, num_drafts, shows_every_step)
         self.verifier = Verifier(config.speculative, max_reqs, rows.num_tokens, *(speculator.drawn_from or ()))
-        # What a step leaves for the host: [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32.
+        # A step's results for the host: [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32.
         width = NUM_HEADER_COLUMNS + 1 + num_drafts
         self.out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         depth, max_tokens = config.steps_in_flight + 1, config.scheduler.max_num_batched_tokens
         self.outputs = OutputRing(device, max_reqs, num_drafts, max_tokens, depth)
-        # Where graphs of tier ``full`` leave their logits. They are large, so all recordings share the memory.
+        # Logits of graphs of tier ``full``. They are large, so all graphs share the memory.
         has_graphs = CUDAGraphMode(config.cudagraph_mode) is not CUDAGraphMode.NONE
+        # What a step brings in which no request draws.
+        self._no_tokens = torch.zeros(max_reqs, 1, dtype=torch.int32, device=device.torch_device)
+        self._none_failed = torch.zeros(max_reqs, dtype=torch.bool, device=device.torch_device)
         self._logits = torch.zeros(
             *(setting.max_num_logits, config.model.vocab_size if has_graphs else 0),
             dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
@@ -59,19 +66,29 @@ class GenerateHead:
 
     def project(self, batch: InputBatch, hidden: Tensor) -> Tensor:
         """Logits, [padded_logits, vocab]."""
-        wanted, is_decode = batch.logit_indices, batch.decode_len is not None
+        indices, is_decode = batch.logit_indices, batch.decode_len is not None
         # Where all decode, every token has its logits, in order.
-        chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)
+        chosen = hidden if is_decode and len(indices) == len(hidden) else hidden.index_select(0, indices)
         return self._model.compute_logits(chosen)
 
     def recorded_logits(self, batch: InputBatch) -> Tensor:
-        """What a graph of tier ``full`` has left."""
+        """The logits that a graph of tier ``full`` has computed."""
         return self._logits[: batch.logit_indices.shape[0]]
 
     def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
         """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
+        verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
+        self._commit(batch, verified)
+        return verified.logprobs
+
+    def commit_nothing(self, batch: InputBatch) -> None:
+        """The end of a step in which no request may draw: rows move on by their tokens, and end with their prompts."""
+        count = batch.batch_rows.shape[0]
+        none = self._no_tokens[:count]
+        self._commit(batch, Verified(none, none[:, 0], self._none_failed[:count], logprobs=None))
+
+    def _commit(self, batch: InputBatch, verified: Verified) -> None:
         rows, drafted = self._rows, batch.drafted
-        verified = self.verifier.verify(logits, rows.sampling, drafted, sampling)
         commit(
             *(verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand),
             *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
@@ -79,7 +96,6 @@ class GenerateHead:
             *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),
             self.out[: batch.batch_rows.shape[0]],
         )
-        return verified.logprobs
 
     def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
         """Propose the next drafts and write them into the rows, after the tokens."""
@@ -92,7 +108,7 @@ class GenerateHead:
         )
 
     def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
-        """Without noise: on a CPU it costs as much as a draft. Real steps correct the cost of those that have some."""
+        """Without noise, which on a CPU costs as much as a draft. Real steps correct the cost of those with noise."""
         self.verify(batch, self.project(batch, hidden), NO_NEEDS)
         if batch.drafting.num_drafts:
             self.draft(batch.drafting, noise=False, in_graph=True)
@@ -102,15 +118,15 @@ class GenerateHead:
     # --- recordings -------------------------------------------------------------------------------
 
     def recorded_taps(self, graph: BatchExecutionDescriptor, num_tokens: int) -> Mapping[int, Tensor] | None:
-        # A graph that ends with the logits serves steps with drafts and without.
-        wants = graph.num_drafts > 0 or graph.tier == "full" or self.follower is not None
-        return self.speculator.taps(num_tokens) if wants else None
+        # A graph that ends with the logits serves steps with and without drafts.
+        has_taps = graph.num_drafts > 0 or graph.tier == "full" or self.follower is not None
+        return self.speculator.taps(num_tokens) if has_taps else None
 
     def record(self, batch: InputBatch, hidden: Tensor, graph: BatchExecutionDescriptor, *, warmup: bool) -> None:
         logits = self.project(batch, hidden)
         if graph.tier == "full":
             self.recorded_logits(batch).copy_(logits)
-            # What follows is launched, but compiled by then: a change of the draft length may lead here.
+            # What follows is launched, but compiled by now: a change of the draft length may need it.
             for sampling in (NO_NEEDS, NOISE_ALONE) if warmup else ():
                 self.verify(batch, logits, sampling)
             return
@@ -163,7 +179,7 @@ class GenerateWork:
         return None if self.requirements.drafting is None else self.head.speculator.taps(num_tokens)
 
     def run(self, target: TargetOutput) -> Tensor | None:
-        """Verify, commit, draft. Returns log probabilities if a request wants them."""
+        """Verify, commit, draft. Returns log probabilities if a request asked for them."""
         head, drafting, inputs = self.head, self.requirements.drafting, target.inputs
         is_projected = target.graph.mode is CUDAGraphMode.FULL
         logits = head.recorded_logits(inputs) if is_projected else head.project(inputs, target.hidden)

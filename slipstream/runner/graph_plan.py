@@ -1,6 +1,6 @@
-"""Which graphs of whole steps there are and when each is recorded, from the draft lengths alone.
+"""Which graphs of whole steps exist and when each is captured, from the draft lengths alone.
 
-Pure decisions: nothing here knows a device or a tensor.
+Pure decisions: knows neither devices nor tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from slipstream.graphs.descriptor import BatchExecutionDescriptor, GraphKind
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.speculative_config import SpeculativeConfig
 
-# When a graph is recorded: before the first step, or in this order whenever the engine is idle.
+# When a graph is captured: before the first step, or in this order whenever the engine is idle.
 AT_START, FIRST, SECOND, THIRD, LAST = range(5)
-# Tokens of mixed batches that are recorded at the start. With many decodes, up to twice as many tokens as those.
+# Tokens of mixed batches that are captured at the start. With many decodes, up to twice as many tokens as those.
 _SMALLEST_MIXED, _LARGEST_MIXED = 16, 512
-# Tokens of graphs for draft lengths other than the initial one. No GPU gains from drafts in larger batches.
+# Limit on tokens of graphs for other than the initial draft length. No GPU gains from drafts in larger batches.
 _MAX_DECODE_TOKENS = 512
-_MAX_TIMED_REQS = 16  # where steps are launched one operation at a time
+_MAX_TIMED_REQS = 16  # where steps are launched operation by operation
 
 
 def _same_number(num_checked: int) -> int:
@@ -28,24 +28,24 @@ def _same_number(num_checked: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """The kinds of steps that the draft lengths allow, and the order in which their graphs are recorded."""
+    """The kinds of steps that the draft lengths allow, and the order in which their graphs are captured."""
 
-    lengths: Sequence[int]  # drafts that a step may check, fewest first
+    lengths: Sequence[int]  # drafts that a step may verify, ascending
     initial: int  # the length of the first steps
     checks_trials: bool = True  # False where acceptance is known without verification
-    num_proposed: Callable[[int], int] = _same_number  # by a step, where the next step checks so many
+    num_proposed: Callable[[int], int] = _same_number  # drafts that a step proposes if the next one verifies that many
 
     @classmethod
     def for_config(cls, speculative: SpeculativeConfig | None) -> GraphPlan:
         if speculative is None:
             return cls((0,), 0)
-        initial, checks_trials = speculative.initial_length, not speculative.foresees
-        return cls(speculative.lengths, initial, checks_trials, speculative.num_made)
+        initial, checks_trials = speculative.initial_length, not speculative.knows_acceptance
+        return cls(speculative.lengths, initial, checks_trials, speculative.num_proposed)
 
     def kinds(self) -> list[GraphKind]:
         """Every kind of graph that a step could use.
 
-        A step whose draft length stays the same runs in one graph, and so does one that tries the next longer length or
+        A step with an unchanged draft length runs in one graph, as does one that tries the next longer length or
         returns from it. Any other step has a graph for the target, and the drafter has its own.
         """
         lengths, proposed = sorted({0, *self.lengths}), self.num_proposed
@@ -56,15 +56,15 @@ class GraphPlan:
                 kinds += [GraphKind(1 + longer, "fast", proposed(shorter))]
         with_prompts = {proposed(k) for k in {0, self.initial} & {self.initial, *self.lengths}}
         kinds += [GraphKind(None, "fast", k) for k in sorted(with_prompts)]
-        # Where every step proposes the same number, several of these are equal.
+        # If every step proposes the same number, several of these are equal.
         return [*dict.fromkeys(kinds), *(GraphKind(1 + k, "full") for k in lengths), GraphKind(None, "full")]
 
     def order(self, desc: BatchExecutionDescriptor, largest_decode: int) -> int | None:
-        """When to record the graph; None: never.
+        """When to capture the graph; None: never.
 
-        At the start come those that the first requests are likely to use: sampling inside, and sizes that are powers of
-        two, so that any batch fits into a graph of at most twice its size. Until the others are recorded, their batches
-        run in a larger graph or launch by launch.
+        At the start, the graphs that the first requests are likely to use: sampling inside, and sizes that are powers
+        of two, so that every batch fits into a graph of at most twice its size. Until the others are captured, their
+        batches run in a larger graph or launch by launch.
         """
         is_mixed = desc.query_len is None
         size = desc.num_tokens if is_mixed else desc.num_reqs
@@ -73,12 +73,12 @@ class GraphPlan:
         return self._order_mixed(desc, largest_decode) if is_mixed else self._order_decode(desc)
 
     def _has_every_size(self, desc: BatchExecutionDescriptor) -> bool:
-        """Sizes between the powers of two are for the most frequent decodes alone."""
+        """Sizes between the powers of two are only for the most frequent decodes."""
         return desc.query_len == 1 + self.initial or (desc.query_len == 1 and desc.num_drafts <= self._shortest)
 
     def _order_mixed(self, desc: BatchExecutionDescriptor, largest_decode: int) -> int:
         if desc.num_tokens > max(_LARGEST_MIXED, 2 * largest_decode):
-            return LAST  # they take much memory
+            return LAST  # they need much memory
         if desc.tier != "fast":
             return SECOND
         is_initial = desc.num_drafts == self.num_proposed(self.initial)
@@ -87,7 +87,7 @@ class GraphPlan:
     def _order_decode(self, desc: BatchExecutionDescriptor) -> int | None:
         assert desc.query_len is not None
         num_checked = desc.query_len - 1
-        # A step needs steps that come after it: one that checks what this one has proposed must have a graph as well.
+        # A graph is useful only together with one for the next step, which verifies what this one has proposed.
         next_checked = [k for k in {0, *self.lengths} if self.num_proposed(k) == desc.num_drafts]
         if not self._may_pay(desc.num_reqs, num_checked):
             return None
@@ -102,14 +102,14 @@ class GraphPlan:
 
     @property
     def _shortest(self) -> int:
-        """What a step proposes when drafting begins."""
+        """Drafts that a step proposes when drafting begins."""
         return self.num_proposed(min((k for k in self.lengths if k), default=0))
 
     def _may_pay(self, num_reqs: int, num_checked: int) -> bool:
         return num_checked in (0, self.initial) or num_reqs * (1 + num_checked) <= _MAX_DECODE_TOKENS
 
     def gives_cost(self, desc: BatchExecutionDescriptor) -> bool:
-        """Whether the time of the graph is the cost of its draft length: steps of this kind can follow each other."""
+        """Whether the graph's time is the cost of its draft length: steps of this kind can follow each other."""
         if desc.query_len is None or desc.tier != "fast" or desc.mode is not CUDAGraphMode.FULL:
             return False
         return desc.num_drafts == self.num_proposed(desc.query_len - 1)

@@ -1,4 +1,4 @@
-"""The per-step input buffers of a forward pass, at fixed addresses, filled on the device from the request rows."""
+"""The input buffers of a forward pass, at fixed addresses, filled on the device from the request rows."""
 
 from __future__ import annotations
 
@@ -23,79 +23,79 @@ from slipstream.types import Composition
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """One step's inputs: device tensors cut to the padded size, and what the host knows of them."""
+    """One step's inputs: device tensors with padded sizes, and the host's numbers."""
 
     input_ids: Tensor  # [padded_tokens] int32
     positions: Tensor  # [padded_tokens] int64
     batch_rows: Tensor  # [padded_reqs] int32
-    logit_indices: Tensor  # [padded_logits] int64: tokens whose logits are wanted
-    drafted: Drafted  # whose logits those are, and which drafts they are to be compared with
+    logit_indices: Tensor  # [padded_logits] int64: tokens whose logits are computed
+    drafted: Drafted  # the rows of those logits, and the drafts to compare them with
     attention: CommonAttentionMetadata
     drafting: DraftBatch
-    # Tokens of every request, where all of them are one known token and as many drafts.
+    # Query tokens of every request, if each has one known token and equally many drafts.
     decode_len: int | None
 
 
 class BatchShape(NamedTuple):
-    """Sizes of a batch, and what the host knows of its requests' lengths."""
+    """Sizes of a batch, and the host's knowledge of its requests' lengths."""
 
     num_reqs: int
     num_tokens: int
     num_logits: int
     max_query_len: int
-    starts: Int32s  # [num_reqs + 1]: where each request's tokens begin, and where the last one's end
-    bounds: Int32s  # [num_reqs]: tokens of each request once the step is done, at most
-    exact: Int32s | None = None  # [num_reqs]: computed tokens before the step, where attention wants true numbers
-    decode_len: int | None = None  # tokens of every request, where all of them are one known token and drafts
+    starts: Int32s  # [num_reqs + 1]: first token of each request, and the end of the last one's
+    bounds: Int32s  # [num_reqs]: upper bound of each request's tokens after the step
+    exact: Int32s | None = None  # [num_reqs]: computed tokens before the step, if attention needs exact lengths
+    decode_len: int | None = None  # query tokens of every request, if each has one known token and drafts
 
 
 class InputBuffers:
     def __init__(self, config: EngineConfig, rows: RequestRows) -> None:
         max_tokens, max_reqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-        place = rows.store.device
+        device = rows.store.device
         self._page_size = config.cache.page_size
         self.max_model_len = config.scheduler.max_model_len
         self._exact_lengths = config.scheduler.exact_lengths != "never"
-        self._max_logits = 1 + config.num_drafts  # of a request
+        self._max_logits = 1 + config.num_drafts  # of one request
         self.max_num_logits = min(max_tokens, max_reqs * self._max_logits)
-        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
-        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=place)
-        self.slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=place)
-        self.query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self.block_table = torch.zeros(max_reqs, rows.max_pages, dtype=torch.int32, device=place)
-        self.logit_indices = torch.zeros(self.max_num_logits, dtype=torch.int64, device=place)
-        self.logit_rows = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
-        self.logit_positions = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
-        self.logit_drafts = torch.zeros(self.max_num_logits, dtype=torch.int32, device=place)
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(max_reqs, rows.max_pages, dtype=torch.int32, device=device)
+        self.logit_indices = torch.zeros(self.max_num_logits, dtype=torch.int64, device=device)
+        self.logit_rows = torch.zeros(self.max_num_logits, dtype=torch.int32, device=device)
+        self.logit_positions = torch.zeros(self.max_num_logits, dtype=torch.int32, device=device)
+        self.logit_drafts = torch.zeros(self.max_num_logits, dtype=torch.int32, device=device)
         self.rows = rows
         self._one_each = np.arange(max_reqs + 1, dtype=np.int32)
-        # What a step without drafts has for them; others are made from it.
+        # The drafted logits of a step without drafts; those of others are derived from it.
         empty = BatchShape(0, 0, 0, 0, _NOTHING, _NOTHING)
         step = TargetPass(self._attention(empty), self.positions, rows.query_start_loc, None)
         self.no_drafting = DraftBatch(rows.batch_rows, 0, rows.draft_start_loc, _NOTHING, 0, 0, _NOTHING, step)
 
     def step_buffers(self) -> tuple[Tensor, ...]:
-        """What every step fills anew, up to its padded size. Debug runs poison it before."""
+        """Memory that every step fills, up to its padded size. Debug runs poison it before."""
         tokens = (self.input_ids, self.positions, self.slot_mapping)
         requests = (self.query_lens, self.seq_lens, self.block_table)
         return (*tokens, *requests, self.logit_indices, self.logit_rows, self.logit_positions, self.logit_drafts)
 
     def offsets(self, composition: Composition) -> tuple[Int32s, ...]:
-        """Where each request's tokens and logits begin; where the engine drafts, those of the drafter's first pass too.
+        """The first token and the first logit of each request; if the engine drafts, of the drafter's first pass too.
 
-        [num_reqs + 1] each: the last value is where the last request's end.
+        [num_reqs + 1] each: the last value is the end of the last request's.
         """
         num_tokens = np.array(composition.num_tokens, dtype=np.int32)
         if self._max_logits == 1:
             return _starts(num_tokens), self._one_each[: composition.num_reqs + 1]
         num_logits = np.array(composition.num_drafts, dtype=np.int32) + 1
-        # The drafter goes over the known tokens and the new one.
+        # The drafter processes the known tokens and the new one.
         in_pass = num_tokens - num_logits + 2 + composition.num_caught_up
         return _starts(num_tokens), _starts(num_logits), _starts(in_pass)
 
     def batch(self, composition: Composition, offsets: tuple[Int32s, ...]) -> InputBatch:
-        """Inputs of the composition's own size. Lengths of requests, which change from step to step, are not set."""
+        """Inputs of the composition's own size, without the requests' lengths, which change from step to step."""
         num_reqs, num_tokens = composition.num_reqs, np.array(composition.num_tokens, dtype=np.int32)
         starts, logit_starts, *pass_starts = offsets
         longest, num_drafts, drafting = int(num_tokens.max()), None, self.no_drafting
@@ -122,12 +122,12 @@ class InputBuffers:
             decode_len=longest if longest * num_reqs == starts[-1] == logit_starts[-1] else None,
         )
         batch = self._batch(shape, drafting)
-        # Not for the drafter, which goes over the same attention inputs.
+        # Not for the drafter, which uses the same attention inputs.
         common = replace(batch.attention, num_common_pages=composition.num_common_pages, num_drafts_cpu=num_drafts)
         return replace(batch, attention=common)
 
     def pad(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> InputBatch:
-        """The same step over more memory, the rest of which is padding. The host's numbers stay the step's."""
+        """The same step with padding. The host's numbers stay the step's own."""
         common = batch.attention
         padded = self.static(desc)
         attention = replace(
@@ -146,11 +146,11 @@ class InputBuffers:
         return replace(padded, attention=attention, drafting=drafting, decode_len=batch.decode_len)
 
     def static(self, desc: BatchExecutionDescriptor) -> InputBatch:
-        """A batch for a recording, which serves every step of its size."""
+        """A batch for a capture, which serves every step of its size."""
         num_reqs, num_tokens, query_len = desc.num_reqs, desc.num_tokens, desc.query_len
         starts, longest, bounds = largest_lengths(num_reqs, num_tokens, query_len, self.max_model_len)
         num_logits = num_tokens if query_len is not None else min(num_tokens, num_reqs * self._max_logits)
-        # A recording, and a step that is only timed, knows no true lengths.
+        # A captured or timed step has no exact lengths.
         exact = np.zeros(num_reqs, dtype=np.int32) if self._exact_lengths else None
         shape = BatchShape(num_reqs, num_tokens, num_logits, longest, starts, bounds, exact, query_len)
         batch = self._batch(shape, self._static_drafting(num_reqs, num_tokens, query_len, desc.num_drafts))
@@ -218,7 +218,7 @@ _NOTHING = np.zeros(1, dtype=np.int32)  # offsets of a batch without requests
 
 
 def _starts(counts: Int32s) -> Int32s:
-    """Where each begins, and where the last ends."""
+    """First index of each, and the end of the last."""
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts

@@ -11,7 +11,7 @@ from slipstream.runner.async_output import PromptSpan
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.types import StepPlan
 
-# Positions whose logits, a row of the vocabulary each, are in memory at the same time.
+# Positions whose logits, a row of the vocabulary each, are in memory at a time.
 _SCORED_AT_ONCE = 128
 
 
@@ -19,10 +19,10 @@ def score_prompts(
     plan: StepPlan,
     hidden: Tensor,  # [num_tokens, hidden]
     token_ids: Tensor,  # [num_rows, max_len] int32
-    scored_prompt_len: Callable[[int], int],  # by row: prompt tokens that are wanted; 0: none
+    scored_prompt_len: Callable[[int], int],  # by row: prompt tokens to score; 0: none
     compute_logits: Callable[[Tensor], Tensor],
 ) -> tuple[tuple[PromptSpan, ...], Tensor | None]:
-    """The ranges and their packed log probabilities, for the requests of the plan that want some.
+    """The ranges and their packed log probabilities, for the requests of the plan that asked for them.
 
     While a prompt is computed the host's lengths are exact, so the ranges are host arithmetic. The state at position p
     scores the token at p + 1; the last prompt position belongs to the first output.

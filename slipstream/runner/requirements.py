@@ -1,6 +1,6 @@
-"""What requests require of the steps they are in, by row: kinds of sampling, drafts, log probabilities of prompts.
+"""The requirements of requests on their steps, by row: kinds of sampling, drafts, log probabilities of prompts.
 
-A request's requirements are fixed when it moves into its row. Those of a composition follow from its rows alone.
+A request's requirements are fixed when it is assigned to a row. Those of a composition follow from its rows.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from slipstream.types import Composition, RowInit
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What the drafter does after a step that has requests to draft for."""
+    """The drafter's work after a step with requests to draft for."""
 
     noise: bool  # one of those requests is not greedy
-    proposes: bool = True  # otherwise it is only shown the step
+    proposes: bool = True  # otherwise it only processes the step
 
 
 class Requirements(NamedTuple):
-    """Of one composition."""
+    """The requirements of one composition."""
 
     sampling: SamplingNeeds
     drafting: Drafting | None
     scores_prompts: bool
-    # What a graph of the whole step would have to hold: all sampling in tier ``fast``, and so many proposed drafts.
+    # What a graph of the whole step must contain: all sampling in tier ``fast``, and the proposed drafts.
     tier: Tier
     num_drafts: int
 
@@ -39,16 +39,16 @@ class RowRequirements:
         self, num_rows: int, operations: Sequence[SamplingOperation], max_drafts: int, shows_every_step: bool
     ) -> None:
         self._operations, self._max_drafts = operations, max_drafts
-        self._shows_every_step = shows_every_step  # to the drafter, whether it proposes drafts or not
+        self._shows_every_step = shows_every_step  # the drafter processes every step, whether it proposes drafts or not
         self._kinds = [NO_NEEDS]  # every kind of sampling that a request has needed so far
         self._kind_of_row = [0] * num_rows
-        self._num_drafts = [0] * num_rows  # proposed for the row at most
-        self._scored_prompt_len = [0] * num_rows  # prompt tokens whose log probabilities are wanted; 0 for most
+        self._num_drafts = [0] * num_rows  # maximum proposed for the row
+        self._scored_prompt_len = [0] * num_rows  # prompt tokens to score; 0 for most
 
     def move_in(self, init: RowInit) -> None:
-        """Another request has the row."""
+        """The row is assigned to another request."""
         row, request = init.row, init.request
-        needs = SamplingNeeds.of(request, self._operations)
+        needs = SamplingNeeds.for_request(request, self._operations)
         if needs not in self._kinds:
             self._kinds.append(needs)
         self._kind_of_row[row] = self._kinds.index(needs)
@@ -64,7 +64,7 @@ class RowRequirements:
         scores_prompts = any(self._scored_prompt_len[row] for row in composition.rows)
         tier: Tier = "fast" if (sampling | NOISE_ALONE) == NOISE_ALONE else "full"
         num_drafts = composition.num_next_drafts if drafting and tier == "fast" else 0
-        if composition.num_caught_up:  # no recording has room for older tokens
+        if composition.num_caught_up:  # no graph includes older tokens
             tier, num_drafts = "full", 0
         return Requirements(sampling, drafting, scores_prompts, tier, num_drafts)
 
@@ -76,9 +76,9 @@ class RowRequirements:
         return needs
 
     def _drafting_of(self, composition: Composition) -> Drafting | None:
-        """None if no request is drafted for, or the drafter takes no interest in the step.
+        """None if no request is drafted for, or the drafter does not need the step.
 
-        A request that draws nothing in this step may be drafted for: with one token of its prompt left.
+        A request that samples nothing in this step may be drafted for: with one token of its prompt left.
         """
         proposes = composition.num_next_drafts > 0
         if not proposes and not self._shows_every_step:

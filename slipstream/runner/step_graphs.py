@@ -1,4 +1,4 @@
-"""Recorded steps: how a graph of a step is captured, which one serves a batch, and what a replay leaves."""
+"""Captured steps: how a graph of a step is captured, which graph a batch uses, and the results of a replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.speculate.speculator import GraphSetting
 
 
 class GraphSizes(NamedTuple):
-    """Padded sizes of graphs: requests of batches of decodes, tokens of mixed ones."""
+    """Padded sizes of graphs: requests of decode batches, tokens of mixed ones."""
 
     sizes: Sequence[int]
     max_num_reqs: int
@@ -30,18 +30,18 @@ class GraphSizes(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """What a recording reads and leaves, at fixed addresses."""
+    """The inputs and results of a captured step, at fixed addresses."""
 
     inputs: InputBatch
     hidden: Tensor  # [padded_tokens, hidden]
 
 
 class ChosenGraph(NamedTuple):
-    """The graph that serves a batch."""
+    """The graph that a batch runs in."""
 
-    desc: BatchExecutionDescriptor  # of mode NONE where there is none
+    desc: BatchExecutionDescriptor  # of mode NONE if there is none
     recorded: RecordedStep | None  # of a full graph
-    holds_step: bool  # all of it, the head's part included
+    holds_step: bool  # the whole step, the head's part included
 
 
 class StepGraphs:
@@ -70,10 +70,10 @@ class StepGraphs:
     # --- running a step ---------------------------------------------------------------------------
 
     def choose(self, batch: InputBatch, work: HeadWork) -> ChosenGraph:
-        """The smallest graph that holds all of the step, else one that holds the target's part, else none."""
+        """The smallest graph that contains the whole step, else one that contains the target's part, else none."""
         common, tier = batch.attention, work.tier
         num_reqs, num_tokens, query_len = common.num_reqs, common.num_actual_tokens, batch.decode_len
-        inside = not common.num_common_pages  # that number changes from batch to batch; recordings have none
+        inside = not common.num_common_pages  # their number changes from batch to batch; graphs have none
         desc = self.manager.dispatch(num_reqs, num_tokens, query_len, tier, work.num_drafts, inside)
         if desc.mode is CUDAGraphMode.NONE and tier == "fast":
             desc = self.manager.dispatch(num_reqs, num_tokens, query_len, "full", attention_inside=inside)
@@ -90,7 +90,7 @@ class StepGraphs:
         taps = program.head.recorded_taps(desc, desc.num_tokens)
         return self.pieces[desc].replay(program.context(batch, taps))
 
-    # --- recording --------------------------------------------------------------------------------
+    # --- capture ----------------------------------------------------------------------------------
 
     @property
     def num_recorded(self) -> int:
@@ -102,15 +102,15 @@ class StepGraphs:
         return self.manager.num_missing
 
     def record_first(self) -> Iterator[BatchExecutionDescriptor]:
-        """Those that the first steps need."""
+        """The graphs that the first steps need."""
         yield from self.manager.capture(self._create_forward, "recording graphs")
 
     def record_next(self) -> BatchExecutionDescriptor | None:
-        """One that is still missing; None if none is."""
+        """One graph that is missing; None if none is."""
         return self.manager.capture_one_more(self._create_forward)
 
     def open_head_graphs(self) -> Callable[[], bool] | None:
-        """What records the head's own graphs, one with each call; None if it has none."""
+        """A function that captures one of the head's own graphs per call; None if it has none."""
         if self.mode is CUDAGraphMode.NONE:
             return None
         program, buffers = self._program, self._program.buffers

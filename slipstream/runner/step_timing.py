@@ -1,4 +1,4 @@
-"""What steps cost: timed over padding, when nothing else runs."""
+"""Measures the cost of steps on padding, when nothing else runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.program import StepProgram
 from slipstream.runner.step_graphs import StepGraphs
 
-_BUSY_S, _MAX_BUSY_STEPS = 0.05, 25  # steps in a row, on a device that runs beside the host
-_NUM_TOGETHER, _LONG_S = 5, 0.01  # the same elsewhere; a longer step is timed by itself
-_TOKEN_STRIDE = 7919  # between neighbouring tokens of the padding that is timed; a prime, so that all are different
+_BUSY_S, _MAX_BUSY_STEPS = 0.05, 25  # consecutive steps, on an asynchronous device
+_NUM_TOGETHER, _LONG_S = 5, 0.01  # on other devices; a longer step is timed on its own
+_TOKEN_STRIDE = 7919  # between neighbouring tokens of the timed padding; a prime, so that all are different
 
 OnCost = Callable[[int, int, float], None]  # requests, drafts of each, seconds
-IsWanted = Callable[[], bool]  # whether there is something more urgent to do
+IsInterrupted = Callable[[], bool]  # whether there is more urgent work
 
 
 def _never() -> bool:
@@ -27,7 +27,7 @@ def _never() -> bool:
 
 
 class StepTimer:
-    """Times steps of every draft length, and reports what each costs by its requests and drafts."""
+    """Times steps of every draft length, and reports their cost by requests and drafts."""
 
     def __init__(
         self, device: Device, program: StepProgram, graphs: StepGraphs, batches: BatchPreparer, on_cost: OnCost
@@ -35,15 +35,15 @@ class StepTimer:
         self._device, self._program, self._graphs, self._batches = device, program, graphs, batches
         self.on_cost = on_cost
 
-    def time_graph(self, desc: BatchExecutionDescriptor, is_wanted: IsWanted = _never) -> bool:
-        """False if it gave way to something more urgent."""
+    def time_graph(self, desc: BatchExecutionDescriptor, is_interrupted: IsInterrupted = _never) -> bool:
+        """False if it was interrupted by more urgent work."""
         if not self._graphs.plan.gives_cost(desc):
             return True
         assert desc.query_len is not None
-        return self._time(desc.num_reqs, desc.query_len - 1, lambda: self._graphs.replay(desc), is_wanted)
+        return self._time(desc.num_reqs, desc.query_len - 1, lambda: self._graphs.replay(desc), is_interrupted)
 
-    def time_launches(self, num_reqs: int, num_drafts: int, is_wanted: IsWanted = _never) -> bool:
-        """The same of a step that is launched one operation at a time."""
+    def time_launches(self, num_reqs: int, num_drafts: int, is_interrupted: IsInterrupted = _never) -> bool:
+        """The same for a step that is launched operation by operation."""
         program, query_len = self._program, 1 + num_drafts
         num_proposed = self._graphs.plan.num_proposed(num_drafts)
         desc = BatchExecutionDescriptor(
@@ -57,15 +57,15 @@ class StepTimer:
             hidden = program.target(batch, program.head.recorded_taps(desc, desc.num_tokens))
             program.head.run_greedy(batch, hidden)
 
-        is_timed = self._time(num_reqs, num_drafts, run, is_wanted)
+        is_timed = self._time(num_reqs, num_drafts, run, is_interrupted)
         with quiet(self._device):
             self._batches.forget_all()
         return is_timed
 
-    def _time(self, num_reqs: int, num_drafts: int, run: Callable[[], None], is_wanted: IsWanted) -> bool:
-        """Over padding: no keys are read, everything else is as in a step."""
+    def _time(self, num_reqs: int, num_drafts: int, run: Callable[[], None], is_interrupted: IsInterrupted) -> bool:
+        """On padding: no keys are read, everything else is as in a real step."""
         with quiet(self._device), self._distinct_tokens():
-            seconds = seconds_of_a_step(self._device, run, is_wanted)
+            seconds = seconds_of_a_step(self._device, run, is_interrupted)
         if seconds is None:
             return False
         self.on_cost(num_reqs, num_drafts, seconds)
@@ -73,8 +73,8 @@ class StepTimer:
 
     @contextmanager
     def _distinct_tokens(self) -> Iterator[None]:
-        """In the padding's row. Over equal tokens a GPU draws less power and is faster than it is with texts, because
-        its power is limited. And equal tokens all choose the same experts.
+        """Fill the padding's row with different tokens. With equal ones a GPU draws less power and is faster than on
+        text, because its power is limited; and all equal tokens choose the same experts.
         """
         rows = self._program.buffers.rows
         tokens = rows.token_ids[rows.scratch_row]
@@ -87,40 +87,44 @@ class StepTimer:
 
 @contextmanager
 def quiet(device: Device) -> Iterator[None]:
-    """Nothing else runs, and what is launched inside has ended when the context has."""
+    """Nothing else runs inside, and what is launched inside is complete at the end."""
     with device.use_stream(device.compute_stream), device.sync_guard.allow("measure"), device.warm_up():
         yield
 
 
 class _GaveWay(Exception):  # noqa: N818  not an error
-    """There is something more urgent to do."""
+    """There is more urgent work."""
 
 
-def seconds_of_a_step(device: Device, run: Callable[[], None], is_wanted: IsWanted = _never) -> float | None:
-    """None if the timing gave way to something more urgent, which is asked for after each run."""
+def seconds_of_a_step(device: Device, run: Callable[[], None], is_interrupted: IsInterrupted = _never) -> float | None:
+    """None if the timing was interrupted by more urgent work, which is checked after each run."""
 
-    def run_unless_wanted() -> None:
-        if is_wanted():
+    def run_unless_interrupted() -> None:
+        if is_interrupted():
             raise _GaveWay
         run()
 
     try:
-        run_unless_wanted()  # once for everything that is done once
-        return _while_busy(device, run_unless_wanted) if device.runs_beside else _undisturbed(device, run_unless_wanted)
+        run_unless_interrupted()  # once for one-time work
+        return (
+            _while_busy(device, run_unless_interrupted)
+            if device.runs_beside
+            else _undisturbed(device, run_unless_interrupted)
+        )
     except _GaveWay:
         return None
 
 
 def _while_busy(device: Device, run: Callable[[], None]) -> float:
-    """Of one step among many: a GPU that computes soon lowers its clocks."""
+    """The time of one step among many: a GPU lowers its clocks soon after it has become idle."""
     seconds = _of_each(device, run, 1)
-    for _ in range(2):  # the first time is for its clocks
+    for _ in range(2):  # the first round raises the clocks
         seconds = _of_each(device, run, max(1, min(round(_BUSY_S / seconds), _MAX_BUSY_STEPS)))
     return seconds
 
 
 def _undisturbed(device: Device, run: Callable[[], None]) -> float:
-    """The shortest of several times, for other processes may use the CPU as well."""
+    """The shortest of several times, since other processes may use the CPU."""
     seconds = _of_each(device, run, 1)
     if seconds < _LONG_S:
         return _of_each(device, run, _NUM_TOGETHER)

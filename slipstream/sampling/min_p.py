@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.parameters import Parameter
-from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
+from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.values import Bounds
 
 
@@ -20,7 +21,7 @@ def apply_min_p(
     logits: Tensor,  # [n, vocab]
     min_p: Tensor,  # [n] float32; 0 turns it off
 ) -> Tensor:
-    # p >= min_p * p_max is a statement about differences of logits, so no softmax is needed; log(0) is -inf: all stay.
+    # p >= min_p * p_max is a condition on differences of logits, so no softmax is needed; log(0) is -inf: all stay.
     threshold = logits.amax(1, keepdim=True) + torch.log(min_p).unsqueeze(1)
     return logits.masked_fill(logits < threshold, float("-inf"))
 

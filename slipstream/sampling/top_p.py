@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
-from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
+from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_threshold, keep_at_least
 from slipstream.types import Request
 from slipstream.values import Bounds
@@ -25,7 +26,7 @@ def apply_top_p(
 ) -> Tensor:
     if runs_triton(logits):
         return _launch(logits, top_p)
-    # Stable, so that of equal tokens the lowest ids stay.
+    # Stable, so that of tokens with equal logits the lowest ids stay.
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
     probs = ordered.softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
     before = probs.cumsum(1) - probs
@@ -66,7 +67,7 @@ def _cut(values, out, size, p, largest, BLOCK: tl.constexpr):
         sums += tl.exp(x - largest)
     target = p * tl.sum(sums, 0)
     threshold, above = find_threshold(values, size, largest, target, True, BLOCK)
-    # Of the tokens at the threshold the lowest ids stay, and one in any case.
+    # Of the tokens at the threshold the lowest ids stay, and at least one in any case.
     weight = tl.exp(threshold - largest)
     num_tied = tl.zeros_like(largest).to(tl.int32)
     for start in range(0, size, BLOCK):

@@ -1,4 +1,4 @@
-"""Taking in the tokens of a collected step: bounds become facts, pages that were filled are offered to the cache."""
+"""Processing the tokens of a collected step: bounds become exact, and filled pages are offered to the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NAN_ERROR = "the model produced logits that are not numbers for this request; i
 
 
 class TokenCollector:
-    """Adds a step's tokens to its requests, and says what came of each."""
+    """Appends a step's tokens to its requests, and returns the updates."""
 
     def __init__(self, pages: RequestPages, has_drafts: bool) -> None:
         self._pages, self._has_drafts = pages, has_drafts
 
     def take_all(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
-        """Of a step in which every request decodes, has new tokens and goes on."""
+        """For a step in which every request decodes, has new tokens and continues."""
         composition = result.plan.composition
         for state, new in zip(states, result.token_ids, strict=True):
             known = state.token_ids
@@ -40,7 +40,7 @@ class TokenCollector:
         return TokenUpdates(composition.request_ids, result.token_ids, result.num_drafts, result.num_accepted)
 
     def take_each(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
-        """Request by request: each may be at another point of its life."""
+        """Request by request, for steps whose requests are in different states."""
         composition = result.plan.composition
         ids: list[str] = []
         tokens: list[list[int]] = []
@@ -49,14 +49,14 @@ class TokenCollector:
         others: dict[int, TokenUpdate] = {}
         shares = zip(states, result.token_ids, composition.samples, strict=True)
         for i, (state, token_ids, samples) in enumerate(shares):
-            # Outputs are routed by the plan that launched them, not by who owns the row now.
+            # Outputs are routed by the plan that launched them, not by the row's current owner.
             if state.generation != composition.generations[i]:
                 continue
             if samples:
                 num_drafts = composition.num_drafts[i]
                 state.num_draws_in_flight -= 1
                 state.num_drafts_in_flight -= num_drafts
-                # The mirror took every draft for accepted.
+                # The optimistic mirror counted every draft as accepted.
                 state.num_computed -= num_drafts - max(0, len(token_ids) - 1)
             if state.finished:
                 continue
@@ -65,7 +65,7 @@ class TokenCollector:
             elif (update := take_tokens(state, result, i)) is not None:
                 others[len(ids)], token_ids = update, update.token_ids
             if len(state.token_ids) > state.remember_beyond and result.statuses[i] is not RowStatus.ERROR:
-                # The step's last token is drawn, not computed; a chunk of a prompt is computed to its end.
+                # The step's last token is sampled, not computed; a prefill chunk is computed to its end.
                 self._pages.remember(state, len(state.token_ids) - 1 if samples else _end(result.plan, i))
             if token_ids or len(ids) in others:
                 ids.append(state.request.request_id)
@@ -76,13 +76,13 @@ class TokenCollector:
 
 
 def take_tokens(state: RequestState, result: StepResult, i: int) -> TokenUpdate | None:
-    """One request's share, where there is more to it than new tokens. None if the step has brought it nothing."""
+    """The update of one request, if there is more to it than new tokens. None if the step has nothing for it."""
     request, token_ids, status = state.request, result.token_ids[i], result.statuses[i]
     state.token_ids += token_ids
     reason = None if status is RowStatus.RUNNING else _FINISH_REASONS.get(status)
     stop_reason: int | None = None
     if reason != "error" and request.stop_token_ids:
-        # The device knows only the first few stop ids; a longer list is completed here.
+        # The device checks only the first few stop ids; a longer list is completed here.
         end = next((i for i, token_id in enumerate(token_ids) if token_id in request.stop_token_ids), None)
         if end is not None:
             reason, stop_reason = "stop", token_ids[end]
@@ -96,7 +96,7 @@ def take_tokens(state: RequestState, result: StepResult, i: int) -> TokenUpdate 
     update = TokenUpdate(request.request_id, token_ids, reason, stop_reason, error, state.num_cached_tokens or 0)
     update.num_drafts = result.num_drafts[i]
     update.num_accepted = min(result.num_accepted[i], len(token_ids))
-    update.prompt_logprobs = scored
+    update.prompt_logprobs, update.vector = scored, result.vectors.get(i)
     if result.logprobs is not None and request.params.logprobs is not None:
         update.logprobs = result.logprobs[i][: len(token_ids)]
     return update

@@ -1,8 +1,8 @@
-"""Pages of requests: which each one holds, which it takes for its next steps, and which it shares as prefixes.
+"""The pages of requests: which each one holds, which it reserves ahead, and which it shares as prefixes.
 
-A request takes a few pages more than its next step needs while the pool is well filled, so that most steps change no
-page table. Pages that a collected step has filled are offered to the prefix cache; a new request begins with those that
-hold the beginning of its tokens.
+A request takes a few pages more than its next step needs while the pool has enough, so that most steps change no page
+table. Pages that a collected step has filled are offered to the prefix cache; a new request begins with cached pages
+of its prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.scheduler.pages import PagePool, page_hashes
 from slipstream.scheduler.request_state import NEVER, RequestState
 
 _MOST_CHECKED_PAGES = 4096  # when idle
-_TOP_UP_AT_ONCE = 32  # requests; no step should be much longer than the others
+_TOP_UP_AT_ONCE = 32  # requests; limits the work of a single step
 
 
 class RequestPages:
@@ -24,14 +24,14 @@ class RequestPages:
         self._config, self._drafts = config, drafts
         self.pool = pool
 
-    # --- taking and giving back -------------------------------------------------------------------
+    # --- reserve and release ----------------------------------------------------------------------
 
     def num_first(self, state: RequestState) -> int:
-        """Pages of a request that moves in: for all its tokens, and for the one that it draws in its first step."""
+        """Pages of a newly admitted request: for all its tokens, and the one that its first step samples."""
         return self.pool.pages_for(min(state.num_slots + 1, state.request.max_total_tokens))
 
     def reserve(self, state: RequestState) -> bool:
-        """Those of its next step, and some more; False if there are too few."""
+        """Reserve the pages of its next step, and some more; False if there are too few."""
         missing = self.pool.pages_for(state.num_slots) - len(state.page_ids)
         if missing <= 0:
             return True
@@ -41,7 +41,7 @@ class RequestPages:
         return True
 
     def top_up(self, running: Sequence[RequestState]) -> None:
-        """Spare pages for requests that need some soon: a step that changes one page table can as well change more."""
+        """Spare pages for requests that need some soon: once a step changes one page table, more cost little."""
         soon = self.pool.page_size * (self._config.lookahead_pages // 2)
         for state in [s for s in running if 0 <= s.num_slots_left < soon][:_TOP_UP_AT_ONCE]:
             self._take(state, self._num_spare(state, 0))
@@ -60,8 +60,8 @@ class RequestPages:
         state.num_staged_pages = 0
 
     def check_idle(self) -> None:
-        """Without requests, every page must be free. A large pool is only counted: looking at each page of an H200
-        takes 20 ms, and the end of the last answer would wait for that."""
+        """Without requests, every page must be free. A large pool is only counted: checking each page of an H200 takes
+        20 ms, and the end of the last answer would wait for that."""
         if self.pool.num_pages <= _MOST_CHECKED_PAGES:
             self.pool.check([])
         if num_lost := self.pool.num_usable - self.pool.num_free:
@@ -70,7 +70,7 @@ class RequestPages:
     # --- the prefix cache -------------------------------------------------------------------------
 
     def find_cached(self, state: RequestState) -> list[int]:
-        """Pages that hold the beginning of its tokens. The last token is always computed: its logits are needed."""
+        """Cached pages of its prefix. The last token is always computed: its logits are needed."""
         if not self._config.prefix_caching or not state.request.may_use_cache:
             return []
         num_pages = (len(state.token_ids) - 1) // self.pool.page_size
@@ -84,7 +84,7 @@ class RequestPages:
         self._expect_page(state, len(cached))
 
     def remember(self, state: RequestState, num_computed: int) -> None:
-        """Offer to the cache the pages that a collected step has filled."""
+        """Offer the pages that a collected step has filled to the cache."""
         num_full = num_computed // self.pool.page_size
         if num_full > state.num_remembered_pages:
             hashes = self._hashes(state, num_full)
@@ -101,12 +101,12 @@ class RequestPages:
         """Hashes of the first pages at least, from collected tokens only. Tokens never change, so neither do hashes."""
         known, page_size = state.page_hashes, self.pool.page_size
         if len(known) < num_pages:
-            # What a drafter that looks ahead keeps in a page's last slot belongs to the token after the page.
+            # The drafter's entry in a page's last slot may depend on the token after the page.
             num_after = self._drafts.num_next_tokens
             tokens = state.token_ids[len(known) * page_size : num_pages * page_size + num_after]
-            known.extend(page_hashes(tokens, page_size, known[-1] if known else b"", num_after))
+            known.extend(page_hashes(tokens, page_size, known[-1] if known else state.root_hash, num_after))
         return known
 
     def count_common(self, states: Sequence[RequestState], num_tokens: int) -> int:
-        """Leading pages that all requests of a step have in common; 0 where reading them once does not pay."""
+        """Leading pages that all requests of a step share; 0 if reading them once does not pay."""
         return count_common_pages(states, num_tokens, self.pool.page_size, self._config.least_saved)

@@ -1,7 +1,7 @@
 """The scheduler: by priority, then first come, first served; decodes before prompts; preemption when pages run out.
 
-It may be asked for a new step while others are in flight. It then works on upper bounds, and what it gave to a request
-(row and pages) comes back only after the last step that has the request is collected.
+A new step may be requested while others are in flight. The scheduler then works on upper bounds, and the row and pages
+of a request are released only after its last step is collected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.scheduler.collected_step import TokenCollector
 from slipstream.scheduler.draft_ledger import DraftLedger
 from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.open_plan import OpenPlan
-from slipstream.scheduler.pages import PagePool, check_fits
+from slipstream.scheduler.pages import PagePool, check_fits, root_hash
 from slipstream.scheduler.request_pages import RequestPages
 from slipstream.scheduler.request_state import NO_ROW, RequestState
 from slipstream.scheduler.stats import SchedulerStats
@@ -45,37 +45,37 @@ class Scheduler:
         self.pool = PagePool(cache.num_pages, cache.page_size, config.prefix_caching)
         self._pages = RequestPages(config, self.pool, self.drafts)
         self._collector = TokenCollector(self._pages, has_drafts=config.num_drafts > 0)
-        self.waiting: list[RequestState] = []  # by rank
+        self.waiting: list[RequestState] = []  # sorted by rank
         self.running: list[RequestState] = []  # by rank
-        self._leaving: list[RequestState] = []  # finished, but a step in flight still has them
+        self._leaving: list[RequestState] = []  # finished, but still in a step in flight
         self._requests: dict[str, RequestState] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_step_id = 0
         self._in_flight: dict[int, _Launched] = {}  # by step, oldest first
         self._next_arrival_idx = 0
         self._num_admitted = 0
-        self._recent: dict[Composition, Composition] = {}  # one object for those that are the same
-        self._steady: SteadyBatch | None = None  # if the newest step may repeat itself
+        self._recent: dict[Composition, Composition] = {}  # one object for equal compositions
+        self._steady: SteadyBatch | None = None  # if the newest step can be repeated
         self._totals = SchedulerStats()
 
-    # --- the loop: a step is scheduled, and collected later ---------------------------------------
+    # --- scheduling and collecting steps ---------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to launch before older steps are collected."""
+        """The next step, or None if there is nothing to launch before older steps are collected."""
         steady = self._steady
-        if steady is None or steady.lengths != self.drafts.length.wanted() or not steady.can_repeat():
+        if steady is None or steady.lengths != self.drafts.length.next_lengths() or not steady.can_repeat():
             return self._decide()
         return self._launch(steady.repeat(self._next_step_id), steady.states, decodes_only=True)
 
     def _decide(self) -> StepPlan | None:
-        """The next step from the beginning: any request may come, go or grow."""
+        """The next step from scratch: requests may arrive, end or grow."""
         self._steady = None
-        if self._must_know_lengths() or not self._reserve_pages() or not self._make_room_for_urgent():
+        if self._must_drain() or not self._reserve_pages() or not self._make_room_for_urgent():
             self._totals.num_drains += 1
             return None
-        opened, lengths = OpenPlan(), self.drafts.length.wanted()
+        opened, lengths = OpenPlan(), self.drafts.length.next_lengths()
         decodes, prefills = self._split_running()
-        # Decodes first: each needs a token and its drafts, and their text is being read.
+        # Decodes first: each needs one token and its drafts, and users are reading their text.
         num_drafts = self.drafts.count_checked(lengths, decodes)
         budget = self._config.max_num_batched_tokens - opened.add_decodes(decodes, num_drafts)
         if decodes:
@@ -87,10 +87,10 @@ class Scheduler:
             return None
         has_prompts = len(opened.states) > len(decodes)
         next_drafts = self.drafts.plan_next(lengths, opened, decodes, has_prompts)
-        is_exact = self._wants_exact_lengths(has_prompts)
+        is_exact = self._needs_exact_lengths(has_prompts)
         plan = opened.close(self._next_step_id, self._recent, *next_drafts, is_exact, self._pages.count_common)
-        # The next step checks what this one proposes. A request may come while one waits and a row is free.
-        stays = num_drafts == min(lengths.check, next_drafts.num_made) and not next_drafts.num_caught_up
+        # The next step verifies what this one proposes. A request may be admitted while one waits and a row is free.
+        stays = num_drafts == min(lengths.check, next_drafts.num_proposed) and not next_drafts.num_caught_up
         may_admit = bool(self.waiting and self._free_rows)
         if stays and not (has_prompts or prefills or is_exact or may_admit):
             self._steady = SteadyBatch(plan, opened.states, num_drafts, lengths)
@@ -103,7 +103,7 @@ class Scheduler:
         return plan
 
     def collect(self, result: StepResult) -> TokenUpdates:
-        """Take a finished step's tokens in, and turn bounds into facts."""
+        """Process the tokens of a collected step; upper bounds become exact."""
         states, decodes_only = self._in_flight.pop(result.plan.step_id)
         self.drafts.note_gaps(result.plan, states)
         all_go_on = decodes_only and not any(result.statuses) and all(result.token_ids)
@@ -123,20 +123,21 @@ class Scheduler:
         return updates
 
     def update_draft_length(self) -> None:
-        """What the next step need not wait for; called while the device is busy."""
+        """Work that the next step need not wait for; called while the device is busy."""
         self.drafts.update_length()
 
     def record_seconds(self, plan: StepPlan, seconds: float) -> None:
-        """Of a step that had the device for itself."""
+        """The duration of a step that had the device for itself."""
         self.drafts.record_seconds(plan, seconds)
 
-    # --- requests come and go ---------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, cache_key: bytes = b"") -> None:
+        """``cache_key``: what cached keys and values of its prompt depend on beside the tokens."""
         if request.request_id in self._requests:
             raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
         check_fits(request, self._cache)
-        state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids))
+        state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids), root_hash(cache_key))
         self.drafts.enter(state)
         self._next_arrival_idx += 1
         self._requests[request.request_id] = state
@@ -144,7 +145,7 @@ class Scheduler:
         bisect.insort(self.waiting, state, key=_rank)
 
     def finish(self, request_id: str) -> bool:
-        """End a request now, from outside: an abort, or a stop string in its text. False if it is not here."""
+        """End a request from outside: an abort, or a stop string in its text. False if it is unknown."""
         state = self._requests.get(request_id)
         if state is None:
             return False
@@ -168,20 +169,20 @@ class Scheduler:
         totals.draft_length = self.drafts.num_checked
         return totals
 
-    # --- the parts of a decision ------------------------------------------------------------------
+    # --- parts of a decision ----------------------------------------------------------------------
 
     def _split_running(self) -> tuple[list[RequestState], list[RequestState]]:
-        """Decodes and prefills, of the running requests that another step is of use to."""
+        """Decodes and prefills among the running requests that can use another step."""
         wanting = [s for s in self.running if len(s.token_ids) + s.num_draws_in_flight < s.max_total]
         prefills = [s for s in wanting if s.num_tokens_bound - s.num_computed > 1]
         return [s for s in wanting if s not in prefills] if prefills else wanting, prefills
 
     def _add_prefill(self, opened: OpenPlan, state: RequestState, budget: int) -> int:
-        num_tokens = state.num_tokens_bound - state.num_computed  # whose keys and values no launched step computes
+        num_tokens = state.num_tokens_bound - state.num_computed  # tokens that no launched step computes
         return opened.add_prefill(state, min(num_tokens, budget, self._config.max_prefill_chunk))
 
     def _admit(self, opened: OpenPlan, budget: int) -> None:
-        """Move waiting requests in while rows, budget, staging space and pages for all their tokens last."""
+        """Admit waiting requests while rows, budget, staging space and pages for all their tokens last."""
         num_staged = 0
         while self.waiting and self._free_rows and budget > 0:
             state = self.waiting[0]
@@ -209,15 +210,15 @@ class Scheduler:
         draft_start = self.drafts.move_in(state, self.pool, cached)
         opened.row_inits.append(RowInit(state.row, request, tuple(state.token_ids), state.num_computed, draft_start))
 
-    def _must_know_lengths(self) -> bool:
-        """Whether the next step's lengths must be true ones, and are bounds as long as steps are in flight."""
+    def _must_drain(self) -> bool:
+        """Whether the next step needs exact lengths, which are only bounds while steps are in flight."""
         exact = self._config.exact_lengths
         if exact == "never" or not self._in_flight:
             return False
         may_admit = bool(self.waiting and self._free_rows)
         return exact == "always" or may_admit or any(s.num_tokens_bound - s.num_computed > 1 for s in self.running)
 
-    def _wants_exact_lengths(self, has_prompts: bool) -> bool:
+    def _needs_exact_lengths(self, has_prompts: bool) -> bool:
         exact = self._config.exact_lengths
         is_exact = exact == "always" or (exact == "prefill" and has_prompts)
         assert not (is_exact and self._in_flight)
@@ -226,20 +227,20 @@ class Scheduler:
     # --- preemption -------------------------------------------------------------------------------
 
     def _reserve_pages(self) -> bool:
-        """Give every running request the pages of its next token; False when that needs older steps collected first."""
-        # Most have the pages of their next tokens already, and some are launched as far as they may go.
-        needy = [s for s in self.running if s.num_slots_left < 0 and s.wants_step]
+        """Reserve pages for the next step of every running request; False if older steps must be collected first."""
+        # Most have the pages of their next tokens already, and some are launched up to their limit.
+        needy = [s for s in self.running if s.num_slots_left < 0 and s.can_use_step]
         for state in needy:
             while state.row != NO_ROW and not self._pages.reserve(state):
                 if self._in_flight:
-                    return False  # a step in flight may end a request; bounds only tighten
+                    return False  # a step in flight may end a request; bounds only decrease
                 self._preempt(self.running[-1])
         if needy:
             self._pages.top_up(self.running)
         return True
 
     def _make_room_for_urgent(self) -> bool:
-        """Let a waiting request of higher priority take the place of the lowest that runs; False to collect first."""
+        """Preempt the lowest running request for a waiting one of higher priority; False to collect first."""
         while self.waiting and self.running:
             urgent, victim = self.waiting[0], self.running[-1]
             fits = self._pages.num_first(urgent) <= self.pool.num_free and bool(self._free_rows)
@@ -251,7 +252,7 @@ class Scheduler:
         return True
 
     def _preempt(self, state: RequestState) -> None:
-        """Send a request back to its place in the queue. Its tokens stay; what the cache loses is computed again."""
+        """Return a request to the waiting queue. Its tokens stay; evicted keys are computed again."""
         self._steady = None
         self.running.remove(state)
         self._free(state)
@@ -259,10 +260,10 @@ class Scheduler:
         bisect.insort(self.waiting, state, key=_rank)
         self._totals.num_preemptions += 1
 
-    # --- leaving ----------------------------------------------------------------------------------
+    # --- retiring ---------------------------------------------------------------------------------
 
     def _retire(self, state: RequestState) -> None:
-        """No more steps for this request. A row that no later step selects is inert; it needs no message."""
+        """No more steps for this request. A row that no later step selects is inert, so the device needs no message."""
         state.finished, state.gets_only_tokens = True, False
         self._steady = None
         if state.row == NO_ROW:
@@ -275,7 +276,7 @@ class Scheduler:
             self._leaving.append(state)
 
     def _release_leaving(self, num_collected: int) -> None:
-        """Return rows and pages of requests whose last step is among the first ``num_collected``."""
+        """Release rows and pages of requests whose last step is among the first ``num_collected``."""
         for state in [s for s in self._leaving if s.last_step_id < num_collected]:
             self._steady = None
             self._leaving.remove(state)

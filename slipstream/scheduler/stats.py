@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""The scheduler's counters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class SchedulerStats:
     num_free_pages: int = 0
     num_preemptions: int = 0
     num_drains: int = 0
-    num_prompt_tokens: int = 0  # of all requests admitted so far, each counted once
+    num_prompt_tokens: int = 0  # of all requests admitted so far, each once
     num_cached_tokens: int = 0  # of those, found in the prefix cache
-    draft_length: int = 0  # that the next step may check
+    draft_length: int = 0  # current draft length

@@ -1,4 +1,4 @@
-"""Errors as clients of the OpenAI API expect them: a status, and a JSON object that says what to do."""
+"""Errors in the format of the OpenAI API: a status, and a JSON object whose message says what to do."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from starlette.exceptions import HTTPException
 from slipstream.errors import EngineError, RequestError, nearest
 from slipstream.parameters import extra_parameters
 
-Place = tuple[Any, ...]  # names of fields, and numbers in lists
+Location = tuple[Any, ...]  # names of fields and indices of lists
 
 _SHOULD_BE = "Input should be "
 
 
 class ApiError(Exception):
-    """An answer other than success."""
+    """A response other than success."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
@@ -46,12 +46,12 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 def _clean(text: str) -> str:
-    """What a client sent and an error repeats may hold half characters, which no answer can carry."""
+    """Text repeated from a client may hold lone surrogates, which cannot be encoded in a response."""
     return text.encode("utf-8", "replace").decode()
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error from the engine."""
+    """The response for an error from the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):
@@ -74,7 +74,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_fault(_request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(as_api_error(error).body, 500)  # it is raised again, for the log
+        return JSONResponse(as_api_error(error).body, 500)  # starlette raises it again, so that it is logged
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -90,14 +90,14 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def explain_invalid_body(problems: Sequence[Any], body: Any) -> tuple[str, str | None]:
-    """One line for the first problem of a body, and the name of the field. ``body``: the type it was read as."""
+    """One line for the first problem of a body, and the name of the field. ``body``: the type it was parsed as."""
     problem = problems[0]
     if problem["type"] == "json_invalid":
         return f"the body is not valid JSON: {problem['ctx']['error']}", None
-    places = [tuple(part for part in problem["loc"] if part != "body") for problem in problems]
-    if (at := _kind_in(places[0], body)) is not None:
-        return _explain_kinds(problems, places, at)
-    path = [str(part) for part in places[0]]
+    locations = [tuple(part for part in problem["loc"] if part != "body") for problem in problems]
+    if (at := _kind_in(locations[0], body)) is not None:
+        return _explain_kinds(problems, locations, at)
+    path = [str(part) for part in locations[0]]
     name = path[0] if path else None
     if name is None:
         return f"the body must be a JSON object: {problem['msg']}", None
@@ -108,13 +108,13 @@ def explain_invalid_body(problems: Sequence[Any], body: Any) -> tuple[str, str |
     return f"{'.'.join(path)}: {_message_of(problem)}", name
 
 
-def _kind_in(place: Place, body: Any) -> int | None:
-    """Where in ``place`` the name of a type is, which was tried for a field that may be of several; None if nowhere."""
+def _kind_in(location: Location, body: Any) -> int | None:
+    """The index after the name of a type tried for a field with several types; None if there is no such name."""
     models = list(_models_in(body))
-    for at, part in enumerate(place):
+    for at, part in enumerate(location):
         inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
         if any(_has_kinds(annotation) for annotation in inner):
-            return at + 1 if at + 1 < len(place) else None
+            return at + 1 if at + 1 < len(location) else None
         models = [model for annotation in inner for model in _models_in(annotation)] if inner else models
     return None
 
@@ -124,15 +124,17 @@ def _has_kinds(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and len(kinds) > 1
 
 
-def _explain_kinds(problems: Sequence[Any], places: Sequence[Place], at: int) -> tuple[str, str]:
-    """Of a value that fits none of its types, what is wrong at the place up to which one of them fits."""
+def _explain_kinds(problems: Sequence[Any], locations: Sequence[Location], at: int) -> tuple[str, str]:
+    """For a value that fits none of its types: the problem of the type that fits furthest."""
     found = [
-        (place[:at] + place[at + 1 :], problem)
-        for place, problem in zip(places, problems, strict=True)
-        if place[:at] == places[0][:at]
+        (location[:at] + location[at + 1 :], problem)
+        for location, problem in zip(locations, problems, strict=True)
+        if location[:at] == locations[0][:at]
     ]
-    furthest = max((place for place, _ in found), key=lambda place: [(isinstance(part, str), part) for part in place])
-    there = [problem for place, problem in found if place == furthest]
+    furthest = max(
+        (location for location, _ in found), key=lambda location: [(isinstance(part, str), part) for part in location]
+    )
+    there = [problem for location, problem in found if location == furthest]
     # The right type with a wrong value says more than a wrong type.
     telling = [problem for problem in there if not problem["type"].endswith("_type")] or there
     messages = list(dict.fromkeys(_message_of(problem) for problem in telling))
@@ -151,7 +153,7 @@ def _message_of(problem: Any) -> str:
 
 
 def _fields_at(body: Any, path: Sequence[str]) -> list[str]:
-    """The names of the object's fields at ``path``, where other parts of it are places in lists."""
+    """The names of the object's fields at ``path``. Components of the path that are list indices are skipped."""
     models = list(_models_in(body))
     for part in path:
         inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]

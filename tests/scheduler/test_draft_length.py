@@ -21,12 +21,12 @@ class Engine:
     """Steps of a batch with a few in flight, drafts accepted at given rates, costs of which time is the sum."""
 
     def __init__(
-        self, num_reqs: int, cost: dict[int, float], seed: int = 0, in_flight: int = 2, foresees: bool = True
+        self, num_reqs: int, cost: dict[int, float], seed: int = 0, in_flight: int = 2, knows_acceptance: bool = True
     ) -> None:
         self.costs = StepCosts(in_graphs=True)
         for k, seconds in cost.items():
             self.costs.record(num_reqs, k, seconds)
-        self.policy = AdaptiveLength(CHOICES, 3, num_reqs, self.costs, foresees)
+        self.policy = AdaptiveLength(CHOICES, 3, num_reqs, self.costs, knows_acceptance)
         self.num_prompts = 0  # beside the decodes, in every step
         self._cost, self._n, self._random, self._depth = cost, num_reqs, random.Random(seed), in_flight
         for row in range(num_reqs):
@@ -39,7 +39,7 @@ class Engine:
         self.checked: list[int] = []
 
     def step(self, rates: tuple[float, ...]) -> None:
-        check, make = self.policy.wanted()
+        check, make = self.policy.next_lengths()
         check = min(check, self._made)
         n = self._n
         # Steps that are alike share a composition, as the scheduler's do. Prompts are chunks that draw nothing.
@@ -53,8 +53,8 @@ class Engine:
         )
         draws = [self._random.random() for _ in range(n)] + [1.0] * p
         accepted = [sum(draw < rate for rate in rates[:check]) for draw in draws]
-        # Of a draft that is there and has no place the device says whether it was right.
-        foreseen = [int(draw < rates[0] and self._made > 0 and check == 0) for draw in draws]
+        # The device says whether an unverified draft would have been accepted.
+        would_accept = [int(draw < rates[0] and self._made > 0 and check == 0) for draw in draws]
         # What a step costs is half what it checks and half what it makes.
         self.seconds += (self._cost[check] + self._cost[make]) / 2
         self.tokens += n + sum(accepted)
@@ -63,7 +63,7 @@ class Engine:
         self.checked.append(check)
         self.policy.launched(composition)
         self.policy.update()  # while it waits for an older one
-        self._flying.append((composition, accepted, foreseen))
+        self._flying.append((composition, accepted, would_accept))
         if len(self._flying) >= self._depth:
             self.policy.collected(*self._flying.pop(0))
 
@@ -121,7 +121,7 @@ def test_it_comes_back_however_long_nothing_was_right() -> None:
     assert engine.policy.length > 0
 
 
-def test_where_nothing_is_drafted_a_trial_makes_a_draft_that_nobody_checks() -> None:
+def test_while_nothing_is_drafted_a_trial_proposes_a_draft_that_is_not_verified() -> None:
     engine = Engine(2, dear(0.05))
     engine.run(ZERO, 200)
     trace = engine.trace[-128:]
@@ -144,14 +144,14 @@ def test_who_has_begun_with_drafts_soon_tries_more() -> None:
 
 
 def test_where_that_says_too_little_it_is_checked() -> None:
-    engine = Engine(2, dear(0.05), foresees=False)
+    engine = Engine(2, dear(0.05), knows_acceptance=False)
     engine.run(ZERO, 400)
     assert engine.policy.length == 0
     assert 0 < sum(engine.checked[-200:]) == sum(engine.trace[-201:-1])
 
 
 def test_trials_count_beside_prompts() -> None:
-    """A server that is busy has somebody's prompt in every step. And nothing is learnt of who has no draft."""
+    """A busy server has a prompt in every step. And nothing is learnt from requests without drafts."""
     engine = Engine(7, dear(0.05))
     engine.run(ZERO, 300)
     assert engine.policy.length == 0
@@ -167,7 +167,7 @@ def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
     policy.acceptance.usual[:] = 0.0
     policy.move_in(0)
     usual = Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 0)
-    while policy.wanted().make == 0:
+    while policy.next_lengths().make == 0:
         policy.launched(usual)
         policy.collected(usual, [0], [0])
         policy.update()
@@ -214,7 +214,7 @@ def test_wrong_trials_come_later_and_later_until_another_request_does() -> None:
         engine.policy._num_since_trial = 0
         engine.trace.clear()
         engine.run(ZERO, 300)
-        # A step until the trial's drafts are made, another until they are checked, and what was in flight.
+        # A step until the trial's drafts are proposed, another until they are verified, and the steps in flight.
         gaps = np.diff([0, *trials(engine.trace)])
         assert all(low <= gap <= low + 4 for gap, low in zip(gaps, (16, 32, 64, 64, 64), strict=False)), gaps
         assert len(gaps) >= 4
@@ -262,14 +262,14 @@ def test_only_lengths_whose_cost_is_known_are_chosen() -> None:
 
 def test_without_any_cost_the_first_length_stays() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, StepCosts(in_graphs=True))
-    assert policy.wanted() == Lengths(3, 3)
+    assert policy.next_lengths() == Lengths(3, 3)
     policy.move_in(0)
     composition = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     for _ in range(200):
         policy.launched(composition)
         policy.collected(composition, [0], [0])
         policy.update()
-    assert policy.wanted() == Lengths(3, 3)
+    assert policy.next_lengths() == Lengths(3, 3)
 
 
 def test_requests_are_learnt_of_one_by_one() -> None:
@@ -284,7 +284,7 @@ def test_requests_are_learnt_of_one_by_one() -> None:
         policy.launched(both)
         policy.collected(both, [3, 0], [0, 0])
         policy.update()
-    # A batch of the one that is always right wants many; of the other none.
+    # A batch of the request whose drafts are always right drafts many; of the other none.
     policy.launched(Composition(("a",), (1,), (2,), (4,), (True,), (3,), 4, 3))
     assert policy.length >= 3
     policy.launched(Composition(("b", "c"), (1, 1), (5, 5), (4, 4), (True, True), (3, 3), 8, 3))
@@ -342,7 +342,7 @@ def test_real_steps_put_the_measurements_right() -> None:
     for _ in range(60):
         costs.observe(1, 2, 1.0)  # measured: 2.0
     assert costs.seconds(1, 2) == pytest.approx(1.0, rel=0.01)
-    # Nobody has used the others, so they are taken to be half as long as well.
+    # The other lengths were never used, so they are taken to be half as long as well.
     assert costs.seconds(1, 0) == pytest.approx(0.5, rel=0.01)
     for _ in range(30):
         costs.observe(1, 0, 1.0)
@@ -387,12 +387,12 @@ def lengths_on_a_cpu(dear_measured: float, phases: list[tuple[int, float, float]
     rng, made, lengths = random.Random(3), 0, []
     for count, load, right in phases:
         for _ in range(count):
-            check, make = policy.wanted()
+            check, make = policy.next_lengths()
             check = min(check, made)
             step, draw = step_of(check, make), rng.random()
             policy.launched(step)
-            foreseen = int(draw < right and made > 0 and check == 0)
-            policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))], [foreseen])
+            would_accept = int(draw < right and made > 0 and check == 0)
+            policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))], [would_accept])
             policy.record_seconds(step, load * (1.0 + 0.12 * (check + make) / 2))
             policy.update()
             made = make

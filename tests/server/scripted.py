@@ -59,13 +59,13 @@ class ScriptedEngine:
                 update.logprobs = [self.logprob_row(token_id) for token_id in token_ids]
             update.num_drafts, update.num_accepted = num_drafts, num_accepted
             if num_drafts:
-                self.stats.count_drafts(num_drafts, num_accepted)
+                self.stats.drafts.add(num_drafts, num_accepted)
             updates.append(update)
         self._deliver_next(updates)
 
     def _deliver_next(self, updates: list[TokenUpdate]) -> None:
         """The first of them, and the rest when the server has written what came of it."""
-        self._deliver(TokenUpdates.of([updates.pop(0)]))
+        self._deliver(TokenUpdates.from_list([updates.pop(0)]))
         if updates:
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._deliver_next, updates)

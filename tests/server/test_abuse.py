@@ -1,4 +1,4 @@
-"""What no client should send: a clear status each, nothing left behind, and no delay for anybody else."""
+"""What no client should send: a clear status each, nothing left over, and no delay for other clients."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_flood_of_headers(guarded: RunningServer) -> None:
     assert httpx.get(f"{guarded.url}/health").status_code == 200
 
 
-def test_slow_clients_stall_nobody(guarded: RunningServer) -> None:
+def test_slow_clients_delay_no_other(guarded: RunningServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{"
     slow = [guarded.connect() for _ in range(20)]
     try:
@@ -135,7 +135,7 @@ def test_slow_clients_stall_nobody(guarded: RunningServer) -> None:
             client.close()
 
 
-def test_a_client_that_does_not_read_stalls_nobody(guarded: RunningServer) -> None:
+def test_a_client_that_does_not_read_delays_no_other(guarded: RunningServer) -> None:
     with guarded.send({**BODY, "max_tokens": 400, "stream": True}, "Authorization: Bearer secret"):
         time.sleep(0.5)
         assert post(guarded, json=BODY, headers=KEY).status_code == 200
@@ -172,7 +172,7 @@ def test_a_client_that_vanishes_from_the_queue_is_forgotten(guarded: RunningServ
         assert running.result().status_code == 200
     guarded.wait_until_idle()
     assert guarded.num_aborted() == num_aborted + 1
-    assert guarded.metric("tokens_out_total") == num_tokens + 8 * 480, "none for whoever has left"
+    assert guarded.metric("tokens_out_total") == num_tokens + 8 * 480, "none for the client that has left"
 
 
 def test_a_long_prompt_is_refused_in_one_line(guarded: RunningServer) -> None:

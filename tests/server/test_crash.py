@@ -1,4 +1,4 @@
-"""The engine's process dies: clients know at once, the server recovers. The server ends: nobody's answer is lost."""
+"""The engine's process dies: clients know at once, the server recovers. The server ends: no answer is lost."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def wait_until_well(server: RunningServer) -> None:
 
 
 def test_requests_around_the_moment_of_death(own_server: RunningServer) -> None:
-    """A process that is dead and not yet missed takes nothing; whoever sends to it must not wait for it."""
+    """A process that is dead and not yet missed receives nothing; sending to it must not block."""
     url = own_server.url
     short = {**LONG, "max_tokens": 2}
     for pause_s in (0.0, 0.01, 0.03):

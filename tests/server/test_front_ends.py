@@ -20,7 +20,7 @@ import pytest
 from .conftest import MODEL_NAME, RunningServer, start_server
 
 SHORT = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 2, "ignore_eos": True}
-LONG = {**SHORT, "max_tokens": 400, "temperature": 0}
+LONG: dict[str, Any] = {**SHORT, "max_tokens": 400, "temperature": 0}
 NUM = 2
 
 
@@ -89,7 +89,7 @@ def test_ids_seeds_and_figures(several: RunningServer) -> None:
 
 
 def test_one_queue_for_all(several: RunningServer) -> None:
-    """8 rows and 8 places: the 17th is refused wherever it is asked."""
+    """8 rows and a queue of 8: the 17th is refused wherever it is asked."""
     with client_of_each(several) as clients, several.engine_at_rest(), ThreadPoolExecutor(16) as pool:
         first, second = clients.values()
         waiting = [pool.submit(httpx.post, f"{several.url}/v1/completions", json=SHORT, timeout=60) for _ in range(16)]
@@ -112,6 +112,8 @@ def test_a_front_end_dies(several: RunningServer) -> None:
     """Its streams break off and the engine stops computing them; those of the other go on; another one takes over."""
     body: dict[str, Any] = {**LONG, "stream": True}
     with client_of_each(several) as clients, ThreadPoolExecutor(1) as pool:
+        several.wait_until_idle()
+        num_tokens = several.metric("tokens_out_total")
         with clients[0].stream("POST", "/v1/completions", json={**body, "n": 8}) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
@@ -127,6 +129,9 @@ def test_a_front_end_dies(several: RunningServer) -> None:
                 list(lines)
         assert other.result()[-1] == "data: [DONE]"
     several.wait_until_idle()  # no page is held for requests without a reader
+    while (produced := several.metric("tokens_out_total") - num_tokens) <= LONG["max_tokens"]:
+        time.sleep(0.05)  # the one that was asked may not have the last figures yet
+    assert produced < (8 + 1) * LONG["max_tokens"], "nor are they computed to their end"
     deadline = time.monotonic() + 60
     while len(front_end_pids(several)) < NUM:
         assert time.monotonic() < deadline

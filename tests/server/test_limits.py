@@ -296,7 +296,7 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 def test_a_client_that_leaves_its_answers_unread_is_dropped(clock: Clock) -> None:
-    """Between requests too: no request behind the answer holds a place for ever."""
+    """Between requests too: a pipelined request does not hold its slot for ever."""
 
     async def run() -> None:
         site = Site(LIMITS)
@@ -340,7 +340,7 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(clock: Clock, last: b
 
 
 def test_whoever_waits_longest_makes_room() -> None:
-    """At the limit a new client is served; one whose request is being answered keeps its place."""
+    """At the limit a new client is served; one whose request is being answered keeps its slot."""
 
     async def run() -> None:
         site = Site(replace(LIMITS, max_connections=4))
@@ -539,7 +539,7 @@ def test_bodies_that_wait_to_be_read_are_counted() -> None:
             first, second, third = [await site.client() for _ in range(3)]
             for client in (first, second, third):
                 await client.say(request)
-            await third.say(request)  # behind the first, and not looked at yet
+            await third.say(request)  # after the first, and not parsed yet
             assert site.listener.num_buffered_bytes == 3 * 900
             site.waiting[0].drop_body()
             assert site.listener.num_buffered_bytes == 2 * 900

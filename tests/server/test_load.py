@@ -1,4 +1,4 @@
-"""Many clients at once, clients that vanish, and whether anything is left behind."""
+"""Many clients at once, clients that vanish, and whether anything is left over."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Endless(ScriptedEngine):
 
     def say(self, num_tokens: int) -> None:
         updates = [TokenUpdate(request.request_id, [70] * num_tokens) for request in self.requests]
-        self._deliver(TokenUpdates.of(updates))
+        self._deliver(TokenUpdates.from_list(updates))
 
 
 def make(tokenizer: Tokenizer, shutdown_timeout_s: float) -> tuple[FrontEnd, Endless]:
@@ -96,7 +96,7 @@ def test_a_client_that_falls_behind_gets_the_rest_in_one_piece(tokenizer: Tokeni
             num_said += 10
             await asyncio.sleep(0)
         assert connection._transport.get_write_buffer_size() == buffered, "news of a slow client is not queued as bytes"
-        engine._deliver(TokenUpdates.of([TokenUpdate(engine.requests[0].request_id, [], "length")]))
+        engine._deliver(TokenUpdates.from_list([TokenUpdate(engine.requests[0].request_id, [], "length")]))
         answer = b""
         while not answer.endswith(b"0\r\n\r\n"):
             answer += await asyncio.wait_for(reader.read(1 << 20), 60)

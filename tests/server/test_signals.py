@@ -22,8 +22,8 @@ def test_sigterm_while_loading_leaves_nothing(model_folder: Path, tmp_path: Path
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 60
-    wanted = "slipstream-*/watch-0" if moment == "with an engine process" else "slipstream-*"
-    while not list(tmp_path.glob(wanted)):
+    expected = "slipstream-*/watch-0" if moment == "with an engine process" else "slipstream-*"
+    while not list(tmp_path.glob(expected)):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     children: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from slipstream.types import Request
@@ -17,7 +18,7 @@ def _scramble(x: int) -> int:
 
 
 class HashSequence:
-    """The states of one sequence, token by token, as if nothing stood before its first."""
+    """The states of one sequence, token by token, as if there were nothing before its first."""
 
     def __init__(self, first_position: int = 0, recurrent: bool = False) -> None:
         self._seen = [0] * NUM_LAYERS
@@ -40,13 +41,31 @@ class HashSequence:
             self._chain, self._before = _scramble(mixed & _MASK), (state, before)
             self.state = state if self._chain % 4 else _scramble((self._chain + state) & _MASK) >> 16
 
+    @property
+    def hidden(self) -> list[float]:
+        """The hidden state of the last token: hash, position, and what each layer has seen, in halves."""
+        halves = [float(half) for seen in self._seen for half in (seen & 0xFFFFFFFF, seen >> 32)]
+        return [float(self.state), float(self._length - 1), *halves]
+
+
+def expected_vector(request: Request, recurrent: bool = False) -> list[float]:
+    """What a pooled request must give."""
+    assert request.pooling is not None
+    sequence, states = HashSequence(recurrent=recurrent), []
+    for token_id in request.prompt_token_ids:
+        sequence.append(token_id)
+        states.append(sequence.hidden)
+    if request.pooling.pooling == "mean":
+        return [math.fsum(column) / len(states) for column in zip(*states, strict=True)]
+    return states[-1 if request.pooling.pooling == "last" else 0]
+
 
 def next_token(state: int, num_used: int, forbidden: Iterable[int] = ()) -> int:
     return next(t for t in (*candidates(state, num_used), *range(VOCAB_SIZE)) if t not in forbidden)
 
 
 def expected_output(request: Request, num_used: int = VOCAB_SIZE, recurrent: bool = False) -> tuple[list[int], str]:
-    """All tokens of a request that nobody aborts, and why it ends."""
+    """All tokens of a request that is not aborted, and why it ends."""
     sequence = HashSequence(recurrent=recurrent)
     for token_id in request.prompt_token_ids:
         sequence.append(token_id)

@@ -80,14 +80,14 @@ def test_what_the_host_says_of_lengths_is_true_and_every_token_right(exact: Exac
         assert world.core.stats.num_drains > 0
 
 
-def test_nobody_is_told_anything_while_bounds_will_do() -> None:
+def test_exact_lengths_are_not_given_while_bounds_suffice() -> None:
     _, backend = run(SEEDS[0], "never")
     assert backend.num_told == 0
 
 
 def test_a_step_that_runs_ahead_of_others_does_not_know_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the drain is there for."""
-    monkeypatch.setattr(Scheduler, "_must_know_lengths", lambda _self: False)
+    monkeypatch.setattr(Scheduler, "_must_drain", lambda _self: False)
     found = []
     for seed in SEEDS:
         try:
