@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.paged_attention import paged_attention
 from slipstream.kernels.triton_attention import CHUNK, LOG2_E, attend_tile, can_split, launch_attention
 from slipstream.kernels.triton_jit import jit_general, next_power_of_2, runs_triton, tl
@@ -22,21 +22,7 @@ _MAX_SPLITS = 32
 _JOINED_ROWS = 8  # rows that one program joins
 
 
-def _shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    query_len: int,
-    num_common: int,
-) -> TensorSpec:
-    return spec_of(q)
-
-
-@operation(_shape)
+@operation(like="q")
 def cascade_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
+from slipstream.device.operation import operation
 from slipstream.kernels.request_rows import describe, find_request, gap_before, living_rows
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -31,21 +31,7 @@ _FEW = 16  # tokens of a request that its first program takes alone
 _TILE = 32  # later tokens in one program
 
 
-def _shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    max_count: int,
-) -> TensorSpec:
-    return TensorSpec(tuple(x.shape), x.dtype)
-
-
-@operation(_shape, writes=("inputs",))
+@operation(like="x", writes=("inputs",))
 def causal_conv(
     x: Tensor,  # [num_tokens, channels], rows may lie apart
     weight: Tensor,  # [channels, width], the last column is the token's own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -22,7 +22,7 @@ from slipstream.types import RowStatus
 NUM_HEADER_COLUMNS = 4
 
 
-@operation(writes_only, writes=("token_ids", "num_computed", "num_tokens", "num_drafts", "status", "ran", "out"))
+@operation(writes=("token_ids", "num_computed", "num_tokens", "num_drafts", "status", "ran", "out"))
 def commit(
     new_ids: Tensor,  # [padded_reqs, at most k + 1] int: accepted drafts, then the target's own token
     num_accepted: Tensor,  # [padded_reqs] int32

@@ -9,12 +9,12 @@ many of the programs work, a request's length says, on the device: what few have
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
+from slipstream.device.operation import operation
 from slipstream.kernels.paged_attention import paged_attention
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rope_cache import rope_and_cache
@@ -65,11 +65,7 @@ def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
     return Cut(splits, 64, 2, 2) if query_len == 1 else Cut(splits, 128, 4, 2)
 
 
-def _shape(q: Tensor, *_args: Any, **_kwargs: Any) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
-
-
-@operation(_shape, writes=("kv_cache",))
+@operation(like="q", writes=("kv_cache",))
 def decode_attention(
     q: Tensor,  # [num_reqs * query_len, num_heads, head_dim], as the projection left them
     k: Tensor,  # [num_reqs * query_len, num_kv_heads, head_dim]

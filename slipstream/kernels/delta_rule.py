@@ -10,7 +10,7 @@ holds. A longer run of tokens, a part of a prompt, leaves its last state only.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,9 @@ _COLUMNS = 32  # of a state in one program: a full line of memory
 _EMPTY_ROWS = 16  # rows of nobody at once
 
 
-def _shape(
-    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *_args: Any, **_kwargs: Any
-) -> TensorSpec:
-    return TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype)
-
-
-@operation(_shape, writes=("states",))
+@operation(
+    lambda qkv, states: TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype), writes=("states",)
+)
 def recurrent_delta_rule(
     qkv: Tensor,  # [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]: queries, keys, values, as convolved
     a: Tensor,  # [num_tokens, v_heads], rows may lie apart; how much is forgotten
@@ -69,7 +65,9 @@ def recurrent_delta_rule(
     return out
 
 
-@operation(_shape, writes=("states",))
+@operation(
+    lambda qkv, states: TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype), writes=("states",)
+)
 def chunked_delta_rule(
     qkv: Tensor,  # as above
     a: Tensor,

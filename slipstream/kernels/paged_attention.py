@@ -5,25 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
+from slipstream.device.operation import operation
 
 
-def _shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-    seq_starts: Tensor | None = None,
-    causal: bool = True,
-) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
-
-
-@operation(_shape)
+@operation(like="q")
 def paged_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 from slipstream.types import RowStatus
 
@@ -21,7 +21,6 @@ _ANY_ID = 2**31 - 1
 
 
 @operation(
-    writes_only,
     writes=(
         *("input_ids", "positions", "slot_mapping", "query_lens", "seq_lens", "block_table"),
         *("logit_indices", "logit_rows", "logit_positions", "logit_drafts"),

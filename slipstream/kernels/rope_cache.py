@@ -45,7 +45,7 @@ def rotation(
 
 
 def _rotation_and_slots_shape(
-    cos_sin: Tensor, positions: Tensor, dtype: torch.dtype, slot_mapping: Tensor, num_pages: int, page_size: int
+    cos_sin: Tensor, positions: Tensor, dtype: torch.dtype, slot_mapping: Tensor
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
     slots = TensorSpec(tuple(slot_mapping.shape), torch.int64)
     return *_rotation_shape(cos_sin, positions, dtype), slots, slots
@@ -101,13 +101,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(swapped, sin)
 
 
-def _shape(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, page_ids: Tensor, offsets: Tensor
-) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
-
-
-@operation(_shape, writes=("kv_cache",))
+@operation(like="q", writes=("kv_cache",))
 def rope_and_cache(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k: Tensor,  # [num_tokens, num_kv_heads, head_dim]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -17,7 +17,7 @@ from slipstream.kernels.triton_jit import (
 )
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def tap(
     hidden: Tensor,  # [num_tokens, hidden]: the last layer's contribution, or the stream itself
     residual: Tensor | None,  # [num_tokens, hidden]: the stream it is still to be added to

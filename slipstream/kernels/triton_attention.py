@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.paged_attention import paged_attention
 from slipstream.kernels.request_rows import find_request
 from slipstream.kernels.split_keys import first_of
@@ -24,23 +24,7 @@ MAX_ROWS = 128  # of a tile: query tokens times heads of a group
 LOG2_E = 1.4426950408889634
 
 
-def _shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-    query_len: int,
-    seq_starts: Tensor | None = None,
-    causal: bool = True,
-) -> TensorSpec:
-    return spec_of(q)
-
-
-@operation(_shape)
+@operation(like="q")
 def triton_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.triton_jit import (
     arrival_counts,
     early_start,
@@ -29,22 +29,7 @@ from slipstream.sampling.temperature import LEAST_TEMPERATURE, divisor
 _BLOCK = 2048
 
 
-def _shape(
-    logits: Tensor,
-    batch_rows: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    choice: Tensor,
-    noise: bool,
-    scaled: bool,
-    purpose: int = TARGET_NOISE,
-    target_ids: Tensor | None = None,
-) -> tuple[TensorSpec, TensorSpec]:
-    return TensorSpec((logits.shape[0],), torch.int64), TensorSpec((logits.shape[0],), torch.bool)
-
-
-@operation(_shape)
+@operation(lambda logits: (TensorSpec((logits.shape[0],), torch.int64), TensorSpec((logits.shape[0],), torch.bool)))
 def draw_tokens(
     logits: Tensor,  # [n, num_columns]; NaN and +inf count as -inf
     batch_rows: Tensor,  # [n] int32
@@ -81,7 +66,7 @@ def draw_tokens(
     return columns if target_ids is None else target_ids[columns].long(), failed
 
 
-@operation(writes_only, writes=("draft_ids", "kept_logits"))
+@operation(writes=("draft_ids", "kept_logits"))
 def draw_drafts(
     logits: Tensor,  # [n, num_columns]; NaN and +inf count as -inf
     batch_rows: Tensor,  # [n] int32

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 
 
-@operation(writes_only, writes=("draft_start", "draft_end", "seq_starts", "first_slots"))
+@operation(writes=("draft_start", "draft_end", "seq_starts", "first_slots"))
 def mark_gaps(
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     num_computed: Tensor,  # [num_rows] int32: after the step

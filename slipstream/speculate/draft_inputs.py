@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.prepare_inputs import copy_pages, fill_padding, fill_request, fill_tokens
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 from slipstream.types import RowStatus
@@ -20,7 +20,6 @@ _BLOCK = 1024
 
 
 @operation(
-    writes_only,
     writes=(
         "input_ids",
         "positions",
@@ -142,7 +141,7 @@ def _first_pass_kernel(
         )
 
 
-@operation(writes_only, writes=("input_ids", "last_indices", "draft_positions", "block_table"))
+@operation(writes=("input_ids", "last_indices", "draft_positions", "block_table"))
 def prepare_shifted_pass(
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     query_start_loc: Tensor,  # [padded_reqs + 1] int32: the target's; padding repeats the last value
@@ -236,7 +235,7 @@ def _shifted_pass_kernel(
             tl.store(input_ids + start + at + slot, ids, mask=at + slot < planned)
 
 
-@operation(writes_only, writes=("slots_before",))
+@operation(writes=("slots_before",))
 def find_slots_before(
     query_start_loc: Tensor,  # [padded_reqs + 1] int32; padding repeats the last value
     positions: Tensor,  # [padded_tokens] int64; of a request's dead tokens and of padding 0
@@ -257,7 +256,7 @@ def find_slots_before(
     slots_before.copy_(torch.where(positions > seq_starts[requests], slots, 0))
 
 
-@operation(writes_only, writes=("input_ids", "positions", "slot_mapping", "query_lens", "seq_lens", "draft_positions"))
+@operation(writes=("input_ids", "positions", "slot_mapping", "query_lens", "seq_lens", "draft_positions"))
 def prepare_next_pass(
     before: Tensor,  # [padded_reqs] int32: the draft found last, -1 where there is none
     idx: int,  # which draft this pass is to find

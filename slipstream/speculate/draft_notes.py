@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -52,7 +52,6 @@ class DraftNotes:
 
 
 @operation(
-    writes_only,
     writes=("first", "draft_start", "draft_end", "noted_ids", "noted_positions", "noted_slots", "noted_features"),
 )
 def write_notes(

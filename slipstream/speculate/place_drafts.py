@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -18,7 +18,7 @@ from slipstream.kernels.triton_jit import (
 from slipstream.types import RowStatus
 
 
-@operation(writes_only, writes=("token_ids", "num_drafts"))
+@operation(writes=("token_ids", "num_drafts"))
 def place_drafts(
     draft_ids: Tensor,  # [padded_reqs, k] int32; -1 and what comes behind it is no draft
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs

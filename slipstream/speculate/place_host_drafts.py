@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.types import RowStatus
 
 NUM_HEADER_COLUMNS = 2  # the position of the first staged draft, and how many there are
 
 
-@operation(writes_only, writes=("token_ids", "num_drafts"))
+@operation(writes=("token_ids", "num_drafts"))
 def place_host_drafts(
     staged: Tensor,  # [num_rows, NUM_HEADER_COLUMNS + most] int32
     num_computed: Tensor,  # [num_rows] int32

@@ -27,22 +27,7 @@ _BLOCK = 4096
 _NUM_WARPS = 16
 
 
-def _shape(
-    logits: Tensor,
-    draft_ids: Tensor,
-    logit_rows: Tensor,
-    draft_idx: Tensor,
-    draft_logits: Tensor | None,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    choice: Tensor,
-    draft_columns: Tensor | None = None,
-) -> tuple[TensorSpec, TensorSpec]:
-    return TensorSpec((logits.shape[0],), torch.bool), TensorSpec((logits.shape[0],), torch.int64)
-
-
-@operation(_shape)
+@operation(lambda logits: (TensorSpec((logits.shape[0],), torch.bool), TensorSpec((logits.shape[0],), torch.int64)))
 def judge_drafts(
     logits: Tensor,  # [n, vocab]: the target's, temperature in them; -inf is not allowed, NaN and +inf do not occur
     draft_ids: Tensor,  # [n] int32: the draft for the position that the logits are for; -1 if there is none

@@ -117,9 +117,7 @@ class Verifier:
         return Sampled(token_ids, failed, logprobs), accepted
 
 
-def _shape(
-    target_ids: Tensor, draft_ids: Tensor, accepted: Tensor | None, failed: Tensor, logit_start_loc: Tensor, width: int
-) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+def _shape(logit_start_loc: Tensor, width: int) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     num_reqs = logit_start_loc.shape[0] - 1
     return (
         TensorSpec((num_reqs, width), torch.int32),

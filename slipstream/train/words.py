@@ -13,10 +13,10 @@ from slipstream.models.tokenizer import Tokenizer
 
 _LEAST_LETTERS = 4
 _NAMES = (
-    *("Anna", "Ben", "Carlos", "Diana", "Elena", "Farid", "Grace", "Hiro", "Ingrid", "James", "Kofi", "Lena", "Maria"),
-    *("Nina", "Omar", "Priya", "Rosa", "Sam", "Tom", "Uma", "Victor", "Wei", "Yusuf", "Zoe", "Jack", "Emily", "David"),
-    *("Sarah", "Mr. Brown", "Mrs. Garcia", "Alex", "Olivia", "Lucas", "Fatima", "Chen", "Aisha", "Peter", "Julia"),
-)
+    "Anna, Ben, Carlos, Diana, Elena, Farid, Grace, Hiro, Ingrid, James, Kofi, Lena, Maria, Nina, Omar, Priya, Rosa, "
+    "Sam, Tom, Uma, Victor, Wei, Yusuf, Zoe, Jack, Emily, David, Sarah, Mr. Brown, Mrs. Garcia, Alex, Olivia, Lucas, "
+    "Fatima, Chen, Aisha, Peter, Julia"
+).split(", ")
 _OF_WORDS = frozenset({"word", "Word"})
 
 
