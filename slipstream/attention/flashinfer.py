@@ -356,7 +356,7 @@ class FlashInferBackend:
 
     def _run_part(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, part: Part, out: Tensor) -> None:
         shape = LayerShape(
-            *(layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype)
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype
         )
         if part.path in ("native", "cascade"):
             assert part.pages is not None

@@ -178,9 +178,14 @@ def _plan_shape(num_tokens: int, page_size: int, shape: FlexShape) -> tuple[Tens
     grid, lists = (rows, shape.query_block), (rows, 1, 1, shape.max_key_blocks)
     long, short = torch.int64, torch.int32
     return (
-        *(TensorSpec((num_tokens,), long), TensorSpec((queries,), long)),
-        *(TensorSpec(grid, short), TensorSpec(grid, short), TensorSpec((rows,), short)),
-        *(TensorSpec((keys // page_size,), long), TensorSpec((keys,), short), TensorSpec((keys,), short)),
+        TensorSpec((num_tokens,), long),
+        TensorSpec((queries,), long),
+        TensorSpec(grid, short),
+        TensorSpec(grid, short),
+        TensorSpec((rows,), short),
+        TensorSpec((keys // page_size,), long),
+        TensorSpec((keys,), short),
+        TensorSpec((keys,), short),
         *(TensorSpec(lists[:3], short), TensorSpec(lists, short)) * 2,
     )
 

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from slipstream.kernels.paged_attention import PagedRequests
+
 
 @dataclass(frozen=True, slots=True)
 class CommonAttentionMetadata:
@@ -39,6 +41,10 @@ class CommonAttentionMetadata:
     # a drafter's pass over a block.
     is_causal: bool = True
     num_common_pages: int = 0  # all requests of the batch begin with these pages, and none of its tokens stands there
+
+    @property
+    def requests(self) -> PagedRequests:
+        return PagedRequests(self.query_start_loc, self.query_lens, self.seq_lens, self.block_table, self.seq_starts)
 
     @property
     def max_seq_len(self) -> int:

@@ -35,6 +35,7 @@ Launcher = Callable[["Operation[Any, Any]", tuple[Any, ...], dict[str, Any]], An
 
 _launchers: dict[str, Launcher] = {}
 _operations: dict[str, Operation[Any, Any]] = {}
+_fields: dict[type, tuple[str, ...] | None] = {}  # by kind of argument
 
 
 class Operation(Generic[P, R]):
@@ -153,9 +154,14 @@ def map_tensors(value: Any, name: str, change: Callable[[str, Tensor], Any]) -> 
     return value
 
 
-@functools.cache
 def _bundle_fields(kind: type) -> tuple[str, ...] | None:
     """Of a frozen dataclass or a NamedTuple; None of anything else, which comes to the body as it is."""
+    if kind not in _fields:
+        _fields[kind] = _find_fields(kind)
+    return _fields[kind]
+
+
+def _find_fields(kind: type) -> tuple[str, ...] | None:
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return tuple(kind._fields)
     parameters: Any = getattr(kind, "__dataclass_params__", None)

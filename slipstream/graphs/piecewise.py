@@ -54,7 +54,11 @@ class PiecewiseForward:
     def record(self, forward: Callable[[AttentionContext], Tensor], context: AttentionContext) -> None:
         """Record a pass. Attention does not run, so neither do its inputs need to be there."""
         splitting = _SplittingContext(
-            *(context.group_steps, context.group_of_layer, context.positions, context.slot_mapping, context.taps),
+            context.group_steps,
+            context.group_of_layer,
+            context.positions,
+            context.slot_mapping,
+            context.taps,
             recorder=self,
         )
         self.begin_piece()

@@ -83,7 +83,17 @@ def _launch(
     block = min(next_power_of_2(channels), 512, max(64, 1024 // first)) if is_few else 128
     # One program more than requests: for the rows of nobody behind the last.
     _conv_kernel[(num_reqs + 1 + num_tiles, -(-channels // block))](
-        *(x, weight, bias, inputs, requests, out, num_reqs, num_tokens, channels, x.stride(0), inputs.shape[1]),
+        x,
+        weight,
+        bias,
+        inputs,
+        requests,
+        out,
+        num_reqs,
+        num_tokens,
+        channels,
+        x.stride(0),
+        inputs.shape[1],
         WIDTH=width,
         FIRST=first,
         TILE=_TILE,
@@ -199,8 +209,18 @@ def _conv_kernel(
     let_next_start(EARLY)
     if program <= num_reqs:
         _first_tokens(
-            *(x, weights, added, inputs, out, described, channel, channels, token_stride, ring),
-            *(WIDTH, FIRST),
+            x,
+            weights,
+            added,
+            inputs,
+            out,
+            described,
+            channel,
+            channels,
+            token_stride,
+            ring,
+            WIDTH,
+            FIRST,
         )
         begin, end = gap_before(requests, program, num_reqs, num_tokens)
         for at in range(begin, end, FIRST):
@@ -215,6 +235,16 @@ def _conv_kernel(
         number = FIRST + (tile - (start // TILE + request)) * TILE
         if number < count:
             _later_tokens(
-                *(x, weights, added, out, start, count, number, channel, channels, token_stride),
-                *(WIDTH, TILE),
+                x,
+                weights,
+                added,
+                out,
+                start,
+                count,
+                number,
+                channel,
+                channels,
+                token_stride,
+                WIDTH,
+                TILE,
             )

@@ -179,8 +179,18 @@ def _launch_recurrence(
     columns = min(_COLUMNS, next_power_of_2(v_dim))
     # One request more than there are: for the rows of nobody behind the last.
     _recurrent_kernel[(v_heads * -(-v_dim // columns), num_reqs + 1)](
-        *(qkv, (a, b, a_log, dt_bias), states, requests, out, num_reqs, qkv.shape[0], max_count),
-        *(qkv.stride(0), a.stride(0), b.stride(0), k_dim**-0.5),
+        qkv,
+        (a, b, a_log, dt_bias),
+        states,
+        requests,
+        out,
+        num_reqs,
+        qkv.shape[0],
+        max_count,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        k_dim**-0.5,
         RING=ring,
         K_HEADS=(qkv.shape[1] - v_heads * v_dim) // (2 * k_dim),
         V_HEADS=v_heads,
@@ -247,15 +257,24 @@ def _recurrent_kernel(
     wait_for_last(EARLY)
     let_next_start(EARLY)
     strides = (qkv_stride, a_stride, b_stride)
-    token = _load_token(
-        *(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
-    )
+    token = _load_token(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
     for i in range(count):
         query, key, value, kept, beta = token
         # The next token is on its way while this one is worked on.
         token = _load_token(
-            *(start + i + 1, i + 1 < count, qkv, gating, strides, head, v, scale),
-            *(K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K),
+            start + i + 1,
+            i + 1 < count,
+            qkv,
+            gating,
+            strides,
+            head,
+            v,
+            scale,
+            K_HEADS,
+            V_HEADS,
+            K_DIM,
+            V_DIM,
+            BLOCK_K,
         )
         state *= kept
         # Both sums from the state before: query @ (state + key (x) news) is query @ state + (query @ key) * news.

@@ -71,8 +71,16 @@ def _launch_join(
         return out
     block = next_power_of_2(size)
     _join_kernel[(n, 2)](
-        *(hidden, embedding, token_ids, embedding_gain, hidden_gain, positions, out),
-        *(hidden.stride(0), size, eps),
+        hidden,
+        embedding,
+        token_ids,
+        embedding_gain,
+        hidden_gain,
+        positions,
+        out,
+        hidden.stride(0),
+        size,
+        eps,
         NORM=embedding_gain is not None and hidden_gain is not None,
         MASKED=positions is not None,
         BLOCK=block,
@@ -90,7 +98,12 @@ def _launch_keep(states: Tensor, places: Tensor, kept: Tensor) -> None:
         return
     block = next_power_of_2(size)
     _keep_kernel[(n, num_modules)](
-        *(states, places, kept, states.stride(0), kept.stride(0), size),
+        states,
+        places,
+        kept,
+        states.stride(0),
+        kept.stride(0),
+        size,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
         **early_start(states),

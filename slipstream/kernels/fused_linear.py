@@ -81,8 +81,15 @@ def _scale(
     squares = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
     _scale_kernel[(num_tokens,)](
-        *(x, x if residual is None else residual, gain, x if rows is None else rows, out, scaled, squares),
-        *(size, 0 if residual is None else residual.stride(0)),
+        x,
+        x if residual is None else residual,
+        gain,
+        x if rows is None else rows,
+        out,
+        scaled,
+        squares,
+        size,
+        0 if residual is None else residual.stride(0),
         SUM=residual is not None,
         CHOOSES=rows is not None,
         BLOCK=block,

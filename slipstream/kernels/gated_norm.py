@@ -43,7 +43,16 @@ def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, block = x.shape[0] * heads, next_power_of_2(size)
     rows = max(1, _TILE // block)
     _gated_norm_kernel[(-(-num_rows // rows),)](
-        *(x, gate, weight, out, num_rows, heads, size, *x.stride()[:2], *gate.stride()[:2], eps),
+        x,
+        gate,
+        weight,
+        out,
+        num_rows,
+        heads,
+        size,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        eps,
         ROWS=rows,
         BLOCK=block,
         num_warps=min(16, max(1, rows * block // 256)),

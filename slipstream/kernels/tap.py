@@ -38,7 +38,13 @@ def _tap_triton(hidden: Tensor, residual: Tensor | None, out: Tensor) -> None:
     assert hidden.stride(1) == other.stride(1) == out.stride(1) == 1
     block = next_power_of_2(size)
     _tap_kernel[(num_tokens,)](
-        *(hidden, other, out, size, hidden.stride(0), other.stride(0), out.stride(0)),
+        hidden,
+        other,
+        out,
+        size,
+        hidden.stride(0),
+        other.stride(0),
+        out.stride(0),
         SUM=residual is not None,
         BLOCK=block,
         num_warps=min(8, max(1, block // 256)),

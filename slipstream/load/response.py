@@ -20,8 +20,20 @@ class Response:
     """The response to one request. ``failure`` says why it is none that counts, once ``is_complete``."""
 
     __slots__ = (
-        *("_framing", "_has_head", "_in_trailer", "_is_between_chunks", "_is_stream", "_left", "_rest"),
-        *("body", "content_type", "events", "failure", "is_complete", "keeps_connection", "status"),
+        "_framing",
+        "_has_head",
+        "_in_trailer",
+        "_is_between_chunks",
+        "_is_stream",
+        "_left",
+        "_rest",
+        "body",
+        "content_type",
+        "events",
+        "failure",
+        "is_complete",
+        "keeps_connection",
+        "status",
     )
 
     def __init__(self) -> None:

@@ -68,23 +68,13 @@ class StepProgram:
 
     def finish(self, batch: InputBatch, logits: Tensor, needs: SamplingNeeds) -> Tensor | None:
         """Check the drafts of every request, and let the rows take what comes of it. Gives log probabilities."""
-        rows, drafted = self.rows, batch.drafted
-        verified = self.verifier.verify(logits, rows.sampling, drafted, needs)
-        commit(
-            *(verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand),
-            *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
-            *(rows.stop_ids, rows.max_total),
-            *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),
-            self.out[: batch.batch_rows.shape[0]],
-        )
+        verified = self.verifier.verify(logits, self.rows.sampling, batch.drafted, needs)
+        out = self.out[: batch.batch_rows.shape[0]]
+        commit(verified.tokens, self.rows.state, batch.layout, batch.attention.query_lens, out)
         return verified.logprobs
 
     def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
         """Put the next drafts into the rows."""
         drafter = self.speculator
         draft_ids = drafter.propose(batch, noise) if in_graph else drafter.run(batch, noise)
-        rows = self.rows.drafting
-        place_drafts(
-            *(draft_ids, self.rows.batch_rows[: draft_ids.shape[0]], rows.num_computed, rows.num_tokens),
-            *(rows.max_drafts, rows.max_total, rows.status, rows.token_ids, rows.num_drafts),
-        )
+        place_drafts(draft_ids, self.rows.batch_rows[: draft_ids.shape[0]], self.rows.state)

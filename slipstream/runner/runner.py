@@ -59,12 +59,13 @@ class Runner:
         width = NUM_HEADER_COLUMNS + 1 + num_drafts
         self._out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         self._outputs = OutputRing(device, max_reqs, num_drafts, config.scheduler.max_num_batched_tokens, depth)
-        self.speculator = make_speculator(self.rows.drafting)
-        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, *(self.speculator.drawn_from or ()))
+        self.speculator = make_speculator(self.rows.state)
+        verifier = Verifier(config.speculative, max_reqs, self.rows.num_tokens, self.speculator.drawn_from)
         self.program = StepProgram(model, caches, self.rows, self.buffers, verifier, self.speculator, self._out)
         mode = CUDAGraphMode(config.cudagraph_mode)
         logits = torch.zeros(
-            *(self.buffers.max_num_logits, config.model.vocab_size if mode is not CUDAGraphMode.NONE else 0),
+            self.buffers.max_num_logits,
+            config.model.vocab_size if mode is not CUDAGraphMode.NONE else 0,
             dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
             device=device.torch_device,
         )

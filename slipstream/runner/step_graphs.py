@@ -169,10 +169,19 @@ class StepGraphs:
             buffers = program.buffers
             self._capture_drafter = program.speculator.init_graphs(
                 GraphSetting(
-                    *(device, self.mode, sizes, drafts.lengths, max_num_reqs, buffers.max_model_len),
-                    *(self._manager.pool, self.memory, program.caches),
-                    *(buffers.no_drafting, lambda desc: buffers.static(desc).drafting),
-                    *(lambda desc: buffers.prepare(buffers.static(desc)), self._manager.states.get),
+                    device,
+                    self.mode,
+                    sizes,
+                    drafts.lengths,
+                    max_num_reqs,
+                    buffers.max_model_len,
+                    self._manager.pool,
+                    self.memory,
+                    program.caches,
+                    buffers.no_drafting,
+                    lambda desc: buffers.static(desc).drafting,
+                    lambda desc: buffers.prepare(buffers.static(desc)),
+                    self._manager.states.get,
                 )
             )
 
@@ -237,9 +246,7 @@ class StepGraphs:
 
     def _measure_launches(self, num_reqs: int, num_drafts: int, is_wanted: Callable[[], bool] = lambda: False) -> bool:
         program, query_len, num_made = self._program, 1 + num_drafts, self._drafts.num_made(num_drafts)
-        desc = BatchExecutionDescriptor(
-            *(CUDAGraphMode.NONE, num_reqs * query_len, num_reqs, query_len, "fast", num_made)
-        )
+        desc = BatchExecutionDescriptor(CUDAGraphMode.NONE, num_reqs * query_len, num_reqs, query_len, "fast", num_made)
         batch = program.buffers.static(desc)
         with self._device.use_stream(self._device.compute_stream):
             program.buffers.stage_nobody(num_reqs, query_len)

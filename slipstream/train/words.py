@@ -10,13 +10,9 @@ import string
 from collections.abc import Sequence
 
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.train.phrases import NAMES
 
 _LEAST_LETTERS = 4
-_NAMES = (
-    "Anna, Ben, Carlos, Diana, Elena, Farid, Grace, Hiro, Ingrid, James, Kofi, Lena, Maria, Nina, Omar, Priya, Rosa, "
-    "Sam, Tom, Uma, Victor, Wei, Yusuf, Zoe, Jack, Emily, David, Sarah, Mr. Brown, Mrs. Garcia, Alex, Olivia, Lucas, "
-    "Fatima, Chen, Aisha, Peter, Julia"
-).split(", ")
 _OF_WORDS = frozenset({"word", "Word"})
 
 
@@ -66,7 +62,7 @@ class _Drawn(dict[str, str]):
             word = self._generator.choice(self._words)
             return word if place == "word" else word[0].upper() + word[1:]
         if place == "name":
-            return self._generator.choice(_NAMES)
+            return self._generator.choice(NAMES)
         if place == "year":
             return str(self._generator.randint(1700, 2025))
         if place == "number":
