@@ -12,7 +12,7 @@ MODEL ?=
 PROMPT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-gpu memcheck sim check format docs readme bench clean
+.PHONY: help demo serve test test-fast test-slow test-gpu memcheck sim mutants check format docs readme bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,8 +23,11 @@ demo: $(VENV)/.installed ## fetch the default model; answer with and without dra
 test: $(VENV)/.installed-dev ## the whole CPU suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+test-fast: $(VENV)/.installed-dev ## for the inner loop: the first case of each test, without those that take seconds
+	$(BIN)/python -m pytest --fast -n auto --dist worksteal
+
 test-slow: $(VENV)/.installed-dev ## the long matrices too, and other cases in every run
-	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --hypothesis-profile default
+	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --hypothesis-profile default --durations 20
 
 test-gpu: ## what needs an NVIDIA GPU, with any python3 that has torch; installs nothing. MODEL=folder for a model of yours
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir . tests/gpu $(if $(MODEL),--model $(MODEL))
@@ -35,6 +38,9 @@ memcheck: ## the kernels' tests under compute-sanitizer, every tensor in an allo
 
 sim: $(VENV)/.installed-dev ## the whole engine on a simulated GPU: SEEDS=200 worlds, or SEED=123 with a trace
 	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+mutants: $(VENV)/.installed-dev ## plant every fault of the list, one at a time: the simulator must find each
+	$(BIN)/python -m tests.sim.mutations --seeds $(SEEDS)
 
 check: $(VENV)/.installed-dev ## format, lint, types, tidiness
 	$(BIN)/ruff format --check .

@@ -44,12 +44,12 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 def drafter_tensors(checkpoint: Checkpoint, bits: int | None, skipped: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     kept = [i for i in range(checkpoint.config["num_hidden_layers"]) if i not in skipped]
     for name, tensor in checkpoint.tensors():
-        place = re.match(r"model\.layers\.(\d+)\.(.*)", name)
-        if place and int(place[1]) in skipped:
+        layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        if layer and int(layer[1]) in skipped:
             continue
-        if place:
-            name = f"model.layers.{kept.index(int(place[1]))}.{place[2]}"
-        if place and bits and tensor.dim() == 2 and tensor.shape[1] % _GROUP == 0:
+        if layer:
+            name = f"model.layers.{kept.index(int(layer[1]))}.{layer[2]}"
+        if layer and bits and tensor.dim() == 2 and tensor.shape[1] % _GROUP == 0:
             tensor = rounded(tensor, bits)
         yield name, tensor.contiguous().clone()
 
@@ -66,14 +66,11 @@ def write_drafter(checkpoint: Checkpoint, bits: int | None, skipped: set[int], f
 def measure(
     options: dict[str, Any], prompts: list[list[int]], temperature: float, max_tokens: int
 ) -> tuple[DraftStats, int]:
-    total = DraftStats()
     with LLM(**options) as llm:
         params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))]
         outputs = llm.generate(prompts, params)
-        stats = llm.stats
-    total.num_steps = stats.num_draft_steps
-    total.num_drafts_at, total.num_accepted_at = stats.num_draft_tokens_at, stats.num_accepted_tokens_at
-    return total, sum(len(output.token_ids) for output in outputs)
+        drafts = llm.stats.drafts
+    return drafts, sum(len(output.token_ids) for output in outputs)
 
 
 def main() -> int:
@@ -119,8 +116,8 @@ def main() -> int:
         table.add_column(column, justify="right")
     for row in rows:
         share = f"{row['accepted'] / max(1, row['drafts']):.3f}"
-        places = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
-        figures = (str(row["drafts"]), str(row["accepted"]), share, f"{row['mean_length']:.2f}", places)
+        rates = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
+        figures = (str(row["drafts"]), str(row["accepted"]), share, f"{row['mean_length']:.2f}", rates)
         table.add_row(row["case"], f"{row['temperature']:g}", *figures)
     path = write_results(results, arguments.output_dir, "acceptance")
     Console(width=150).print(table)

@@ -51,8 +51,8 @@ def make(name: str, query_len: int, batch: int) -> AttentionBackend:
     shape = HeadShape(LAYER.num_heads, LAYER.num_kv_heads, LAYER.head_dim, PAGE_SIZE, "bfloat16")
     features = Features(query_len=query_len)
     paths = choose_paths(torch.cuda.get_device_capability(), shape, features, is_installed()).check()
-    place = torch.device("cuda")
-    return FlashInferBackend(paths, FlashInferLibrary(paths, place), PAGE_SIZE, batch, {query_len}, place)
+    device = torch.device("cuda")
+    return FlashInferBackend(paths, FlashInferLibrary(paths, device), PAGE_SIZE, batch, {query_len}, device)
 
 
 def step(batch: int, context: int, query_len: int, num_common: int) -> CommonAttentionMetadata:
@@ -88,9 +88,9 @@ def runner(
     assert isinstance(backend, TritonBackend)
     # The new keys and values are those that the cache has, so that the result is the same; nothing is turned.
     query_len = common.max_query_len
-    places = (common.seq_lens[:, None] - query_len + torch.arange(query_len, device="cuda")).long()
-    pages = common.block_table.gather(1, places // PAGE_SIZE).flatten().long()
-    offsets = (places % PAGE_SIZE).flatten()
+    positions = (common.seq_lens[:, None] - query_len + torch.arange(query_len, device="cuda")).long()
+    pages = common.block_table.gather(1, positions // PAGE_SIZE).flatten().long()
+    offsets = (positions % PAGE_SIZE).flatten()
     k, v = kv_cache[pages, :, :, offsets].unbind(1)
     cos = torch.ones(q.shape[0], 1, LAYER.head_dim, dtype=q.dtype, device="cuda")
     new = NewTokens(q, k.contiguous(), v.contiguous(), cos, torch.zeros_like(cos), pages, offsets, None)

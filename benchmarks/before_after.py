@@ -29,7 +29,7 @@ PROMPT_LEN = 128
 
 
 def serve(case: str, k: int, batches: list[int], device: str) -> None:
-    """The child's side: build an engine, say how long it took, then answer lines ``batch output_len`` with figures."""
+    """The child's side: build an engine, report the seconds, then answer lines ``batch output_len`` with figures."""
     began = time.perf_counter()
     from slipstream.commands.measure import decode_rate, run_batch, wait_for_graphs
     from slipstream.config import EngineOptions
@@ -51,7 +51,7 @@ def serve(case: str, k: int, batches: list[int], device: str) -> None:
 
     def build() -> Any:
         engine = build_shape(options, case)
-        verifiers.append(engine.core.runner.program.verifier)
+        verifiers.append(engine.core.runner.head.verifier)
         return engine
 
     client = EngineClient.in_thread(build)

@@ -98,19 +98,19 @@ class _Answers:
         return [[rng.randrange(self._vocab_size) for _ in range(length)] for _ in range(batch)]
 
     def prompt(self, length: int) -> dict[str, Any]:
-        """Tokens of a prompt over the time to the first token behind it."""
+        """Tokens of a prompt over the time to the first token after it."""
         from slipstream.commands.measure import run_batch
 
         return {"tok_s": length / run_batch(self._client, self._prompts(1, length), 1).first_token_s}
 
     def decode(self, batch: int, context: int, output_len: int) -> dict[str, Any]:
-        """Behind random prompts; the first token comes out of the prompt's pass and is not counted."""
+        """After random prompts; the first token comes from the prompt's pass and is not counted."""
         from slipstream.commands.measure import decode_rate, run_batch
 
         return {"tok_s": decode_rate(run_batch(self._client, self._prompts(batch, context), output_len + 1).arrivals)}
 
     def answer(self, text: str, output_len: int) -> dict[str, Any]:
-        """One question to its end: tokens behind the first one, and the seconds they took."""
+        """One question to its end: tokens after the first one, and their seconds."""
         from slipstream.commands.measure import run_batch
 
         token_ids = self._client.tokenizer.encode_chat([{"role": "user", "content": text}])

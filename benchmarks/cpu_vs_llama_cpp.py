@@ -1,15 +1,15 @@
 """GGUF files on a CPU: Slipstream against llama.cpp, both on the same file, in alternating turns of one run.
 
-For each file: a prompt of 256 tokens, 64 tokens decoded behind nothing (both as `llama-bench -p 256 -n 64`), and eight
-requests that decode together behind 256 tokens each (`llama-batched-bench`). Beside them what Slipstream's process
-keeps in memory, and how soon a new `slipstream generate` says its first token, the file already in the page cache.
+For each file: a prompt of 256 tokens, 64 tokens decoded after an empty context (both as `llama-bench -p 256 -n 64`),
+and eight requests that decode together after 256 tokens each (`llama-batched-bench`). Also the memory of Slipstream's
+process, and how soon a new `slipstream generate` says its first token, the file already in the page cache.
 
 Speculation is measured against the same engine's plain decoding, on questions that are answered to their end: the head
 that comes with a model, a smaller file that drafts for the largest one on requests for code (`--draft-model`), and
 n-grams on requests to change code. llama.cpp does the same where it can.
 
-A measurement during which other processes took a tenth of the cores is taken again, at most three times; each row says
-how much they took in the worst that was kept (`others_share`).
+A measurement during which other processes used a tenth of the cores is repeated, at most three times; each row says
+how much they used in the worst measurement that was kept (`others_share`).
 
 llama.cpp is built once, for this machine, from a source package whose version is pinned (`llama_cpp_build.py`). Where
 that cannot be done one line says why, and Slipstream is measured alone. How Slipstream holds the weights is its own
@@ -96,14 +96,14 @@ class Benchmark:
                 turns.theirs.append(self._quiet(partial(self._their_rate, self._theirs, path, *work)))
             rates = " and ".join(f"{rates[-1]:.1f}" for rates in (turns.ours, turns.theirs) if rates)
             shares = " and ".join(f"{share:.0%}" for share in self._quiet.shares[-1 - bool(turns.theirs) :])
-            line = f"{path.name}, {work[0]}, batch {work[1]}, turn {turn + 1}: {rates} tokens/s, others took {shares}"
+            line = f"{path.name}, {work[0]}, batch {work[1]}, turn {turn + 1}: {rates} tokens/s, others used {shares}"
             print(line, file=sys.stderr, flush=True)
         return turns
 
     def _our_rate(self, engine: Engine, phase: str, batch: int, context: int, output_len: int) -> float:
         if phase == "prompt":
             return float(engine.ask("prompt", length=context)["tok_s"])
-        # Behind nothing there is nothing to decode: one token stands for it.
+        # Without a prompt there is nothing to decode from: one token replaces it.
         return float(engine.ask("decode", batch=batch, context=max(1, context), output_len=output_len)["tok_s"])
 
     def _their_rate(self, theirs: LlamaCpp, path: Path, phase: str, batch: int, context: int, output_len: int) -> float:
@@ -161,7 +161,7 @@ class Benchmark:
         ]
 
     def _busy(self) -> Row:
-        """The share of the cores that others took, in the worst measurement of those that were kept."""
+        """The share of the cores that others used, in the worst measurement of those that were kept."""
         return {"others_share": round(max(self._quiet.shares, default=0.0), 3)}
 
     def run(self) -> None:
@@ -213,7 +213,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--answer-len", type=int, default=256, help="most tokens of an answer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-busy", type=float, default=0.1, help="share of the cores that others may take")
-    parser.add_argument("--tries", type=int, default=3, help="of a measurement during which they took more")
+    parser.add_argument("--tries", type=int, default=3, help="of a measurement during which they used more")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="an option of Slipstream's")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Rows and tables of `cpu_vs_llama_cpp.py`: figures of two engines that took turns, put together."""
+"""Rows and tables of `cpu_vs_llama_cpp.py`: results of two engines that ran alternately, combined."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _busy(row: Row) -> str:
 
 
 def _rates(rows: Sequence[Row], title: str) -> Table:
-    columns = ("batch", "phase", "Slipstream", "best", "llama.cpp", "best", "ratio", "of bests", "others took")
+    columns = ("batch", "phase", "Slipstream", "best", "llama.cpp", "best", "ratio", "of bests", "others used")
     table = _table(f"tokens per second, {title}", *columns)
     for row in rows:
         figures = [row[name] for name in ("tok_s", "best_tok_s", "llama_cpp_tok_s", "llama_cpp_best_tok_s")]
@@ -147,7 +147,7 @@ def _memory(rows: Sequence[Row]) -> Table:
 
 
 def _starts(rows: Sequence[Row]) -> Table:
-    table = _table("a new process's first token, second start, s", "median", "best", "others took")
+    table = _table("a new process's first token, second start, s", "median", "best", "others used")
     for row in rows:
         table.add_row(row["case"], _text(row["first_token_s"], 2), _text(min(row["first_token_s_runs"]), 2), _busy(row))
     return table
@@ -163,7 +163,7 @@ def _speculation(rows: Sequence[Row]) -> Table:
         "llama.cpp plain",
         "drafts",
         "ratio",
-        "others took",
+        "others used",
     )
     table = _table("speculation, batch 1, tokens per second", *columns)
     for row in rows:

@@ -35,7 +35,7 @@ def draw(shown: str) -> str:
     console.print("$ make demo", style="bold green")
     console.print(Text.from_ansi(shown.rstrip()))
     picture = console.export_svg(title="slipstream")
-    # Fonts from the net would be fetched by whoever looks at the page.
+    # Fonts from the net would be fetched by every viewer of the page.
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
     return picture.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
 

@@ -147,10 +147,10 @@ def error_of(case: KernelCase) -> float:
             value = value.float() if value.is_floating_point() else value
         exact[name] = value
     found = [case.op.body(**given)[: some * case.count], *(given[name][: some + 1] for name in pool)]
-    wanted = [case.op.body(**exact), *(exact[name] for name in pool)]
+    expected = [case.op.body(**exact), *(exact[name] for name in pool)]
     errors = [
         float((own.float().cpu() - right).abs().max() / right.abs().max())
-        for own, right in zip(found, wanted, strict=True)
+        for own, right in zip(found, expected, strict=True)
     ]
     # A comparison with what is not a number is false, and max would pass over it.
     return max(errors) if all(error < MAX_ERROR for error in errors) else float("inf")

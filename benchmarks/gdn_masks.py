@@ -5,7 +5,7 @@ Two parts, the second over random weights of Qwen3-Next's layers in bfloat16:
 - builder: host time of the metadata's builder, with an idle GPU and with work queued in front of it. `ours` has host
   numbers and nothing sorted apart. `host masks` sorts requests apart by kind with masks on the host, `device masks`
   with masks on the device, as a builder of another engine did before and after such waits were removed from it.
-- engine: a fixed number of requests under way, whoever ends is followed by another, so that prompts mix with drafts.
+- engine: a fixed number of requests under way, each that ends is followed by another, so that prompts mix with drafts.
   The product records its builder in graphs; it runs in steps without one, which have many prompt tokens. `planted` has
   device masks there. The other two run a builder in front of every step, as where metadata are made outside graphs.
   Throughput counts all output tokens; the time to the first token is that of requests which come while others decode.
@@ -91,13 +91,13 @@ def setting_for(device: str) -> Setting:
 def sort_apart(common: CommonAttentionMetadata, num_states: int, on_device: bool) -> GDNAttentionMetadata:
     """Metadata with requests sorted apart by kind: sizes of results are read off masks, on the host or the device."""
     assert common.batch_rows is not None
-    num_reqs, place = common.num_reqs, common.query_start_loc.device
+    num_reqs, device = common.num_reqs, common.query_start_loc.device
     lens = common.query_start_loc[: num_reqs + 1].diff()
     spec = spec_sequence_masks(common)
     known_lens = torch.from_numpy(np.diff(common.query_start_loc_cpu))
     size: dict[str, Any] = {"output_size": common.num_actual_tokens}
     if on_device:
-        spec, known_lens, size = spec.to(place, non_blocking=True), lens, {}
+        spec, known_lens, size = spec.to(device, non_blocking=True), lens, {}
     plain = (known_lens == 1) & ~spec
     parts = []
     for mask in (spec, plain, ~(spec | plain)):
@@ -105,7 +105,7 @@ def sort_apart(common: CommonAttentionMetadata, num_states: int, on_device: bool
         own_lens.cumsum(0)
         parts.append(Parts(slots.shape[0], int(known_lens[mask].sum())))
     # Whose each token is. Without a size the host waits to be told the sum.
-    torch.repeat_interleave(torch.arange(num_reqs, device=place), lens, **size)
+    torch.repeat_interleave(torch.arange(num_reqs, device=device), lens, **size)
     return GDNAttentionMetadata(
         slots=common.batch_rows,
         starts=common.query_start_loc[:-1],
@@ -176,12 +176,12 @@ def measure_builder(setting: Setting) -> list[Row]:
     for mix, num_prompts in (("drafts", 0), ("drafts and prompts", 2)):
         for batch in setting.builder_batches:
             common = step_of(batch, num_prompts, setting.device)
-            wanted = GDNAttentionMetadata.build(common, 1 + NUM_DRAFTS)
+            expected = GDNAttentionMetadata.build(common, 1 + NUM_DRAFTS)
             row: Row = {"part": "builder", "case": mix, "batch": batch}
             for name, build in BUILDERS.items():
                 found = build(common, 1 + NUM_DRAFTS)
                 for part in ("spec_decodes", "decodes", "prefills"):
-                    if getattr(found, part) != getattr(wanted, part):
+                    if getattr(found, part) != getattr(expected, part):
                         raise SystemExit(f"{name} counts other {part} than ours at batch {batch}, {mix}")
                 for state in ("idle", "busy"):
                     us = host_microseconds(build, common, setting.device, state == "busy")
@@ -209,38 +209,38 @@ VARIANTS = {
 @contextmanager
 def planted(core: EngineCore, variant: Variant) -> Iterator[list[int]]:
     """Builders of a variant in an engine that has all its graphs; gives how often one ran."""
-    graphs, backends = core.runner.graphs, [group.backend for group in core.runner.caches.groups]
+    executor, backends = core.runner.executor, [group.backend for group in core.runner.caches.groups]
     (gdn,) = (backend for backend in backends if isinstance(backend, GDNBackend))
-    run, num_built = graphs.run, [0]
+    run, num_built = executor.run, [0]
     launched = variant.in_launched or GDNAttentionMetadata.build
 
     def build(common: CommonAttentionMetadata) -> GDNAttentionMetadata:
         num_built[0] += 1
         return launched(common, gdn.num_states)
 
-    def run_behind(batch: Any, *args: Any) -> Any:
+    def run_after(batch: Any) -> Any:
         if variant.every_step is not None:
             num_built[0] += 1
-            variant.every_step(batch.attention, gdn.num_states)
-        return run(batch, *args)
+            variant.every_step(batch.inputs.attention, gdn.num_states)
+        return run(batch)
 
     # On the objects: their classes are as they were when these are gone.
-    vars(gdn)["build"], vars(graphs)["run"] = build, run_behind
+    vars(gdn)["build"], vars(executor)["run"] = build, run_after
     try:
         yield num_built
     finally:
-        del vars(gdn)["build"], vars(graphs)["run"]
+        del vars(gdn)["build"], vars(executor)["run"]
 
 
 def drawn_requests(setting: Setting, name: str) -> list[Request]:
-    """The same for every variant. Prompts repeat a few words, so that there is something to draft from."""
+    """The same for every variant. Prompts repeat a few tokens, so that there is something to draft from."""
     rng, vocab_size = random.Random(0), shape_config(setting.shape)["vocab_size"]
     params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True).with_defaults(SamplingParams())
     requests = []
     for i in range(setting.num_requests):
         length = rng.randint(setting.max_prompt_len // 8, setting.max_prompt_len)
-        words = [rng.randrange(vocab_size) for _ in range(16)]
-        prompt = tuple((words * (length // 16 + 1))[:length])
+        tokens = [rng.randrange(vocab_size) for _ in range(16)]
+        prompt = tuple((tokens * (length // 16 + 1))[:length])
         num_tokens = rng.randint(setting.max_output_len // 4, setting.max_output_len)
         requests.append(Request(f"{name}-{i}", prompt, params, (), length + num_tokens))
     return requests
@@ -263,9 +263,9 @@ def serve(core: EngineCore, requests: list[Request], concurrency: int) -> tuple[
                 request = waiting.pop()
                 came[request.request_id] = time.monotonic()
                 core.add(request)
-    wanted = sum(request.max_total_tokens - len(request.prompt_token_ids) for request in requests)
-    if num_tokens != wanted:
-        raise SystemExit(f"{num_tokens} tokens came of {wanted}")
+    expected = sum(request.max_total_tokens - len(request.prompt_token_ids) for request in requests)
+    if num_tokens != expected:
+        raise SystemExit(f"{num_tokens} tokens were generated of {expected}")
     return num_tokens / (time.monotonic() - begin), [first[name] - came[name] for name in came]
 
 

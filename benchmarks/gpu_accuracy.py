@@ -39,7 +39,7 @@ def transformers_model(path: Path, dtype: torch.dtype, device: str) -> Any:
     missing, unexpected = model.load_state_dict(dict(checkpoint.tensors()), strict=False)
     assert not unexpected and all(name.startswith("lm_head") for name in missing), (missing, unexpected)
     model.tie_weights()
-    model.generation_config.eos_token_id = None  # nobody ends early
+    model.generation_config.eos_token_id = None  # no request ends early
     return model.to(dtype).to(device).eval()
 
 
@@ -80,9 +80,9 @@ def greedy(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], l
 
     def launch_and_keep(plan: Any) -> Any:
         step = launch(plan)
-        for place, scheduled in enumerate(plan.requests):
+        for idx, scheduled in enumerate(plan.requests):
             if scheduled.samples:
-                logits[scheduled.request_id].append(seen[-1][place].float().cpu())
+                logits[scheduled.request_id].append(seen[-1][idx].float().cpu())
         seen.clear()
         return step
 
@@ -122,14 +122,14 @@ def main() -> int:
     recorded = greedy_tokens(build_engine(EngineOptions.from_dict(engine_options)), prompts)
 
     own_error, peer_error, count, mismatches, worst_gap = 0.0, 0.0, 0, 0, 0.0
-    for i, want in enumerate(expected):
+    for i, reference in enumerate(expected):
         for got in (tokens[i], recorded[i]):
-            at = next((j for j, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
+            at = next((j for j, (a, b) in enumerate(zip(reference, got, strict=True)) if a != b), None)
             if at is not None:
                 first, second = reference[i][at].topk(2).values.tolist()
                 mismatches, worst_gap = mismatches + 1, max(worst_gap, first - second)
         # Up to and including the first difference the two have read the same tokens.
-        same = next((j + 1 for j, (a, b) in enumerate(zip(want, tokens[i], strict=True)) if a != b), NUM_TOKENS)
+        same = next((j + 1 for j, (a, b) in enumerate(zip(reference, tokens[i], strict=True)) if a != b), NUM_TOKENS)
         own_error += sum((logits[i][j] - reference[i][j]).abs().mean().item() for j in range(same))
         peer_error += sum((peer[i][j] - reference[i][j]).abs().mean().item() for j in range(same))
         count += same

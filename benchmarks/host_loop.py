@@ -45,6 +45,7 @@ from slipstream.engine.reader import OutputReader
 from slipstream.engine.resolve import resolve
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep
+from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
@@ -97,18 +98,20 @@ def instant_core(options: EngineOptions) -> EngineCore:
     """An engine whose steps are done at once; every request goes on for ever."""
     device = InstantDevice()
     config = replace(resolve(options, device.hardware("float32"), TINY), cudagraph_mode="full", steps_in_flight=2)
-    config = replace(config, poison=False)  # what a step leaves stands there for all
+    config = replace(config, poison=False)  # the results of one step are reused for all
     caches = open_caches(config, config.model, device, attention=ReferenceBackend())
     draft_length, _ = decide_draft_length(config, caches.caps)
     runner = Runner(config, device, NoModel(), caches, _choose_speculator(config))
-    runner.graphs._manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
-    # Status, drafts checked, drafts accepted, none foreseen, tokens: what every step leaves.
+    runner.graphs.manager.dispatch = _always_a_graph(runner)  # type: ignore[method-assign]
+    # Status, drafts checked, drafts accepted, none would accept an unverified one, tokens.
     k = 0 if draft_length is not None else config.num_drafts
     accepted = min(NUM_ACCEPTED, k)
     header = [0, k, accepted, 0]
     assert len(header) == NUM_HEADER_COLUMNS
+    head = runner.head
+    assert isinstance(head, GenerateHead)
     row = [*header, *([7] * (accepted + 1)), *([-1] * (config.num_drafts - accepted))]
-    runner._out.copy_(torch.tensor(row, dtype=torch.int32).expand_as(runner._out))
+    head.out.copy_(torch.tensor(row, dtype=torch.int32).expand_as(head.out))
     return EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
 
 
@@ -124,12 +127,12 @@ def make_drafts_dear(core: EngineCore, max_batch: int) -> None:
 
 def _always_a_graph(runner: Runner) -> Callable[..., Any]:
     """Prompts too, for launched one by one they would be computed."""
-    dispatch = runner.graphs._manager.dispatch
-    largest = max(runner.graphs._hidden, key=lambda desc: (desc.tier == "fast", desc.num_tokens))
+    dispatch = runner.graphs.manager.dispatch
+    largest = max(runner.graphs.recorded, key=lambda desc: (desc.tier == "fast", desc.num_tokens))
 
     def find(*arguments: Any) -> Any:
         desc = dispatch(*arguments)
-        return desc if desc in runner.graphs._hidden else largest
+        return desc if desc in runner.graphs.recorded else largest
 
     return find
 
@@ -149,9 +152,9 @@ class Clock:
             try:
                 return call(*args, **kwargs)
             finally:
-                took = self._now() - start
-                self.seconds[name] += took - self._inside.pop()
-                self._inside[-1] += took
+                elapsed = self._now() - start
+                self.seconds[name] += elapsed - self._inside.pop()
+                self._inside[-1] += elapsed
 
         return timed
 
@@ -160,6 +163,7 @@ class Clock:
 def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
     """Put the clock around the parts of a step."""
     runner, scheduler, collect = core.runner, core.scheduler, InFlightStep.collect
+    assert isinstance(runner.head, GenerateHead)
 
     def read(step: InFlightStep) -> Any:
         result = clock.around("read", collect)(step)
@@ -170,11 +174,11 @@ def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
         for owner, name, part in (
             (scheduler, "schedule", "schedule"),
             (runner, "launch", "launch, rest"),
-            (runner.buffers, "stage", "stage"),
-            (runner.graphs, "run", "graphs"),
-            (runner._outputs, "send", "send"),
+            (runner.batches, "prepare", "stage"),
+            (runner.executor, "run", "graphs"),
+            (runner.head.outputs, "send", "send"),
             (scheduler, "collect", "collect"),
-            (scheduler, "use_wait", "look"),
+            (scheduler, "update_draft_length", "look"),
         ):
             patches.enter_context(mock.patch.object(owner, name, clock.around(part, getattr(owner, name))))
         patches.enter_context(mock.patch.object(InFlightStep, "collect", read))
@@ -322,7 +326,7 @@ def sample_stacks(bench: Bench, batch: int, seconds: float) -> Counter[tuple[str
 
 
 def draw_flames(stacks: Counter[tuple[str, ...]], title: str) -> str:
-    """An SVG: a call is as wide as the share of samples it was seen in, and stands on its caller."""
+    """An SVG: a call is as wide as the share of samples it was seen in, and lies on its caller."""
     width, line, total = 1200, 18, sum(stacks.values())
     depth = max(map(len, stacks), default=0)
     boxes: list[str] = []

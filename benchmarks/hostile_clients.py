@@ -70,7 +70,7 @@ class Target:
         return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def ask(self) -> tuple[int, float]:
-        """A short completion on a connection of its own: its status, and the seconds it took."""
+        """A short completion on a connection of its own: its status and its seconds."""
         body = json.dumps({"prompt": self.prompt, "max_tokens": 2, "ignore_eos": True}).encode()
         start = time.monotonic()
         answer = await self.send(self.post("/v1/completions", body), ends=False)
@@ -172,9 +172,9 @@ async def with_others(target: Target, attack: Callable[[], Awaitable[None]]) -> 
     seconds: list[float] = []
     attacking = asyncio.ensure_future(attack())
     while not attacking.done():
-        status, took = await target.ask()
+        status, elapsed = await target.ask()
         statuses[status] += 1
-        seconds.append(took)
+        seconds.append(elapsed)
         await asyncio.sleep(0.01)
     await attacking
     return statuses, seconds

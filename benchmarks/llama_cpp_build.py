@@ -120,7 +120,7 @@ def _run(command: Iterable[object], what: str) -> None:
 
 
 def _show_progress(lines: Iterable[str]) -> str:
-    """Follow cmake's percentages: one line that is overwritten, or one for each tenth where nobody looks."""
+    """Follow cmake's percentages: one line that is overwritten, or one for each tenth without a terminal."""
     shown, last, live = -1, "", sys.stderr.isatty()
     for line in lines:
         last = line.strip() or last

@@ -12,7 +12,7 @@ _LEAST_CONTEXT = 512
 
 
 class Rate(NamedTuple):
-    """One test of llama-bench: a prompt, or tokens one by one behind nothing."""
+    """One test of llama-bench: a prompt, or tokens one by one after an empty context."""
 
     prompt_len: int
     output_len: int
@@ -55,7 +55,7 @@ def read_batched(text: str, batch: int) -> float:
 
 
 def read_speculative(text: str) -> Generated:
-    """What llama-speculative-simple says behind its text."""
+    """What llama-speculative-simple prints after its text."""
     speed = re.search(r"decoded +(\d+) tokens in +([\d.]+) seconds", text)
     drafts, accepted = (re.search(rf"{name} *= *(\d+)", text) for name in ("n_drafted", "n_accept"))
     if speed is None or drafts is None or accepted is None:
@@ -64,7 +64,7 @@ def read_speculative(text: str) -> Generated:
 
 
 def read_completion(text: str) -> Generated:
-    """What llama-completion says of the tokens behind the first one, which came out of the prompt's pass."""
+    """What llama-completion prints of the tokens after the first one, which came from the prompt's pass."""
     speed = re.search(r"(?<!prompt )eval time = +([\d.]+) ms / +(\d+) runs", text)
     if speed is None:
         raise OutputError(f"llama-completion printed no figures: {text[-200:]!r}")

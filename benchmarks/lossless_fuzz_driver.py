@@ -49,7 +49,7 @@ class Seen:
 
 
 class SteppedEngine:
-    """Takes the place of the engine's thread. ``most_late``: most steps until the end of a request is heard of."""
+    """Replaces the engine's thread. ``most_late``: maximum steps until the end of a request is processed."""
 
     id_prefix = ""
 

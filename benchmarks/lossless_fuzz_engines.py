@@ -13,7 +13,7 @@ from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
-from slipstream.runner.step_graphs import OnCost
+from slipstream.runner.step_timing import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.speculate.registry import find_method
@@ -79,7 +79,7 @@ def draw_engine(seed: int, engine_idx: int, drafters: tuple[Drafter, ...]) -> En
     """
     rng = random.Random(f"engine {seed} {engine_idx}")
     drafter, turn = drafters[engine_idx % len(drafters)], engine_idx // len(drafters)
-    place = engine_idx % len(drafters)
+    drafter_idx = engine_idx % len(drafters)
     num_drafts = rng.choice([1, 2, 3, 5, 7])
     max_num_seqs, block_size = rng.choice([3, 5, 8, 12]), rng.choice([4, 8, 16])
     num_slots = rng.choice([MAX_TOTAL, MAX_TOTAL + 32, 2 * MAX_TOTAL])
@@ -92,12 +92,12 @@ def draw_engine(seed: int, engine_idx: int, drafters: tuple[Drafter, ...]) -> En
         "long_prefill_token_threshold": rng.choice([5, 16, 24, None]),
         "mixed_prefill_tokens": rng.choice([7, 32, None]),
         # Pages of recurrent layers are not shared.
-        "enable_prefix_caching": drafter.plain != "hybrid" and (place + turn) % 3 != 2,
-        "steps_in_flight": _STEPS_IN_FLIGHT[(place + seed + turn) % 3],
+        "enable_prefix_caching": drafter.plain != "hybrid" and (drafter_idx + turn) % 3 != 2,
+        "steps_in_flight": _STEPS_IN_FLIGHT[(drafter_idx + seed + turn) % 3],
         "seed": rng.getrandbits(32),
     }
     # Not in step with the number of steps in flight.
-    lengths = LENGTHS[(turn + turn // 3 + place) % 3] if drafter.method else "fixed"
+    lengths = LENGTHS[(turn + turn // 3 + drafter_idx) % 3] if drafter.method else "fixed"
     return EngineChoice(drafter, rng.getrandbits(32), lengths, options, num_drafts)
 
 
@@ -133,7 +133,7 @@ def build_plain(folder: str, folders: Folders) -> Engine:
 class _UntimedLength(AdaptiveLength):
     """The engine's own decisions, at costs that no step changes: timed ones would make another run every time."""
 
-    def took(self, composition: Composition, seconds: float) -> None:
+    def record_seconds(self, composition: Composition, seconds: float) -> None:
         pass
 
 
@@ -150,5 +150,5 @@ def _decide_length(config: EngineConfig, choice: EngineChoice) -> DraftLength | 
     rehearsal = None
     if speculative.depends_on_text_alone:
         rehearsal = find_method(speculative.method).rehearse(speculative, num_rows)
-    own = (speculative.lengths, speculative.initial_length, num_rows, costs, speculative.foresees, rehearsal)
+    own = (speculative.lengths, speculative.initial_length, num_rows, costs, speculative.knows_acceptance, rehearsal)
     return _UntimedLength(*own)

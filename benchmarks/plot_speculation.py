@@ -28,7 +28,7 @@ PALE = {"1": "#93c5fd", "2": "#67e8f9", "4": "#86efac", "5": "#fcd34d", "6": "#f
 def newest_rows(results: Sequence[Result], shape: str) -> dict[str, dict[int, dict[str, Any]]]:
     """The newest row of every draft length and batch at the high rates.
 
-    What stands beside vLLM is the better of several runs; a quick sweep over all lengths is for the others' curves.
+    The figure compared with vLLM is the better of several runs; the sweep over all lengths is for the other curves.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for result in results:
@@ -41,7 +41,7 @@ def newest_rows(results: Sequence[Result], shape: str) -> dict[str, dict[int, di
 
 
 def limit(shape: str, k: int, batch: int) -> float:
-    """Tokens per second if a step took as long as reading the weights takes."""
+    """Tokens per second if a step only had to read the weights."""
     return batch * (1 + sum(FORCED_RATES[:k])) * BANDWIDTH / step_bytes(shape, k)
 
 

@@ -30,9 +30,9 @@ def newest_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     return [found[key] for key in sorted(found, key=lambda key: (cases.index(key[0]), key[1]))]
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> str:
+def text(x: float, y: float, label: str, anchor: str = "start", weight: str = "normal") -> str:
     style = f'font-family="sans-serif" font-size="12" font-weight="{weight}" fill="{INK}" text-anchor="{anchor}"'
-    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(words)}</text>'
+    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(label)}</text>'
 
 
 def draw(rows: list[dict[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """What a reader of tokens feels while others arrive: times between tokens under Poisson arrivals.
 
-Requests come at random, independently of each other, with prompts of random lengths; each wants the same number of
+Requests come at random, independently of each other, with prompts of random lengths; each asks for the same number of
 tokens. Shown for every rate: time to the first token and time between tokens, their medians and 99th percentiles, with
 prompts cut to what decoding requests can bear (the default) and with prompts that take all of a step.
 

@@ -1,4 +1,4 @@
-"""Whether other processes took part of the machine while something was measured.
+"""Whether other processes used part of the machine while something was measured.
 
 Threads that wait for each other at every layer lose far more than the share that others take: on two cores one busy
 stranger can cost a factor of ten, and not the same factor to every program. Such a measurement is taken again.
@@ -44,7 +44,7 @@ class Quiet:
 
 
 def busy_ticks(stat: str) -> int:
-    """Of /proc/stat: all processors together, all but idle and waiting; what a host took for other guests included."""
+    """Of /proc/stat: all processors together, all but idle and waiting; time stolen by the host included."""
     user, nice, system, _, _, irq, soft_irq, steal = map(int, stat.split("\n")[0].split()[1:9])
     return user + nice + system + irq + soft_irq + steal
 

@@ -145,7 +145,7 @@ def same_run(results: Results) -> dict[str, dict[int, Pair]]:
         pairs: dict[str, dict[int, Pair]] = {}
         for row in of_shape:
             if row["k"] == "adaptive":
-                # In turns with plain decoding, or behind one run of that for all rates.
+                # In turns with plain decoding, or after one run of it for all rates.
                 beside = plain.get((row["rates"], row["batch"]), plain.get(("high", row["batch"])))
                 if beside:
                     pairs.setdefault(row["rates"], {})[row["batch"]] = Pair(beside, row)
@@ -388,7 +388,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
 
 
 def update(page: str, results: Results) -> str:
-    """The page with each part between its markers, in place of what stood there."""
+    """The page with each part between its markers replaced."""
     names = [match[2] for match in MARKED.finditer(page)]
     if sorted(names) != sorted(PARTS):
         wrong = [name for name in PARTS if names.count(name) != 1] or sorted(set(names) - set(PARTS))

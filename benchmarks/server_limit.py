@@ -32,7 +32,7 @@ import zmq
 from slipstream.config import EngineOptions
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine.driver import Add, Finish
-from slipstream.engine.link import LinkPlace
+from slipstream.engine.link import LinkAddress
 from slipstream.engine.resolve import resolve
 from slipstream.engine.split_updates import UpdateSplitter
 from slipstream.engine.stats import EngineStats
@@ -93,12 +93,12 @@ def run_engine(folder: Path, num_clients: int, tokens_per_s: float) -> None:
         if len(ids) != len(left) or ids != tuple(left):
             ids = tuple(left)
         step += 1
-        tokens = [[400 + (7 * step + place) % 40_000] for place in range(len(ids))]
+        tokens = [[400 + (7 * step + idx) % 40_000] for idx in range(len(ids))]
         others = {}
-        for place, request_id in enumerate(ids):
+        for idx, request_id in enumerate(ids):
             left[request_id] -= 1
             if left[request_id] <= 0:
-                others[place] = TokenUpdate(request_id, tokens[place], "length", time=now)
+                others[idx] = TokenUpdate(request_id, tokens[idx], "length", time=now)
                 del left[request_id]
         updates = TokenUpdates(ids, tokens, others=others, time=now)
         for client, part in splitter.split(updates):
@@ -194,7 +194,7 @@ class Bench:
         self.front_ends = []
         for client in range(num_front_ends):
             task = FrontEndTask(
-                place=LinkPlace(str(self.folder), client, 0, 300.0),
+                address=LinkAddress(str(self.folder), client, 0, 300.0),
                 ready=Ready(resolved, SamplingParams(), ()),
                 model_folder=str(model),
                 model_name=MODEL,
@@ -300,7 +300,7 @@ def main() -> int:
             f"{row['batch']:>8} {row['us_per_token']:>9} {row['us_per_request']:>11} {row['tok_s']:>9} "
             f"{row['events_per_token']:>13} {row['per_token_in_references']:>14}"
         )
-    print(f"wanted at 128 streams: {TARGET_US} us a token, {TARGET_ADMISSION_US} us a request; written to {path}")
+    print(f"target at 128 streams: {TARGET_US} us a token, {TARGET_ADMISSION_US} us a request; written to {path}")
     return 0
 
 

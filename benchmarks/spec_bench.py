@@ -3,7 +3,7 @@
 One engine for each method serves all batches and temperatures. Each kind of question runs for itself, one request or
 several at a time, to their end or to `--output-len` tokens, prompts included in the time, prefix caching off, best of
 `--repeat` runs after a warm-up, or of three times as many where several requests run at a time, for those are over in
-tenths of a second. A second turn is asked behind the answer that the plain run gave to the first, so that all methods
+tenths of a second. A second turn is asked after the answer that the plain run gave to the first, so that all methods
 get the same prompts. Accepted length is tokens a step that checks drafts, the target's own included; beside it tokens a
 step, where steps without drafts count too.
 
@@ -188,7 +188,7 @@ class Bench:
         return [replace(shared, seed=i) for i in range(count)]
 
     def prompts(self, client: EngineClient, asked: Sequence[Question], answers: Sequence[str] = ()) -> list[list[int]]:
-        """Of first turns, or of second ones behind these answers. A prompt that is too long keeps its end."""
+        """Of first turns, or of second ones after these answers. A prompt that is too long keeps its end."""
         room = self.arguments.max_model_len - self.arguments.output_len - 1
         made = []
         for i, question in enumerate(asked):
@@ -261,8 +261,8 @@ class Bench:
 
     @property
     def near_tie(self) -> float:
-        wanted: float | None = self.arguments.near_tie
-        return wanted if wanted is not None else self.noise.tolerance if self.noise is not None else 0.0
+        given: float | None = self.arguments.near_tie
+        return given if given is not None else self.noise.tolerance if self.noise is not None else 0.0
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -361,12 +361,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args(argv)
     arguments.kinds = [kind for kind in arguments.kinds.split(",") if kind]
-    words = [word.partition(":") for word in arguments.methods.split(",") if word and word != "none"]
-    if unknown := [name for name, _, _ in words if name not in METHODS]:
+    named = [word.partition(":") for word in arguments.methods.split(",") if word and word != "none"]
+    if unknown := [name for name, _, _ in named if name not in METHODS]:
         parser.error(f"unknown method {unknown[0]}; {', '.join(METHODS)} are known")
-    if wrong := [k for _, colon, k in words if colon and not (k.isdecimal() and int(k) > 0)]:
+    if wrong := [k for _, colon, k in named if colon and not (k.isdecimal() and int(k) > 0)]:
         parser.error(f"a method's number of drafts is at least 1, not '{wrong[0]}'")
-    arguments.methods = [Method(name, int(k) if k else None) for name, _, k in words]
+    arguments.methods = [Method(name, int(k) if k else None) for name, _, k in named]
     try:
         arguments.batch = [int(size) for size in arguments.batch.split(",")]
         arguments.temperature = [float(number) for number in arguments.temperature.split(",")]

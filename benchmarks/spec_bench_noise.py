@@ -4,8 +4,8 @@ The engine computes the likeliest tokens in two ways: alone while it decodes, an
 exact arithmetic both give the same log probability; what lies between them is rounding. Two scores can each be off by
 the largest change that was seen, in opposite directions: so gaps below twice that change are near-ties.
 
-An engine that is wrong in one of the two ways would allow itself wide gaps. Median and 99.9th percentile stand beside
-the largest change, so that a reader sees whether it is the end of a tail or the usual case.
+An engine that is wrong in one of the two ways would allow itself wide gaps. Median and 99.9th percentile are reported
+beside the largest change, to show whether it is the end of a tail or typical.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.output import Logprobs, RequestOutput
 from slipstream.types import SamplingParams
 from spec_bench_runs import answers_to
 
-_NUM_LIKELY = 4  # tokens of each place: of one that is nearly certain the log probability hardly moves
+_NUM_LIKELY = 4  # tokens of each position: the log probability of a nearly certain one hardly changes
 
 
 class Noise(NamedTuple):
@@ -36,7 +36,7 @@ class Noise(NamedTuple):
     batch: int  # requests that decoded at a time
 
     @classmethod
-    def of(cls, changes: Sequence[float], batch: int) -> Noise:
+    def from_changes(cls, changes: Sequence[float], batch: int) -> Noise:
         median, p999 = np.quantile(changes, [0.5, 0.999]).tolist()
         return cls(max(changes), median, p999, len(changes), batch)
 
@@ -69,7 +69,7 @@ def measure_noise(
     for prompt, answer, output in zip(prompts, answers, scored, strict=True):
         for one, other in zip(_of_answer(answer), _of_prompt(output)[len(prompt) :], strict=True):
             changes += [abs(one[token].logprob - other[token].logprob) for token in one.keys() & other.keys()]
-    return Noise.of(changes, batch)
+    return Noise.from_changes(changes, batch)
 
 
 def _of_answer(output: RequestOutput) -> list[Logprobs]:

@@ -36,13 +36,13 @@ def read_questions(path: Path, limit: int | None = None, kinds: Sequence[str] = 
     return {kind: asked[:limit] for kind, asked in found.items() if not kinds or kind in kinds}
 
 
-def _question(line: str, place: str) -> Question:
+def _question(line: str, location: str) -> Question:
     try:
         asked = json.loads(line)
         kind, turns = asked["category"], asked["turns"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{place} is no question with category and turns") from error
+        raise ConfigError(f"{location} is no question with category and turns") from error
     are_turns = isinstance(turns, list) and 1 <= len(turns) <= 2 and all(isinstance(turn, str) for turn in turns)
     if not isinstance(kind, str) or not are_turns:
-        raise ConfigError(f"{place}: category must be a word and turns one or two texts")
+        raise ConfigError(f"{location}: category must be a word and turns one or two texts")
     return Question("mt_bench" if kind in MT_BENCH else kind, tuple(turns))

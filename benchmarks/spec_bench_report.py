@@ -35,8 +35,8 @@ def print_tables(rows: Sequence[Row], title: str) -> None:
 def print_difference(row: Row) -> None:
     verdict = "a near-tie" if row["near_tie"] else "A FAULT"
     gap = "no gap" if row["gap"] is None else f"gap {row['gap']:.3f}"
-    place = f"{row['method']}, temperature {row['temperature']:g}, batch {row['batch']}, {row['kind']}"
-    print(f"{place}, token {row['place']}: {row['drafted']!r} for {row['plain']!r}, {gap}, {verdict}")
+    case = f"{row['method']}, temperature {row['temperature']:g}, batch {row['batch']}, {row['kind']}"
+    print(f"{case}, token {row['place']}: {row['drafted']!r} for {row['plain']!r}, {gap}, {verdict}")
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -58,9 +58,9 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
             own = {
                 r["kind"]: r for r in rows if (label(r), r["batch"], r["temperature"]) == (method, batch, temperature)
             }
-            places = [j + (i - (len(groups) - 1) / 2) * 0.8 / len(groups) for j in range(len(kinds))]
+            positions = [j + (i - (len(groups) - 1) / 2) * 0.8 / len(groups) for j in range(len(kinds))]
             heights = [own[kind]["ratio"] for kind in kinds]
-            bars = axes.bar(places, heights, 0.8 / len(groups), label=f"{method}, batch {batch}")
+            bars = axes.bar(positions, heights, 0.8 / len(groups), label=f"{method}, batch {batch}")
             axes.bar_label(bars, [f"{own[kind]['accepted_length']:.1f}" for kind in kinds], fontsize=6, padding=1)
         axes.axhline(1.0, color="black", lw=0.8)
         axes.set_xticks(range(len(kinds)), kinds, rotation=15)

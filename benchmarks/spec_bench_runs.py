@@ -39,7 +39,7 @@ class Steps:
     num_checked_tokens: int = 0  # that those brought
 
     @classmethod
-    def of(cls, seen: Iterable[Seen]) -> Steps:
+    def from_updates(cls, seen: Iterable[Seen]) -> Steps:
         begun: set[str] = set()
         num_steps = num_tokens = num_checks = num_checked_tokens = 0
         for step in seen:
@@ -129,4 +129,4 @@ def generate(client: EngineClient, prompts: Sequence[list[int]], params: Sequenc
         Answer(list(prompt), list(output.token_ids), output.text, one.seed or 0)
         for prompt, output, one in zip(prompts, outputs, params, strict=True)
     ]
-    return Run(answers, seconds, Steps.of(seen), busy_s)
+    return Run(answers, seconds, Steps.from_updates(seen), busy_s)

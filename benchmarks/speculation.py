@@ -1,8 +1,8 @@
 """Decoding with drafts against plain decoding, on chat prompts and on prompts that ask to repeat a given text.
 
 Greedy, 256 output tokens, end of sequence ignored, prefix caching off, the rate of the decode part: the workload of
-`decode_throughput.py` with prompts that say something. A model that must go on behind its end repeats itself, which is
-easy to draft; so chat prompts are also answered to their end, and the rate is then all tokens over the time from the
+`decode_throughput.py` with prompts that say something. A model that must continue after its end repeats itself, which
+is easy to draft; so chat prompts are also answered to their end, and the rate is then all tokens over the time from the
 first to the last. Both engines live in one process and take turns, for a machine is not as fast at one time as at
 another, and what is asked is a ratio. Shown is the best of three, and beside its ratio that of the medians, for a host
 that is too slow at times is not seen in the best. Tokens are compared: on a GPU a tie may be decided the other way, for

@@ -72,7 +72,7 @@ class Contestant:
             return built[0]
 
         self.client = EngineClient.in_thread(build)
-        self._verifier = built.pop().core.runner.program.verifier
+        self._verifier = built.pop().core.runner.head.verifier
 
     def wait(self) -> None:
         wait_for_graphs(self.client)
@@ -137,11 +137,11 @@ def follow_change(arguments: argparse.Namespace, batches: list[int]) -> list[dic
     core = engine.core
     while core.use_idle_time():
         pass
-    verifier = core.runner.program.verifier
+    verifier = core.runner.head.verifier
     rows = []
     for batch in batches:
         for i, prompt in enumerate(prompts_for(arguments.shape, batch)):
-            # With one seed for all, drafts at the same place would stand or fall together.
+            # With one seed for all, drafts at the same position would all be accepted or all rejected.
             params = SamplingParams(temperature=0.0, seed=i, ignore_eos=True).with_defaults(SamplingParams())
             core.add(Request(f"{batch}-{i}", tuple(prompt), params, (), 1023))
         for name, count in (("zero", 120), ("high", 150), ("zero", 150)):

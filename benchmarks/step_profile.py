@@ -75,7 +75,7 @@ def print_groups(
     kv, num_layers = 4 * head_dim * config["num_key_value_heads"], config["num_hidden_layers"]
     num_logits = (1 + k) * config["vocab_size"] + by_head * draft_vocab
     num_bytes = {
-        # Of experts only those are read that a token chooses: nobody knows how many.
+        # Of experts only those are read that a token chooses: their number is unknown.
         "products": 0 if "num_experts" in config else step_bytes(shape, by_head),
         "attention": batch * context * kv * (num_layers // config.get("full_attention_interval", 1) + by_head),
         "sampling": 4 * batch * num_logits,  # read once, in float32

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The front door pulls in torch, which takes seconds; `slipstream --help` should not.
+    # These names import torch, which takes seconds; `slipstream --help` should not.
     if name in ("LLM", "AsyncLLM"):
         from slipstream import llm
 

@@ -1,4 +1,4 @@
-"""What a layer keeps of requests from one step to the next. Plain data: memory is planned and grouped from it alone.
+"""The caches of layers, which live from one step to the next. Plain data, from which memory is planned and grouped.
 
 A kind of cache is a spec, a backend that works on its memory, and kernels. The spec says what one page and one request
 row take in one layer; layers with equal specs form a group, which one backend serves (``attention/groups.py``).
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
 
 
-# Of keys and values: the engine's type, or a smaller one. Kernels see it from the cache's tensor.
+# Type of keys and values: the engine's, or a smaller one. Kernels read it from the cache's tensor.
 KeyValueType = Literal["model", "float16", "bfloat16"]
 
 
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     """A tensor's shape in one page or row."""
 
     size: tuple[int, ...]
-    # "model": the engine's type; "wide": the same, but float32 at least, for what sums up a whole text; or a type.
+    # "model": the engine's type; "wide": float32 at least, for states that accumulate over a text; or a type.
     dtype: Literal["model", "wide", "float16", "bfloat16", "int64", "int32", "int8", "uint8"] = "model"
 
     def dtype_name(self, model_dtype: str) -> str:
@@ -37,38 +37,38 @@ class Shape(NamedTuple):
 
 
 class CacheSpec:
-    """A frozen dataclass per kind. Equal specs are served together, so whatever differs between layers is a field."""
+    """A frozen dataclass per kind. Equal specs form a group, so every difference between layers must be a field."""
 
-    # Why a page that is found again by its tokens does not bring all that such a layer needs of them; empty: it does.
+    # Why cached pages are not enough to resume such a layer after a prefix; empty: they are.
     prefix_refusal: ClassVar[str] = ""
 
-    # Why no draft model may have such layers, as a sentence goes on that begins with its name; empty: it may.
+    # Why no draft model may have such layers, as the rest of a sentence after the model's name; empty: it may.
     drafter_refusal: ClassVar[str] = ""
 
     def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
-        """What one layer keeps under a page id: of the tokens in that page."""
+        """The tensors of one page in one layer."""
         return ()
 
     def row_shapes(self, num_drafts: int) -> tuple[Shape, ...]:
-        """What one layer keeps of a request row, when a step checks so many drafts at most."""
+        """The tensors of one request row in one layer, if a step verifies at most this many drafts."""
         return ()
 
     def with_keys_in(self, dtype: KeyValueType) -> CacheSpec:
-        """The same with keys and values in that type; kinds that keep other things stay as they are."""
+        """The same with keys and values in that type; other kinds are unchanged."""
         return self
 
     def working_values(self) -> int:
-        """Values that a layer's work on one token needs at a time, beside heads and feed-forward."""
+        """Temporary values per token that the layer needs, beside heads and feed-forward."""
         return 0
 
     def open(self, setting: Any) -> Any:
         """The ``CacheBackend`` of a group of such layers; ``setting`` is an ``attention.groups.GroupSetting``."""
-        raise TypeError(f"{type(self).__name__} is memory without a layer of its own")
+        raise TypeError(f"{type(self).__name__} has no backend of its own")
 
 
 @dataclass(frozen=True)
 class GroupedQuerySpec(CacheSpec):
-    """Keys and values of grouped-query attention: what most decoders keep.
+    """Keys and values of grouped-query attention, the cache of most decoders.
 
     A page of one head is contiguous, which is what decode kernels read, and a page is addressed by bytes that only the
     element size changes, so that a cache of lower precision keeps page ids, tables and kernels' index arithmetic.
@@ -85,13 +85,13 @@ class GroupedQuerySpec(CacheSpec):
         return replace(self, dtype=dtype)
 
     def open(self, setting: Any) -> Any:
-        # Which attention serves such layers is the user's choice and the machine's.
+        # The backend depends on the options and the machine.
         return setting.open_grouped_query(self, setting.memory)
 
 
 @dataclass(frozen=True)
 class TokenStates(CacheSpec):
-    """A vector for each token, kept under the pages of its keys: what one module of a draft head leaves the next."""
+    """A vector for each token, in its page: the state that one module of a draft head passes to the next."""
 
     size: int
 
@@ -100,10 +100,10 @@ class TokenStates(CacheSpec):
 
 
 def page_bytes(specs: Iterable[CacheSpec], page_size: int, dtype: str) -> int:
-    """Of one page in all layers."""
+    """Memory of one page in all layers."""
     return sum(shape.num_bytes(dtype) for spec in specs for shape in spec.page_shapes(page_size))
 
 
 def row_bytes(specs: Iterable[CacheSpec], num_drafts: int, dtype: str) -> int:
-    """Of one request row in all layers."""
+    """Memory of one request row in all layers."""
     return sum(shape.num_bytes(dtype) for spec in specs for shape in spec.row_shapes(num_drafts))

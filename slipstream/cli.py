@@ -1,4 +1,4 @@
-"""The command line: what can be typed, and how errors are shown. What the commands do is in ``slipstream.commands``.
+"""The command line: its syntax, and how errors are shown. The commands are in ``slipstream.commands``.
 
 Nothing here imports torch: ``slipstream --help`` answers at once, and commands import what they need when they run.
 """
@@ -27,10 +27,10 @@ from slipstream.server.settings import ServerSettings
 from slipstream.train.settings import TrainSettings
 from slipstream.types import SamplingParams
 
-EXIT_ERROR = 1  # a fault of ours
+EXIT_ERROR = 1  # a bug of ours
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C
-EXIT_BROKEN_PIPE = 141  # as a shell reports that the reader has left
+EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
+EXIT_BROKEN_PIPE = 141  # as shells report a closed pipe
 
 app = typer.Typer(
     name="slipstream",
@@ -48,8 +48,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 SystemText = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message to begin with.")]
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"slipstream {__version__}")
         raise typer.Exit
 
@@ -73,13 +73,13 @@ def generate(
     engine: EngineOptions,
     system: SystemText = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt unchanged, without the chat template.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Answer one prompt, shown as it is generated.
 
-    The model's chat template is applied where it has one. Figures follow on standard error.
+    The model's chat template is applied if it has one. Statistics follow on standard error.
     """
     from slipstream.commands.generate import run
 
@@ -91,9 +91,9 @@ def generate(
 def demo(
     engine: EngineOptions,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="What to answer; three prompts of ours if unset.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; three built-in ones if unset.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Most tokens of an answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Maximum tokens of an answer.")] = 128,
 ) -> int:
     """Answer with and without speculation, side by side: the same text, drafted tokens in colour, both speeds."""
     from slipstream.commands.demo import run
@@ -104,7 +104,7 @@ def demo(
 @app.command()
 @with_options(temperature=0.0, max_tokens=512)
 def chat(sampling: SamplingParams, engine: EngineOptions, system: SystemText = None) -> int:
-    """Talk with a model; /help inside lists what can be typed.
+    """Chat with a model; /help lists the commands.
 
     Ctrl-C stops an answer, Ctrl-D leaves.
     """
@@ -135,7 +135,7 @@ def bench(
 ) -> int | None:
     """Measure decode speed: output tokens per second with every request of the batch in decode.
 
-    Greedy, end-of-sequence ignored, random prompts. Writes one JSON file a run. `slipstream bench serve` measures a
+    Greedy, end-of-sequence ignored, random prompts. Writes one JSON file per run. `slipstream bench serve` measures a
     server.
     """
     if context.invoked_subcommand is not None:
@@ -156,7 +156,7 @@ def bench_serve(
         "benchmarks/results"
     ),
     png: Annotated[
-        Path | None, typer.Option("--png", help="Draw both distributions, and the rate over time, into this file.")
+        Path | None, typer.Option("--png", help="Plot both distributions, and the rate over time, into this file.")
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -164,9 +164,9 @@ def bench_serve(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Put load on a server that speaks OpenAI's API, and measure rates and times.
+    """Measure throughput and latency of an OpenAI-compatible server under load.
 
-    A closed loop of so many streams, arrivals at a rate, or a trace. Writes one JSON file.
+    A closed loop of streams, arrivals at a rate, or a trace. Writes one JSON file.
     """
     from slipstream.commands.bench_serve import Output, run, run_compare
 
@@ -185,9 +185,9 @@ def serve(
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", help="The same as the argument.")] = None,
 ) -> int:
-    """Serve a model over HTTP, in the manner of OpenAI's API.
+    """Serve a model over HTTP with an OpenAI-compatible API.
 
-    The engine runs in a process of its own. Documentation of every route is at /docs.
+    The engine runs in its own process. Documentation of every route is at /docs.
     """
     from slipstream.commands.serve import run
 
@@ -211,7 +211,7 @@ def tune(
         str | None,
         typer.Option(
             "--head",
-            help="A draft head of that model: measure what it has of its own. Or a shape: llama-3.1-8b-eagle3.",
+            help="Also measure this draft head of the model. Or a shape: llama-3.1-8b-eagle3.",
         ),
     ] = None,
     output: Annotated[
@@ -222,9 +222,9 @@ def tune(
         int | None, typer.Option("--jobs", min=1, help="Processes that compile; one for each core if unset.")
     ] = None,
 ) -> int:
-    """Measure how this GPU multiplies fastest with a model's weights, and remember it.
+    """Measure the fastest kernel tiles for a model's weights on this GPU, and store them.
 
-    Takes a minute or two. Without it, measurements that come with the package are used, or a rule.
+    Takes a minute or two. Without it, shipped measurements are used, or a heuristic.
     """
     from slipstream.commands.tune import run
 
@@ -234,9 +234,9 @@ def tune(
 @train.command("eagle3")
 @with_options()
 def train_eagle3(settings: TrainSettings) -> int:
-    """Train an EAGLE-3 head on what the model itself writes; no data set is needed.
+    """Train an EAGLE-3 head on texts that the model itself generates; no data set is needed.
 
-    A run that was stopped goes on where its last checkpoint was written.
+    A run that was stopped resumes from its last checkpoint.
     """
     from slipstream.commands.train import run
 
@@ -253,10 +253,10 @@ def models(as_json: AsJson = False) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Every failure is one line on standard error."""
-    if sys.stdin is None:  # closed by whoever started us
+    if sys.stdin is None:  # closed by the parent process
         sys.stdin = io.StringIO()
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character must not end the answer.
+        # A character that the terminal cannot show must not end the answer.
         getattr(stream, "reconfigure", lambda **_: None)(errors="replace")
     with _quiet_threads():
         try:
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (KeyboardInterrupt, typer.Abort):
             return _fail("interrupted", EXIT_INTERRUPTED)
         except BrokenPipeError:
-            # What is still buffered would fail again at exit.
+            # Buffered output would fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_BROKEN_PIPE
         except Exception as error:
@@ -287,7 +287,7 @@ def _fail(message: str, code: int) -> int:
 def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, SlipstreamError):
         return str(error), EXIT_BAD_INPUT
-    if hasattr(error, "format_message"):  # what all usage errors share, wherever typer keeps their classes
+    if hasattr(error, "format_message"):  # all usage errors have it, wherever typer defines their classes
         return _explain_usage(error), EXIT_BAD_INPUT
     if isinstance(error, OSError):
         name = f"{error.filename}: " if error.filename else ""
@@ -316,7 +316,7 @@ def _explain_usage(error: Any) -> str:
 
 @contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """Keep tracebacks of the engine's threads off the screen: what failed there reaches the caller as an error."""
+    """Hide tracebacks of the engine's threads: their failures reach the caller as errors."""
     before = threading.excepthook
     if not debug_enabled():
         threading.excepthook = lambda _: None

@@ -1,6 +1,6 @@
 """Configuration: frozen dataclasses, one per component. The only reader of the environment.
 
-``engine/resolve.py`` makes one from the other, once; afterwards nothing is guessed or patched.
+``engine/resolve.py`` derives ``EngineConfig`` from the options once; afterwards nothing is guessed or patched.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-USUAL_REQUESTS = {"cuda": 256, "cpu": 32}  # that an engine takes at a time, if nobody says otherwise
+USUAL_REQUESTS = {"cuda": 256, "cpu": 32}  # default of max_num_seqs
 GIB = 1024**3
 
 
 def writable_folder(folder: Path, what: str, other: str) -> Path:
-    """Make the folder; called before the work whose results go there, so that none is lost to a wrong path."""
+    """Make the folder; called before the work whose results go there, so that a wrong path costs no work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".write-probe"
@@ -39,7 +39,7 @@ def writable_folder(folder: Path, what: str, other: str) -> Path:
 
 
 def cache_dir() -> Path:
-    """Where fetched models live: $SLIPSTREAM_CACHE, else the user's cache folder."""
+    """Where downloaded models are kept: $SLIPSTREAM_CACHE, else the user's cache folder."""
     if own := os.environ.get("SLIPSTREAM_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -47,7 +47,7 @@ def cache_dir() -> Path:
 
 
 def debug_enabled() -> bool:
-    """$SLIPSTREAM_DEBUG: show tracebacks where the command line would print one line."""
+    """$SLIPSTREAM_DEBUG: show tracebacks instead of errors of one line."""
     return _flag("SLIPSTREAM_DEBUG")
 
 
@@ -56,27 +56,27 @@ def _flag(name: str) -> bool:
 
 
 def child_environment(**defaults: str) -> dict[str, str]:
-    """This process's environment for a child, with values for what the user left open."""
+    """This process's environment for a child, with defaults for unset variables."""
     return {**defaults, **os.environ}
 
 
 def poison_enabled() -> bool:
-    """Overwrite every per-step buffer before each step, so that a stale read shows at once."""
+    """Overwrite every per-step buffer before each step, so that a stale read fails."""
     return _flag("SLIPSTREAM_POISON")
 
 
 def sync_check_enabled() -> bool:
-    """$SLIPSTREAM_SYNC_CHECK: on a GPU, raise where the host would wait for it outside of the places for that."""
+    """$SLIPSTREAM_SYNC_CHECK: on a GPU, raise where the host synchronises with it unintentionally."""
     return _flag("SLIPSTREAM_SYNC_CHECK")
 
 
 def cpu_instructions() -> str:
-    """$SLIPSTREAM_CPU_ISA: what the C kernels are built for; native, or less than this CPU has: avx2, baseline."""
+    """$SLIPSTREAM_CPU_ISA: instruction set of the C kernels: native, or a smaller one: avx2, baseline."""
     return os.environ.get("SLIPSTREAM_CPU_ISA", "").strip().lower() or "native"
 
 
 def activation_bits() -> int | None:
-    """$SLIPSTREAM_CPU_ACTIVATION_BITS: 32, 24 or 16, before quantised weights on a CPU; None: the engine chooses."""
+    """$SLIPSTREAM_CPU_ACTIVATION_BITS: 32, 24 or 16, for products with quantised weights on a CPU; None: auto."""
     given = os.environ.get("SLIPSTREAM_CPU_ACTIVATION_BITS", "").strip()
     if given in ("", "auto"):
         return None
@@ -91,76 +91,72 @@ def trace_path() -> Path | None:
     return Path(given).expanduser() if given else None
 
 
-# --- what the user says ---------------------------------------------------------------------------
+# --- options of the user --------------------------------------------------------------------------
 
 
-def _option(default: Any, text: str) -> Any:
-    """An engine option; the text is its documentation, shown by the command line as well.
-
-    Names in braces stand for what the registry of drafters says: see ``speculate.options.fill_help``.
-    """
+def option(default: Any, text: str) -> Any:
+    """A field of a settings dataclass; the text is its documentation, shown by the command line as well."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a user may set, under the names vLLM's users know. ``None`` means: choose for this model and machine."""
+    """The options of an engine, with vLLM's names where it has them. ``None``: chosen for this model and machine.
 
-    model: str = _option("smollm2-135m", "Model: a folder, a .gguf file, a hub id or an alias (`slipstream models`).")
-    device: str = _option(
+    Names in braces in help texts are filled in by ``speculate.options.fill_help``.
+    """
+
+    model: str = option("smollm2-135m", "Model: a folder, a .gguf file, a hub id or an alias (`slipstream models`).")
+    device: str = option(
         "auto", "Device to run on: auto, cuda, cpu, or sim (a simulated GPU that checks the engine; slow)."
     )
-    dtype: str = _option("auto", "Data type of weights and cache: auto, float32, bfloat16, float16 or float64.")
-    weight_format: str = _option(
+    dtype: str = option("auto", "Data type of weights and cache: auto, float32, bfloat16, float16 or float64.")
+    weight_format: str = option(
         "auto",
         "Quantised weights of a GGUF file: stored (kept as in the file; on a CPU), float (dequantised), or auto.",
     )
-    max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; the model's own limit if unset.")
-    max_num_seqs: int | None = _option(None, "Most requests that run at the same time.")
-    max_num_batched_tokens: int | None = _option(None, "Most tokens in one step, prefill and decode together.")
-    long_prefill_token_threshold: int | None = _option(None, "Most prompt tokens of one request in one step.")
-    mixed_prefill_tokens: int | None = _option(
-        None, "Most prompt tokens in a step in which others decode; chosen so that they wait about 20 ms if unset."
+    max_model_len: int | None = option(None, "Maximum tokens of prompt and output; the model's limit if unset.")
+    max_num_seqs: int | None = option(None, "Maximum number of running requests.")
+    max_num_batched_tokens: int | None = option(None, "Maximum tokens per step, prefill and decode together.")
+    long_prefill_token_threshold: int | None = option(None, "Maximum prompt tokens of one request per step.")
+    mixed_prefill_tokens: int | None = option(
+        None, "Maximum prompt tokens in a step that also decodes; by default what takes about 20 ms."
     )
-    block_size: int = _option(16, "Tokens in one KV cache page; a power of two.")
-    kv_cache_dtype: str = _option(
+    block_size: int = option(16, "Tokens in one KV cache page; a power of two.")
+    kv_cache_dtype: str = option(
         "auto",
         "Data type of keys and values in the cache: auto (the engine's), float32, float16 or bfloat16. With dtype "
         "float32 on a CPU the last two halve the cache; anywhere else only the engine's own type is possible.",
     )
-    kv_cache_memory_bytes: int | None = _option(None, "Memory for the KV cache, in bytes.")
-    gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory for weights, cache and everything else.")
-    num_gpu_blocks_override: int | None = _option(None, "Number of KV cache pages, instead of a size in bytes.")
-    attention_backend: str = _option(
+    kv_cache_memory_bytes: int | None = option(None, "Memory for the KV cache, in bytes.")
+    gpu_memory_utilization: float = option(0.9, "Fraction of the GPU's memory for weights, cache and everything else.")
+    num_gpu_blocks_override: int | None = option(None, "Number of KV cache pages, instead of a size in bytes.")
+    attention_backend: str = option(
         "auto", "Attention backend: auto, triton, flashinfer or flex (GPU), cpu, or reference (the definition)."
     )
-    cascade: str = _option(
-        "auto", "Read pages that all requests of a step begin with once: auto (where it pays), always or never."
+    cascade: str = option(
+        "auto", "Cascade attention over a prefix common to a batch: auto (where it pays), always or never."
     )
-    steps_in_flight: int | None = _option(
-        None, "Most steps launched and not yet read; 1 waits for each, 2 or more run ahead."
+    steps_in_flight: int | None = option(
+        None, "Steps launched before the oldest is collected; 1 waits for each, 2 or more run ahead."
     )
-    cudagraph_mode: str = _option(
+    cudagraph_mode: str = option(
         "auto",
-        "What runs as a recorded graph: auto, none, piecewise, full, full_decode_only or full_and_piecewise.",
+        "CUDA graphs: auto, none, piecewise, full, full_decode_only or full_and_piecewise.",
     )
-    cudagraph_capture_sizes: tuple[int, ...] | None = _option(None, "Padded numbers of tokens to record graphs for.")
-    enable_prefix_caching: bool = _option(True, "Keep keys and values for prompts that begin alike.")
-    speculate: str | None = _option(None, "Draft tokens ahead by this method: {methods}; none drafts nothing.")
-    k: int | None = _option(
-        None, "Tokens to draft ahead in every step; if unset, as many as pay, which may be none, measured as it runs."
+    cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "Numbers of tokens to capture graphs for.")
+    enable_prefix_caching: bool = option(True, "Reuse keys and values of common prefixes.")
+    speculate: str | None = option(None, "Method of speculative decoding: {methods}; none disables it.")
+    k: int | None = option(None, "Draft length; if unset it adapts to measured acceptance and cost, down to none.")
+    draft_model: str | None = option(
+        None, "Checkpoint of the drafter: a smaller model with the same vocabulary, or a draft head of this model."
     )
-    draft_model: str | None = _option(
-        None, "Checkpoint that drafts: a smaller model with the same vocabulary, or a draft head of this model."
-    )
-    speculative_config: Mapping[str, Any] | None = _option(
+    speculative_config: Mapping[str, Any] | None = option(
         None,
-        'Speculation in vLLM\'s spelling, as JSON: {"method": "{a method}", "num_speculative_tokens": 4}. Also '
+        'Speculation in vLLM\'s format, as JSON: {"method": "{a method}", "num_speculative_tokens": 4}. Also '
         "adaptive, {keys}, model, verify (match, rejection, synthetic) and acceptance_rates.",
     )
-    seed: int | None = _option(
-        None, "Makes the seeds of requests that name none repeatable; different in every run if unset."
-    )
+    seed: int | None = option(None, "Seed for the seeds of requests that have none; different in every run if unset.")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineOptions:
@@ -171,16 +167,16 @@ class EngineOptions:
         return cls(**values)
 
 
-# --- what the machine and the model are -----------------------------------------------------------
+# --- the machine and the model -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What ``resolve`` needs to know of the machine; measured by ``slipstream.device``."""
+    """The machine as ``resolve`` sees it; measured by ``slipstream.device``."""
 
     device: Literal["cpu", "cuda", "sim"]
     free_memory_bytes: int
-    dtype_works: bool  # false where the wished type's instructions are advertised but fault
+    dtype_works: bool  # false if the CPU advertises the type's instructions but faults on them
     total_memory_bytes: int = 0  # of a GPU
     capability: tuple[int, int] | None = None  # of a GPU
 
@@ -196,34 +192,35 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    # How much longer rotated vectors become; attention over long contexts stays sharp by it.
+    # Factor on rotated vectors, which sharpens attention over long contexts.
     attention_factor: float = 1.0
-    # yarn: waves that turn more often than the first within the original context are kept, less than the second scaled.
+    # yarn: frequencies with more rotations than the first within the original context are kept, with fewer than the
+    # second scaled.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     # longrope: divisors of the frequencies, within the original context and beyond it.
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    # Per-frequency divisors as GGUF files store them; they stand for any scaling.
+    # Divisors of each frequency as GGUF files store them, for any kind of scaling.
     freq_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Feed-forward layers made of experts, a few of which work on each token."""
+    """Feed-forward layers with experts, a few of which are chosen for each token."""
 
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
     renormalise: bool  # whether the weights of a token's experts sum to one
     layer_ids: tuple[int, ...]  # the other layers have one dense feed-forward
-    shared_size: int = 0  # of an expert that works on every token beside the chosen ones, behind a gate; 0: none
+    shared_size: int = 0  # of a gated expert that every token uses beside the chosen ones; 0: none
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder, whatever format it came in."""
+    """The shape of a decoder, independent of the checkpoint's format."""
 
     architecture: str
     vocab_size: int
@@ -244,15 +241,15 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # of the scores; 1 / sqrt(head_dim) if unset
-    windows: tuple[int, ...] = ()  # per layer, how many positions a token sees, 0 for all; empty: all in every layer
-    window_rope: RopeConfig | None = None  # of layers with a window, where it differs from the others'
+    windows: tuple[int, ...] = ()  # attention window of each layer, 0 for none; empty: no windows
+    window_rope: RopeConfig | None = None  # of layers with a window, if it differs
     experts: ExpertsConfig | None = None
-    attention_gate: bool = False  # whether a head's result is multiplied by the sigmoid of a gate of its own
-    # What each layer keeps of requests; empty: keys and values of grouped-query attention, in all of them.
+    attention_gate: bool = False  # whether the output of each head is multiplied by the sigmoid of a gate
+    # The cache of each layer; empty: keys and values of grouped-query attention in all of them.
     layer_caches: tuple[CacheSpec, ...] = ()
     keys_in: KeyValueType = "model"  # the type of keys and values in the cache
     dtype: str = "float32"  # as stored in the checkpoint
-    # How the checkpoint's weights are stored, in its own words; None: as numbers of that type.
+    # The checkpoint's quantization_config; None: unquantised weights.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def window(self, layer_idx: int) -> int:
@@ -263,12 +260,12 @@ class ModelConfig:
 
     @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """What each layer keeps of requests."""
+        """The cache of each layer."""
         return self.layer_caches or (self.keys_and_values,) * self.num_layers
 
     @property
     def keys_and_values(self) -> GroupedQuerySpec:
-        """What a layer with grouped-query attention keeps."""
+        """The cache of a layer with grouped-query attention."""
         return GroupedQuerySpec(self.num_kv_heads, self.head_dim, self.keys_in)
 
     def with_keys_in(self, dtype: KeyValueType) -> ModelConfig:
@@ -277,20 +274,20 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all layers have grouped-query attention, and nothing is between it and the product after it."""
+        """Whether all layers have grouped-query attention without a gate on its output."""
         return set(self.cache_specs) == {self.keys_and_values} and not self.attention_gate
 
     @property
     def num_attention_layers(self) -> int:
-        """Of grouped-query attention."""
+        """Layers with grouped-query attention."""
         return sum(isinstance(spec, GroupedQuerySpec) for spec in self.cache_specs)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Of a token in the pages of all layers."""
+        """Cache memory of a token in all layers."""
         return page_bytes(self.cache_specs, 1, dtype)
 
 
-# --- what the components get ----------------------------------------------------------------------
+# --- configuration of the components ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -309,22 +306,22 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_prefill_chunk: int
     max_model_len: int
-    mixed_prefill_tokens: int = 1 << 30  # of all prompts, in a step that decodes as well
+    mixed_prefill_tokens: int = 1 << 30  # of all prompts together, in a step that also decodes
     prefix_caching: bool = True
-    # Why pages are not shared although that was asked for; empty where nothing was refused.
+    # Why prefix caching is off although it was enabled; empty if it is not refused.
     prefix_caching_refused: str = ""
-    # Pages taken beyond the need while the pool is well filled, so that most decode steps change no page table.
+    # Pages reserved ahead while the pool has enough, so that most decode steps change no page table.
     lookahead_pages: int = 4
-    num_drafts: int = 0  # most drafts a step checks for one request
-    # Slots of the cache beyond a step's own tokens that drafting after it may write.
+    num_drafts: int = 0  # maximum drafts that a step verifies for one request
+    # Cache slots after a step's own tokens that drafting may write.
     num_draft_slots: int = 0
-    # Of the drafter, as it runs: it follows only where the number of drafts adapts.
+    # Of the drafter with this configuration: it follows only if the draft length adapts.
     needs: Needs = NO_NEEDS
-    # Steps that attention must know true lengths for: they are launched when every earlier one is collected.
+    # Steps whose attention needs exact lengths on the host: launched once all earlier steps are collected.
     exact_lengths: Literal["never", "prefill", "always"] = "never"
-    # Pages that all requests of a step begin with are read once if that spares the keys of so many tokens; None: never.
+    # Cascade attention is used if it saves reading the keys of this many tokens; None: never.
     least_saved: int | None = None
-    # How many drafts follow a step with prompts, if any: for so many there is a graph. None: as many as anywhere.
+    # Drafts proposed after a step with prompts, the number that its graphs are captured for; None: no limit.
     drafts_beside_prompts: int | None = None
 
 
@@ -340,11 +337,11 @@ class EngineConfig:
     seed: int | None
     cudagraph_mode: str
     cudagraph_sizes: tuple[int, ...]
-    # Overwrite every per-step buffer before each step, so that a stale read shows at once.
+    # Overwrite every per-step buffer before each step, so that a stale read fails.
     poison: bool
     speculative: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None  # the drafter's network
-    num_draft_modules: int = 1  # that take turns at drafting
+    num_draft_modules: int = 1  # used in turn for successive drafts
     weight_formats: str = ""  # of the target, as users know them: "bfloat16", "Q4_K, Q6_K"
 
     @property
@@ -352,7 +349,7 @@ class EngineConfig:
         return self.scheduler.num_drafts
 
     def for_clients(self) -> EngineConfig:
-        """Without what layers keep and how weights are stored: messages cannot know all kinds, and no client asks."""
+        """Without cache specs and weight formats: messages cannot encode every kind, and clients need none."""
 
         def reduce(model: ModelConfig) -> ModelConfig:
             return replace(model, layer_caches=(), quantization=None)
@@ -362,7 +359,7 @@ class EngineConfig:
 
     @property
     def cache_bytes(self) -> int:
-        """Of all that is kept of requests, the drafter's included."""
+        """Memory of all caches, the drafter's included."""
         specs = self.model.cache_specs
         if self.draft_model is not None:
             specs += draft_cache_specs(self.draft_model, self.num_draft_modules)
@@ -371,24 +368,24 @@ class EngineConfig:
 
 
 class NetworkSize(NamedTuple):
-    """What a network is made of, measured before it has memory."""
+    """The size of a network, measured before it has memory."""
 
-    num_params: int = 0  # numbers that the checkpoint says, however they are stored
-    num_bytes: int = 0  # of all weights as they lie in memory
-    formats: str = ""  # the kinds of numbers that products read, most of them first
+    num_params: int = 0  # as in the checkpoint, however they are stored
+    num_bytes: int = 0  # of all weights in their final layout
+    formats: str = ""  # of the weights that products read, most frequent first
 
 
 UNMEASURED = NetworkSize()
 
 
 class DraftModel(NamedTuple):
-    """A second checkpoint, that drafts for the first."""
+    """The checkpoint of a drafter."""
 
     config: ModelConfig
     size: NetworkSize = UNMEASURED
-    num_modules: int = 1  # of a head, one for each draft until their turn comes again
+    num_modules: int = 1  # of a head; draft i uses module i modulo their number
 
 
 def draft_cache_specs(model: ModelConfig, num_modules: int) -> tuple[CacheSpec, ...]:
-    """What a drafter keeps: that of its layers, and what each module but the last leaves for the next one."""
+    """The caches of a drafter: its layers', and the states that each module but the last passes to the next."""
     return (*model.cache_specs, *[TokenStates(model.hidden_size)] * (num_modules - 1))

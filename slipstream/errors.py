@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SlipstreamError(Exception):
-    """Root of every error Slipstream raises on purpose; the command line prints it as one line and exits with 2."""
+    """Base class of expected errors; the command line prints them as one line and exits with 2."""
 
 
 class ConfigError(SlipstreamError):
@@ -15,11 +15,11 @@ class ConfigError(SlipstreamError):
 
 
 class ModelError(SlipstreamError):
-    """A model cannot be found, fetched, verified or read."""
+    """A model cannot be found, downloaded, verified or read."""
 
 
 class RequestError(SlipstreamError):
-    """One request cannot be served; other requests go on."""
+    """One request cannot be served; other requests continue."""
 
 
 class EngineError(SlipstreamError):
@@ -28,7 +28,7 @@ class EngineError(SlipstreamError):
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_k'?``, empty when nothing is close."""
-    # Dashes before an option say nothing about which one was meant.
+    # Leading dashes of an option do not count.
     by_letters = {option.lstrip("-"): option for option in valid}
     matches = difflib.get_close_matches(name.lstrip("-"), list(by_letters), n=1, cutoff=0.5)
     return f"; did you mean '{by_letters[matches[0]]}'?" if matches else ""

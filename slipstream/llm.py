@@ -1,4 +1,4 @@
-"""The front door: ``LLM`` for scripts, ``AsyncLLM`` for servers. Both run the same engine in a thread of its own."""
+"""The public API: ``LLM`` for scripts, ``AsyncLLM`` for servers. Both run the engine in a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.hub import with_shipped_head
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.output import SYNTHETIC_WARNING, RequestOutput
-from slipstream.speculate.options import read_speculation
+from slipstream.output import RequestOutput
+from slipstream.speculate.options import synthetic_warning
 from slipstream.types import SamplingParams
 
 logger = logging.getLogger("slipstream")
@@ -27,11 +27,11 @@ logger = logging.getLogger("slipstream")
 Message = Mapping[str, Any]
 
 
-class _FrontDoor:
-    """What both faces share: building the engine, and closing it.
+class _EngineOwner:
+    """The common part of both: building the engine, and closing it.
 
-    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the engine comes from elsewhere. With
-    ``own_process`` the engine runs in a process of its own, as under the server.
+    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the caller builds the engine. With
+    ``own_process`` the engine runs in its own process, as in the server.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class _FrontDoor:
         if model is not None:
             options["model"] = model
         chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=False)
-        speculative = read_speculation(chosen)  # first of all: a wrong word here must not cost the loading of a model
-        if speculative is not None and speculative.is_synthetic:
-            logger.warning(SYNTHETIC_WARNING)
+        # First of all: an error in speculative options must not cost the loading of a model.
+        if (warning := synthetic_warning(chosen)) is not None:
+            logger.warning(warning)
         if own_process:
-            from slipstream.engine.process import EngineProcess  # wants the packages of the server
+            from slipstream.engine.process import EngineProcess  # needs the packages of the server
 
             self._client = EngineClient(lambda deliver: EngineProcess(chosen, deliver))
         else:
@@ -72,8 +72,8 @@ class _FrontDoor:
         self._client.close()
 
 
-class LLM(_FrontDoor):
-    """A model to call from ordinary code.
+class LLM(_EngineOwner):
+    """A model for synchronous code.
 
     >>> llm = LLM("smollm2-135m")
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].text
@@ -89,8 +89,8 @@ class LLM(_FrontDoor):
     ) -> list[RequestOutput]:
         """Continue each prompt (a string, or token ids); outputs come in the order of the prompts.
 
-        Every prompt is checked before the first one runs. A request that fails later has ``error`` set. Of requests
-        that wait, those with a lower ``priority`` run first.
+        Every prompt is checked before the first one runs. A request that fails later has ``error`` set. Waiting
+        requests with a lower ``priority`` run first.
         """
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
@@ -112,10 +112,10 @@ class LLM(_FrontDoor):
                     outputs[output.request_id] = output
                     bar.update(task, advance=1)
         finally:
-            # After Ctrl-C, or where the engine refused one: those under way would go on for no reader.
+            # After Ctrl-C, or if the engine refused one: the others have no reader any more.
             for submission in submissions:
                 if submission.request_id not in outputs:
-                    self._client.abort(submission.request_id)
+                    self._client.forget(submission)
         return [outputs[submission.request_id] for submission in submissions]
 
     def chat(
@@ -146,7 +146,7 @@ class LLM(_FrontDoor):
                 yield output
         finally:
             if not finished:
-                self._client.abort(submission.request_id)
+                self._client.forget(submission)
 
     def __enter__(self) -> LLM:
         return self
@@ -157,7 +157,7 @@ class LLM(_FrontDoor):
         self.close()
 
 
-class AsyncLLM(_FrontDoor):
+class AsyncLLM(_EngineOwner):
     """The same engine for asyncio: many callers, each with its own stream of outputs."""
 
     async def generate(
@@ -187,7 +187,7 @@ class AsyncLLM(_FrontDoor):
                 yield output
         finally:
             if not finished:
-                self._client.abort(submission.request_id)
+                self._client.forget(submission)
 
     async def chat(
         self,
@@ -206,7 +206,7 @@ class AsyncLLM(_FrontDoor):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Waits for the engine's threads, which must not hold up the loop.
+        # Waits for the engine's threads, which must not block the event loop.
         await asyncio.to_thread(self.close)
 
     def abort(self, request_id: str) -> None:
@@ -216,9 +216,9 @@ class AsyncLLM(_FrontDoor):
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
-        return [prompts]  # type: ignore[list-item]  # what is no prompt at all is refused as one
+        return [prompts]  # type: ignore[list-item]  # an invalid prompt is refused later
     many = list(prompts)
-    # A list whose first entry is a text or a list itself is one of prompts; anything else is meant as token ids.
+    # A list that begins with a text or a list holds several prompts; any other is one prompt of token ids.
     is_many = not many or isinstance(many[0], str) or hasattr(many[0], "__len__")
     return many if is_many else [prompts]  # type: ignore[return-value, list-item]
 

@@ -1,7 +1,9 @@
-"""What callers get: a request's continuations with their text, figures and ends."""
+"""Outputs for callers: a request's completions with text, statistics and finish reasons."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,17 +25,22 @@ class RequestTimings:
 
 @dataclass(slots=True)
 class DraftStats:
-    """How drafts fared: counted by their place after a known token."""
+    """Verified and accepted drafts by draft position, of one request or of several together."""
 
-    num_steps: int = 0  # steps that checked drafts
+    num_steps: int = 0  # verifications, one per request and step
     num_drafts_at: list[int] = field(default_factory=list)
     num_accepted_at: list[int] = field(default_factory=list)
-    # Acceptance was forced at given rates, for a benchmark: the text means nothing.
+    # Acceptance was forced at given rates, for a benchmark: the text is meaningless.
     is_synthetic: bool = False
+
+    def add_all(self, verifications: Iterable[tuple[int, int]]) -> None:
+        """Count verifications given as (drafts, accepted). Equal ones, which are frequent, are counted together."""
+        for (num_drafts, num_accepted), times in Counter(verifications).items():
+            self.add(num_drafts, num_accepted, times)
 
     def add(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
         self.num_steps += times
-        missing = num_drafts - len(self.num_drafts_at)  # below 0 none
+        missing = num_drafts - len(self.num_drafts_at)  # a negative number adds nothing
         self.num_drafts_at += [0] * missing
         self.num_accepted_at += [0] * missing
         for i in range(num_drafts):
@@ -51,19 +58,19 @@ class DraftStats:
 
     @property
     def mean_length(self) -> float:
-        """Tokens a checking step gives on average: the accepted drafts and the target's own."""
+        """Mean tokens per verification: the accepted drafts and the target's own token."""
         return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
 
     @property
     def acceptance_at(self) -> list[float]:
-        """Of the drafts at each place, the share that was accepted."""
-        return [taken / made for taken, made in zip(self.num_accepted_at, self.num_drafts_at, strict=True)]
+        """Acceptance rate by draft position."""
+        return [accepted / drafts for accepted, drafts in zip(self.num_accepted_at, self.num_drafts_at, strict=True)]
 
     def copy(self) -> DraftStats:
         return replace(self, num_drafts_at=self.num_drafts_at[:], num_accepted_at=self.num_accepted_at[:])
 
     def as_dict(self) -> dict[str, Any]:
-        """For people and programs that look at a result."""
+        """The form for results in JSON."""
         found: dict[str, Any] = {
             "drafts": self.num_drafts,
             "accepted": self.num_accepted,
@@ -73,14 +80,14 @@ class DraftStats:
         return found | ({"synthetic": SYNTHETIC_NOTICE} if self.is_synthetic else {})
 
 
-SYNTHETIC_NOTICE = "acceptance is forced at given rates for a benchmark; the text means nothing"
-# For headers, logs and metrics, where nothing beside it says what it is about.
+SYNTHETIC_NOTICE = "acceptance is forced at given rates for a benchmark; the text is meaningless"
+# For headers, logs and metrics, where the subject is not evident.
 SYNTHETIC_WARNING = f"synthetic acceptance: {SYNTHETIC_NOTICE}"
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of one token at one position, before any sampling parameter acted."""
+    """The log probability of one token at one position, before any sampling parameter."""
 
     logprob: float
     rank: int
@@ -92,15 +99,15 @@ Logprobs = dict[int, Logprob]  # by token id
 
 @dataclass(slots=True)
 class Completion:
-    """One generated continuation of a prompt."""
+    """One choice of a request."""
 
     index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: list[Logprobs] | None = None  # one for each token, if asked for
-    speculation: DraftStats | None = None  # where the engine drafts
+    logprobs: list[Logprobs] | None = None  # one for each token, if requested
+    speculation: DraftStats | None = None  # if the engine speculates
     delta_text: str = ""  # what the latest update added
 
 
@@ -118,7 +125,7 @@ class RequestOutput:
     error: str | None = None
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix cache
     prompt_logprobs: list[Logprobs | None] | None = None  # one for each prompt token; the first has none
-    warning: str | None = None  # where it was served otherwise than asked, such as with fewer tokens
+    warning: str | None = None  # if it was served otherwise than asked, such as with fewer tokens
 
     @property
     def text(self) -> str:

@@ -1,8 +1,8 @@
-"""What a sampling parameter is: its name, its default, which values it takes, and one line of help.
+"""Declarations of sampling parameters: name, default, valid values, and one line of help.
 
 Plain data, read by the constructor of ``SamplingParams``, the command line, the HTTP server and the documentation. The
-file of a sampling operation declares those that it reads. Parameters of operations from outside the package have no
-field in ``SamplingParams``; they are registered here, and their values travel in ``extra``.
+file of a sampling operation declares the parameters that it reads. Parameters of operations from outside the package
+have no field in ``SamplingParams``; they are registered here, and their values are in ``extra``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _BIAS = Bounds(-100.0, 100.0, may_be_none=False)
 
 
 class Check(Protocol):
-    """Which values a parameter takes."""
+    """The valid values of a parameter."""
 
     def read(self, name: str, value: Any) -> Any:
-        """The value as plain data that can travel to another process; ``RequestError`` in one line if it is wrong."""
+        """The value as plain data that can be sent to another process; raises ``RequestError`` if it is invalid."""
         ...
 
 
@@ -34,7 +34,7 @@ class Switch(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """One text or several, none of them empty."""
+    """One or several non-empty texts."""
 
     most: int
     max_length: int
@@ -62,7 +62,7 @@ class TokenIds(NamedTuple):
 
 
 class TokenNumbers(NamedTuple):
-    """A number for each of some token ids, which JSON has in strings."""
+    """A number for each of some token ids, which are strings in JSON."""
 
     most: int
 
@@ -77,7 +77,7 @@ class TokenNumbers(NamedTuple):
         for token_id, given in value.items():
             number: Any = token_id
             if isinstance(token_id, str):
-                # Longer ones are no id, and Python refuses to read the longest.
+                # Longer strings are no id, and Python refuses to parse the longest.
                 number = int(token_id) if token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 else None
                 if number is None:
                     raise RequestError(f"{name} holds {describe_value(token_id)}, which is not a token id")
@@ -93,12 +93,12 @@ class Parameter:
     check: Check
     help: str
     default: Any = None
-    # Where ``default`` is None and the model's generation config is silent too; None: the parameter may stay None.
+    # Used if ``default`` is None and the model's generation config has no value; None: the parameter may stay None.
     fallback: float | None = None
-    minimum: float | None = None  # a resolved value below it, such as a top_k of -1, counts as this
+    minimum: float | None = None  # lower resolved values, such as a top_k of -1, become this
 
     def resolve(self, value: Any, model_default: Any) -> Any:
-        """The value of a request that says ``value``, for a model whose generation config says ``model_default``."""
+        """The value for a request with ``value``, on a model whose generation config has ``model_default``."""
         if value is None:
             value = self.fallback if model_default is None else model_default
         return value if self.minimum is None else max(self.minimum, value)
@@ -107,7 +107,7 @@ class Parameter:
 def parameter(
     check: Check, text: str, default: Any = None, *, fallback: float | None = None, minimum: float | None = None
 ) -> Any:
-    """A field of ``SamplingParams``, which gives it its name."""
+    """A field of ``SamplingParams``; the parameter has the field's name."""
     declared = Parameter("", check, text, default, fallback, minimum)
     return field(default=default, metadata={"parameter": declared, "help": text})
 
@@ -116,12 +116,12 @@ _extra: dict[str, Parameter] = {}
 
 
 def register_parameter(declared: Parameter) -> None:
-    """Let ``extra`` of ``SamplingParams`` hold this one."""
+    """Allow this parameter in ``extra`` of ``SamplingParams``."""
     if _extra.get(declared.name, declared) != declared:
         raise ValueError(f"two sampling parameters are called {declared.name}")
     _extra[declared.name] = declared
 
 
 def extra_parameters() -> Mapping[str, Parameter]:
-    """Those without a field in ``SamplingParams``, by name."""
+    """Parameters without a field in ``SamplingParams``, by name."""
     return _extra

@@ -1,6 +1,6 @@
-"""How to choose a request's tokens, as users say it. Plain data: no torch, and nothing of how a step is run.
+"""The sampling parameters of a request. Plain data: no torch, and nothing of how a step runs.
 
-The fields that sampling operations read are written here by ``make docs`` from what the operations' files declare, so
+The fields that sampling operations read are generated here by ``make docs`` from the operations' declarations, so
 that type checkers, editors and ``slipstream --help`` know them without importing torch.
 """
 
@@ -26,7 +26,7 @@ from slipstream.values import Bounds, describe_value
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
-# Texts and ids that are compared with every token of a request.
+# Limits on what is compared with every token of a request.
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 4096
@@ -36,7 +36,7 @@ _LOGPROBS = Bounds(0, MAX_LOGPROBS, is_integer=True)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose a request's tokens. ``None`` means: what the model's generation config says, else the default."""
+    """Parameters of sampling. ``None``: the value of the model's generation config, else the default."""
 
     # generated: parameters of sampling operations
     temperature: float | None = parameter(
@@ -95,9 +95,9 @@ class SamplingParams:
         default=0.0,
     )
     # end
-    max_tokens: int | None = parameter(Bounds(1, math.inf, is_integer=True), "Most tokens to generate.")
+    max_tokens: int | None = parameter(Bounds(1, math.inf, is_integer=True), "Maximum number of tokens to generate.")
     n: int = parameter(
-        Bounds(1, 128, is_integer=True, may_be_none=False), "How many continuations of the prompt.", default=1
+        Bounds(1, 128, is_integer=True, may_be_none=False), "Number of choices to generate for the prompt.", default=1
     )
     seed: int | None = parameter(
         Bounds(0, MAX_SEED, is_integer=True),
@@ -109,8 +109,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = parameter(
         TokenIds(MAX_STOP_TOKEN_IDS), "Stop after this token id; may be given several times.", default=()
     )
-    include_stop_str_in_output: bool = parameter(Switch(), "Show the stop text that ended the output.", default=False)
-    ignore_eos: bool = parameter(Switch(), "Go on after the model's end-of-sequence token.", default=False)
+    include_stop_str_in_output: bool = parameter(Switch(), "Keep the stop string in the output.", default=False)
+    ignore_eos: bool = parameter(Switch(), "Continue after the model's end-of-sequence token.", default=False)
     skip_special_tokens: bool = parameter(Switch(), "Leave special tokens out of the text.", default=True)
     logprobs: int | None = parameter(
         _LOGPROBS, "Log probability of each token, and of this many of the likeliest (at most 20)."
@@ -118,18 +118,18 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(_LOGPROBS, "The same for the prompt.")
     speculate: bool = parameter(
         Switch(),
-        "Whether tokens may be drafted ahead for this request, where the engine drafts at all.",
+        "Whether to speculate for this request, if the engine does.",
         default=True,
     )
     max_k: int | None = parameter(
         Bounds(0, math.inf, is_integer=True),
-        "Most tokens drafted ahead for this request; as many as the engine drafts if unset.",
+        "Maximum draft length for this request; the engine's if unset.",
     )
-    # Values by name for sampling operations that are not of the package. Only those that the request sets.
+    # Values by name for registered sampling operations; only those that the request sets.
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __new__(cls, *_given: object, **values: object) -> SamplingParams:
-        """A name that does not exist is refused with the nearest one that does."""
+        """Refuse an unknown name with a hint of the nearest valid one."""
         for name in values:
             if name not in _FIELD_NAMES:
                 if name in extra_parameters():
@@ -138,7 +138,7 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check every field, and keep plain values only: what is accepted here can travel to another process."""
+        """Check every field and convert it to a plain value, which can be sent to another process."""
         for name, check in _CHECKS:
             object.__setattr__(self, name, check.read(name, getattr(self, name)))
         object.__setattr__(self, "extra", _read_extra(self.extra))
@@ -147,7 +147,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """By name, as JSON has them: parameters of operations from outside the package among the others."""
+        """From names and values as in JSON; parameters of registered operations are among the others."""
         extra = {name: value for name, value in values.items() if name in extra_parameters()}
         if not extra:
             return cls(**values)
@@ -155,7 +155,7 @@ class SamplingParams:
         return cls(**{**own, "extra": {**own.get("extra", {}), **extra}})
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
-        """Fill what the user left open from the model's defaults, then from the engine's."""
+        """Fill unset parameters from the model's defaults, then from the engine's."""
         resolved = {
             name: PARAMETERS[name].resolve(getattr(self, name), getattr(defaults, name)) for name in MODEL_DEFAULTS
         }
@@ -165,7 +165,7 @@ class SamplingParams:
         return self._copy(seed=seed)
 
     def _copy(self, **changes: Any) -> SamplingParams:
-        """Another one with some values that are known to be good: nothing is checked again."""
+        """A copy with changes that are known to be valid: nothing is checked again."""
         copy = object.__new__(SamplingParams)
         for name in _FIELD_NAMES:
             object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
@@ -173,17 +173,17 @@ class SamplingParams:
 
 
 _FIELD_NAMES = tuple(f.name for f in fields(SamplingParams))
-# By name, what the fields declare.
+# The parameters of the fields, by name.
 PARAMETERS: Mapping[str, Parameter] = {
     f.name: replace(f.metadata["parameter"], name=f.name) for f in fields(SamplingParams) if "parameter" in f.metadata
 }
-# Those that ask the model's generation config where a request says nothing.
+# Parameters that default to the model's generation config.
 MODEL_DEFAULTS = tuple(name for name, declared in PARAMETERS.items() if declared.fallback is not None)
 _CHECKS: tuple[tuple[str, Check], ...] = tuple((name, declared.check) for name, declared in PARAMETERS.items())
 
 
 def value_of(params: SamplingParams, declared: Parameter) -> Any:
-    """A request's value of a parameter, wherever it is."""
+    """A request's value of a parameter, from its field or from ``extra``."""
     if declared.name in PARAMETERS:
         return getattr(params, declared.name)
     return params.extra.get(declared.name, declared.resolve(declared.default, None))
@@ -197,7 +197,7 @@ def _read_extra(given: Any) -> dict[str, Any]:
     known = extra_parameters()
     for name in given:
         if name in PARAMETERS:
-            raise RequestError(f"{name} is a parameter of its own; give it outside of extra")
+            raise RequestError(f"{name} is a field of SamplingParams; give it outside of extra")
         if name not in known:
             _refuse_unknown(name)
     return {name: known[name].check.read(name, value) for name, value in given.items() if value is not None}

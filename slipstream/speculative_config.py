@@ -1,6 +1,6 @@
-"""How to speculate, decided: which method, how many drafts, how they are checked, and what the method needs.
+"""The configuration of speculation: method, draft length, verification, and the requirements of the method.
 
-Plain data that travels between processes. Methods are known to ``speculate/registry.py``; here a method is a name.
+Plain data that can be sent between processes. Methods are in ``speculate/registry.py``; here a method is a name.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Any, Literal
 VERIFY_MODES = ("match", "rejection", "synthetic")
 VerifyMode = Literal["match", "rejection", "synthetic"]
 MAX_DRAFTS = 16
-# What a draft length that adapts is chosen from. Each has graphs of its own, so they lie further apart as they grow.
+# The lengths that an adaptive draft length is chosen from. Each has its own graphs, so long ones are sparse.
 _LENGTHS = (0, 1, 2, 3, 5, 7, 11, 16)
 _INITIAL_LENGTH = 3
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs of the engine. The engine and the scheduler know this of a method, and nothing else."""
+    """The requirements of a drafter. Engine and scheduler know nothing else of a method."""
 
-    default_drafts: int = 5  # most drafts of a step, if the user names no number
-    max_drafts: int = MAX_DRAFTS  # most that the user may name
-    # It keeps keys and values of its own under the target's page ids. A page that a request without drafts has filled
-    # is then of no use to a request with them.
+    default_drafts: int = 5  # maximum drafts of a step, if the user sets no number
+    max_drafts: int = MAX_DRAFTS  # largest number that the user may set
+    # It has its own keys and values under the target's page ids. A page filled by a request without drafts then lacks
+    # the drafter's, and is not shared with a request with drafts.
     own_keys: bool = False
-    # After steps that propose nothing it goes over the tokens which it was not shown, in the next pass.
+    # After steps without proposals it processes the tokens that it missed, in its next pass.
     catches_up: bool = False
-    # Slots of the cache after a row's tokens that a proposal writes, for each draft.
+    # Cache slots after a row's tokens that a proposal writes, per draft.
     slots_per_draft: int = 0
-    # Its keys at a slot depend on the next token: it pairs a token with the hidden state before it. A page is then
-    # known by its tokens and the one after them.
+    # Its keys at a slot depend on the next token: it pairs a token with the hidden state before it. The hash of a page
+    # then includes the token after it.
     looks_ahead: bool = False
-    # Where the number of drafts adapts, it is also shown the tokens of steps that propose nothing: no gaps in its keys.
+    # With an adaptive draft length it also processes the tokens of steps without proposals, so its keys have no gaps.
     follows: bool = False
-    noted_steps: int = 0  # most steps whose hidden states it keeps before it follows them
-    taps: int = 0  # most layers of the target whose hidden states it reads
-    is_causal: bool = True  # whether a token of its passes sees none after it; otherwise all of its request in the pass
-    from_text: bool = False  # its drafts follow from the request's tokens alone
-    is_certain: bool = False  # it draws nothing: its drafts have no distribution
+    noted_steps: int = 0  # maximum steps whose hidden states it keeps before it processes them
+    taps: int = 0  # maximum number of target layers whose hidden states it reads
+    is_causal: bool = True  # its attention is causal; else tokens of a request in a pass see each other
+    from_text: bool = False  # its drafts are a function of the request's tokens
+    is_certain: bool = False  # it samples nothing: its drafts have no distribution
     host_drafts: bool = False  # the host proposes, and stages drafts before the step that checks them
 
 
@@ -48,22 +48,22 @@ NO_NEEDS = Needs()
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    method: str  # as the registry knows it
-    num_drafts: int  # most tokens drafted ahead of a step
-    # match: drafts that equal the target's own choice. rejection: speculative sampling, the same distribution but other
-    # tokens than without drafts. synthetic: at random with given rates, for benchmarks; the text means nothing.
+    method: str  # its name in the registry
+    num_drafts: int  # maximum drafts of a step
+    # match: accept drafts that equal the token the target samples. rejection: speculative sampling, the same
+    # distribution but other tokens than without drafts. synthetic: at given rates, for benchmarks.
     verify: VerifyMode = "match"
-    model: str | None = None  # of a method that drafts with a checkpoint: a folder, a .gguf file, a hub id or an alias
+    model: str | None = None  # of a method with a checkpoint: a folder, a .gguf file, a hub id or an alias
     # synthetic: entry i is the probability that the first i + 1 drafts are all accepted.
     acceptance_rates: tuple[float, ...] = ()
-    # Whether the engine chooses how many to draft, from none to ``num_drafts``, by what they cost and how they fare.
+    # Whether the draft length adapts to acceptance and cost, from none to ``num_drafts``.
     adaptive: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the method's own keys, all of them
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the method's own keys
     needs: Needs = NO_NEEDS
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many drafts a step may have, fewest first."""
+        """The draft lengths that a step may have, ascending."""
         if not self.adaptive:
             return (self.num_drafts,)
         return (*(k for k in _LENGTHS if k < self.num_drafts), self.num_drafts)
@@ -73,35 +73,35 @@ class SpeculativeConfig:
         return min(_INITIAL_LENGTH, self.num_drafts) if self.adaptive else self.num_drafts
 
     def lowered(self, num_drafts: int) -> SpeculativeConfig:
-        """With at most so many drafts, where the number is the engine's to choose."""
+        """With at most ``num_drafts`` drafts, if the draft length adapts."""
         most = max(1, min(self.num_drafts, num_drafts))
         if not self.adaptive or most == self.num_drafts:
             return self
         return replace(self, num_drafts=most, acceptance_rates=self.acceptance_rates[:most])
 
     @property
-    def foresees(self) -> bool:
-        """Whether acceptance is known without verification: a draft is accepted if it is the token that comes.
+    def knows_acceptance(self) -> bool:
+        """Whether acceptance is known without verification: a draft is accepted if it equals the next token.
 
-        Speculative sampling draws drafts with noise of their own: equal tokens are rarer than accepted ones.
+        With speculative sampling, drafts have their own noise: equal tokens are rarer than accepted ones.
         """
         return self.verify != "rejection" or self.needs.is_certain
 
     @property
     def depends_on_text_alone(self) -> bool:
-        """Whether the host can tell from the tokens that came which drafts would have been accepted."""
+        """Whether the host can compute from collected tokens which drafts would have been accepted."""
         return self.needs.from_text and not self.is_synthetic
 
-    def num_made(self, num_checked: int) -> int:
-        """By a step, where the next one checks so many.
+    def num_proposed(self, num_checked: int) -> int:
+        """How many drafts a step proposes if the next one verifies ``num_checked``.
 
-        From the text alone they cost next to nothing to make: a step makes as many as there may be, or none. So a
-        change of the number that is checked is no other kind of step.
+        Drafts from the text alone cost next to nothing: a step proposes the maximum, or none. A change of the number
+        that is verified then needs no different kind of step.
         """
         makes_most = self.adaptive and self.depends_on_text_alone and num_checked > 0
         return self.num_drafts if makes_most else num_checked
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether text means nothing, which every output has to say."""
+        """Whether text is meaningless, which every output has to say."""
         return self.verify == "synthetic"

@@ -1,6 +1,6 @@
-"""The nouns of the domain as plain data: requests and their parameters, step plans, results.
+"""The domain's nouns as plain data: requests and their parameters, step plans, results.
 
-Nothing here imports torch or knows how a step is run.
+Imports no torch and knows nothing of how a step runs.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ class RowStatus(enum.IntEnum):
 
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
-MAX_DEVICE_STOP_IDS = 16  # that the device checks by itself; the host checks the rest of a longer list
+MAX_DEVICE_STOP_IDS = 16  # checked on the device; the host checks the rest of a longer list
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as the engine sees it: token ids in, limits resolved, nothing left to guess."""
+    """One request in the engine: a prompt as token ids, with all parameters resolved."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams  # with defaults filled in and a seed drawn
+    params: SamplingParams  # with defaults and a seed filled in
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
     max_total_tokens: int  # prompt and output together
     arrival_time: float = 0.0
     priority: int = 0  # lower runs first
-    choice: int = 0  # which of a prompt's continuations this is; part of its noise
+    choice: int = 0  # index among a prompt's choices; part of the key of its noise
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def may_use_cache(self) -> bool:
-        """Whether cached keys and values may stand in for the prompt. Its logprobs need every position computed."""
+        """Whether the prefix cache may be used. Prompt logprobs need every position computed."""
         return self.params.prompt_logprobs is None
 
     def num_drafts(self, most: int) -> int:
-        """How many tokens may be drafted ahead for it, of the most the engine drafts."""
+        """Maximum draft length of this request, given the engine's."""
         params = self.params
         return 0 if not params.speculate else most if params.max_k is None else min(most, params.max_k)
 
@@ -83,19 +83,19 @@ class ScheduledRequest(NamedTuple):
     """One request's share of a step."""
 
     request_id: str
-    generation: int  # the number of its admission; an output of an older one is dropped
+    generation: int  # counts its admissions; outputs of an earlier admission are dropped
     row: int
-    num_tokens: int  # query tokens in this step, places for drafts included
-    num_computed_bound: int  # computed length before this step, never below the device's
-    samples: bool  # whether the step reaches the end of the request's tokens and so draws new ones
-    num_drafts: int = 0  # places for drafts among its tokens; how many there are the device knows
+    num_tokens: int  # query tokens in this step, draft slots included
+    num_computed_bound: int  # upper bound of the computed length before this step
+    samples: bool  # whether the step reaches the end of the request's tokens and samples new ones
+    num_drafts: int = 0  # draft slots among its tokens; the device knows how many are used
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Who is in a step with how many tokens, as columns.
+    """The requests of a step with their numbers of tokens, as columns.
 
-    Steps that have the same share one object: what was derived from it holds for as long as it comes again.
+    Steps with the same composition share one object, so that what is derived from it can be reused.
     """
 
     request_ids: tuple[str, ...]
@@ -105,10 +105,10 @@ class Composition:
     samples: tuple[bool, ...]
     num_drafts: tuple[int, ...]
     total_tokens: int
-    num_next_drafts: int = 0  # most drafts that are made behind the step, for the next one to check
-    lengths_are_exact: bool = False  # it is launched with no other under way, for its attention wants to know them
-    num_caught_up: int = 0  # most tokens of each before the step's own that the drafter, who missed them, goes over too
-    num_common_pages: int = field(default=0, compare=False)  # that all begin with and attention is to read once
+    num_next_drafts: int = 0  # maximum drafts proposed after the step, for the next one to verify
+    lengths_are_exact: bool = False  # launched with no other step in flight, since its attention needs exact lengths
+    num_caught_up: int = 0  # maximum tokens before the step's own that the drafter missed and processes now
+    num_common_pages: int = field(default=0, compare=False)  # pages of the prefix that cascade attention reads once
 
     @property
     def num_reqs(self) -> int:
@@ -117,13 +117,13 @@ class Composition:
 
 @dataclass(frozen=True, slots=True)
 class RowInit:
-    """Everything a row needs when a request moves in."""
+    """Everything a row needs when it is assigned to a request."""
 
     row: int
     request: Request
     token_ids: Sequence[int]
     num_computed: int
-    draft_start: int = 0  # the first slot from which on the drafter's keys are among those computed
+    draft_start: int = 0  # the drafter's keys are computed from this slot on
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class PageDiff:
 
 @dataclass(frozen=True, slots=True)
 class HostDraft:
-    """What the host takes to come in a row's text, from a position on."""
+    """Draft tokens that the host proposes for a row, from a position on."""
 
     row: int
     first_idx: int
@@ -146,17 +146,17 @@ class HostDraft:
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step, decided: which rows run how many tokens, and what changes on the device before."""
+    """One scheduled step: how many tokens of each row run, and the changes to the device's rows before it."""
 
     step_id: int
     composition: Composition
-    num_computed_bounds: npt.NDArray[np.int32]  # of each request, before the step
+    num_computed_bounds: npt.NDArray[np.int32]  # upper bounds before the step
     row_inits: list[RowInit] = field(default_factory=list)
     page_diffs: list[PageDiff] = field(default_factory=list)
-    host_drafts: Sequence[HostDraft] = ()  # for this step to check, of methods that think on the host
+    host_drafts: Sequence[HostDraft] = ()  # for this step to verify, of methods that draft on the host
 
     @classmethod
-    def of(cls, step_id: int, requests: Sequence[ScheduledRequest]) -> StepPlan:
+    def from_requests(cls, step_id: int, requests: Sequence[ScheduledRequest]) -> StepPlan:
         ids, generations, rows, num_tokens, bounds, samples, num_drafts = zip(*requests, strict=True)
         composition = Composition(ids, generations, rows, num_tokens, samples, num_drafts, sum(num_tokens))
         return cls(step_id, composition, np.array(bounds, dtype=np.int32))
@@ -167,39 +167,39 @@ class StepPlan:
 
     @property
     def requests(self) -> list[ScheduledRequest]:
-        """The same request by request, made anew by every look."""
+        """The same as a list of objects, built on every access."""
         c, bounds = self.composition, self.num_computed_bounds.tolist()
         columns = (c.request_ids, c.generations, c.rows, c.num_tokens, bounds, c.samples, c.num_drafts)
         return list(map(ScheduledRequest, *columns))
 
 
 class LogprobRow(NamedTuple):
-    """Log probabilities at one position: the token that stands there first, then the likeliest in order."""
+    """Log probabilities at one position: the token in the text first, then the most likely ones in order."""
 
-    rank: int  # of the token that stands there; 1 is the likeliest
+    rank: int  # of the token in the text; 1 is the most likely
     token_ids: list[int]
     values: list[float]
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a finished step produced, in the order of its plan."""
+    """The results of a step, in the order of its plan."""
 
     plan: StepPlan
     token_ids: list[list[int]]
     statuses: list[RowStatus]
-    num_drafts: list[int]  # drafts that were checked
+    num_drafts: list[int]  # drafts that were verified
     num_accepted: list[int]  # of those, accepted
-    foreseen: list[int]  # 1 where a draft was there that the step did not check, and it would have been accepted
-    logprobs: list[list[LogprobRow]] | None = None  # one for each token, where any request asked
+    would_accept: list[int]  # 1 if the step skipped a draft that would have been accepted
+    logprobs: list[list[LogprobRow]] | None = None  # one for each token, if any request asked
     wait_s: float = 0.0  # how long the host waited for it
-    # By place in the plan: the position of the first, then one for each prompt token from there on.
+    # By index in the plan: the position of the first, then one for each prompt token from there on.
     prompt_logprobs: dict[int, tuple[int, list[LogprobRow]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class TokenUpdate:
-    """New tokens of one request, as the engine loop hands them on. No text yet: detokenising is off the loop."""
+    """New tokens of one request. No text yet: detokenising happens outside the engine loop."""
 
     request_id: str
     token_ids: list[int]
@@ -209,28 +209,28 @@ class TokenUpdate:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     logprobs: list[LogprobRow] | None = None
     prompt_logprobs: tuple[int, list[LogprobRow]] | None = None
-    num_drafts: int = 0  # drafts that the step checked
+    num_drafts: int = 0  # drafts that the step verified
     num_accepted: int = 0  # of those, accepted
     time: float = 0.0  # when the tokens were collected
 
 
 @dataclass(slots=True)
 class TokenUpdates:
-    """What a step has brought to each request that it brought anything.
+    """The updates of a step for each request that has any.
 
-    Most have new tokens, go on, and there is nothing else to say. They are columns and no objects, for a batch that
-    decodes consists of them, step after step.
+    Most requests only get new tokens and continue. They are stored in columns and not as objects, since a decode
+    batch has nothing else.
     """
 
     request_ids: Sequence[str] = ()
     token_ids: Sequence[list[int]] = ()
-    num_drafts: Sequence[int] = ()  # empty where nothing is drafted
+    num_drafts: Sequence[int] = ()  # empty if the engine does not speculate
     num_accepted: Sequence[int] = ()
-    others: dict[int, TokenUpdate] = field(default_factory=dict)  # with more to say, by place in the columns
+    others: dict[int, TokenUpdate] = field(default_factory=dict)  # updates with more than tokens, by index
     time: float = 0.0  # when the tokens were collected
 
     @classmethod
-    def of(cls, updates: Sequence[TokenUpdate]) -> TokenUpdates:
+    def from_list(cls, updates: Sequence[TokenUpdate]) -> TokenUpdates:
         columns = ([u.request_id for u in updates], [u.token_ids for u in updates])
         drafts = ([u.num_drafts for u in updates], [u.num_accepted for u in updates])
         return cls(*columns, *drafts, dict(enumerate(updates)))
@@ -241,13 +241,13 @@ class TokenUpdates:
     def __iter__(self) -> Iterator[TokenUpdate]:
         return map(self.at, range(len(self)))
 
-    def at(self, place: int) -> TokenUpdate:
-        """One of them as an object."""
-        if (update := self.others.get(place)) is not None:
+    def at(self, idx: int) -> TokenUpdate:
+        """One update as an object."""
+        if (update := self.others.get(idx)) is not None:
             return update
-        update = TokenUpdate(self.request_ids[place], self.token_ids[place], time=self.time)
+        update = TokenUpdate(self.request_ids[idx], self.token_ids[idx], time=self.time)
         if self.num_drafts:
-            update.num_drafts, update.num_accepted = self.num_drafts[place], self.num_accepted[place]
+            update.num_drafts, update.num_accepted = self.num_drafts[idx], self.num_accepted[idx]
         return update
 
     def set_time(self, now: float) -> None:
@@ -261,5 +261,5 @@ class TokenUpdates:
 
     @property
     def ended(self) -> list[str]:
-        """Requests that got their last tokens."""
+        """Requests that have ended."""
         return [update.request_id for update in self.others.values() if update.finish_reason is not None]

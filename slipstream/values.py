@@ -1,4 +1,4 @@
-"""Values that callers give, read strictly: a plain value within its bounds, or one line that says what is wrong."""
+"""Strict checks of callers' values: a plain value within its bounds, or an error of one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from slipstream.errors import RequestError
 
-MAX_INT32 = 2**31 - 1  # what a field of a row holds
+MAX_INT32 = 2**31 - 1  # the range of a field of a request row
 
 
 class Bounds(NamedTuple):
-    """Which numbers a field takes; ``None`` is for the field's default."""
+    """The valid numbers of a field; ``None`` selects the field's default."""
 
     low: float
     high: float
@@ -44,13 +44,13 @@ def read_number(name: str, value: Any, bounds: Bounds) -> Any:
 
 def _is_number(value: Any, is_integer: bool) -> bool:
     kind = type(value)
-    if kind is int or (kind is float and not is_integer):  # nearly always; the rest takes a microsecond each
+    if kind is int or (kind is float and not is_integer):  # the common case; the general check takes a microsecond
         return True
     return isinstance(value, numbers.Integral if is_integer else numbers.Real) and kind is not bool
 
 
 def _as_int(value: Any, bounds: Bounds) -> int:
-    # A count without an upper bound means the same from the most on that a row can hold.
+    # A count without an upper bound is clamped to what a row can hold.
     return int(value) if bounds.high < math.inf else min(int(value), MAX_INT32)
 
 
@@ -59,7 +59,7 @@ def _plain(value: float) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """For a message of one line: what a caller sent may be of any size."""
+    """A value for a message of one line, shortened: callers may send values of any size."""
     try:
         text = repr(value)
     except Exception:  # integers of thousands of digits, and objects with a faulty repr
@@ -86,7 +86,7 @@ def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def is_valid_text(text: str) -> bool:
-    """Whether every character can be written: halves of surrogate pairs cannot."""
+    """Whether every character can be encoded: lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

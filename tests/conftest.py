@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,28 @@ from slipstream.models.weights import open_checkpoint
 
 # A step that reads what it did not write must not pass a test by luck.
 os.environ["SLIPSTREAM_POISON"] = "1"
-# Tiny models gain nothing from threads, and lose much where other processes want the cores.
+# A shell that starts the suite in the background makes it ignore Ctrl-C, which child processes would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Tiny models gain nothing from threads, and lose much where other processes need the cores.
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--model", help="a model folder for the tests on a GPU, instead of a tiny random one")
+    parser.addoption("--fast", action="store_true", help="the first case of each test, without those marked long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For the inner loop: a test with many cases runs one, so that every room is covered in little time."""
+    if not config.getoption("--fast"):
+        return
+    kept: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("long") is None:
+            kept.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(items=list({*items}.difference(kept.values())))
+    items[:] = kept.values()
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ def test_no_command_shows_the_help(cli: RunCli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "phrases"),
+    ("arguments", "messages"),
     [
         (["generat"], ["unknown command 'generat'; did you mean 'generate'?"]),
         (["frobnicate"], ["unknown command 'frobnicate'; see 'slipstream --help'"]),
@@ -63,8 +63,8 @@ def test_no_command_shows_the_help(cli: RunCli) -> None:
         (["bench", "--model", "a", "--shape", "b"], ["give one of them"]),
     ],
 )
-def test_usage_errors_are_one_line(cli: RunCli, arguments: list[str], phrases: list[str]) -> None:
-    assert_one_line_error(cli(*arguments), *phrases)
+def test_usage_errors_are_one_line(cli: RunCli, arguments: list[str], messages: list[str]) -> None:
+    assert_one_line_error(cli(*arguments), *messages)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_prefix_caching_of_states_is_refused() -> None:
     asked = resolve(EngineOptions(), GPU, HYBRID).scheduler
     assert not asked.prefix_caching
     assert "recurrent layers" in asked.prefix_caching_refused
-    assert asked.least_saved is None, "nobody shares pages, so none are read once"
+    assert asked.least_saved is None, "no pages are shared, so none are read once"
     silent = resolve(EngineOptions(enable_prefix_caching=False), GPU, HYBRID).scheduler
     assert (silent.prefix_caching, silent.prefix_caching_refused) == (False, "")
     usual = resolve(EngineOptions(), GPU, MODEL).scheduler

@@ -7,6 +7,7 @@ import json
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,7 +159,7 @@ def test_the_quietest_of_several_tries_is_kept(monkeypatch: pytest.MonkeyPatch) 
     busy = iter([0.0, 90.0, 100.0, 101.0, 200.0, 290.0])
     monkeypatch.setattr(quiet, "_busy_s", lambda: next(busy))
     monkeypatch.setattr(quiet, "_own_s", lambda: 0.0)
-    monkeypatch.setattr("time.perf_counter", iter(range(6)).__next__)
+    monkeypatch.setattr(quiet, "time", SimpleNamespace(perf_counter=iter(range(6)).__next__, sleep=lambda _: None))
     measured = iter("abc")
     taken = Quiet(limit=0.0, tries=3, pause_s=0.0)
     assert taken(lambda: next(measured)) == "b" and len(taken.shares) == 1

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "laws.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if re.match(r"\| \d", line)]
 NUM_LAWS = 12
-# Features whose code exists: a law may not hide behind one of them.
+# Features whose code exists: a law may not be skipped for one of them.
 BUILT = {"slipstream/speculate": "speculation"}
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,9 +264,12 @@ def test_stream_yields_growing_text_and_may_be_left(llm: LLM) -> None:
         ("x" * 600, r"the prompt has 600 tokens, the context holds 512; shorten"),
         ([1, 99999], "prompt holds 99999, which is not a token id below 272"),
         ([-1], "not a token id"),
+        ([True, 5], "prompt holds True, which is not a token id"),
+        ([1, None], "prompt holds None, which is not a token id"),
+        ([1.0], "prompt holds 1.0, which is not a token id"),
     ],
 )
-def test_bad_prompts(llm: LLM, prompt: str | list[int], message: str) -> None:
+def test_bad_prompts(llm: LLM, prompt: str | list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate([prompt], GREEDY)
     with pytest.raises(RequestError, match=f"prompt 1: .*{message}"):
@@ -425,7 +429,7 @@ def test_an_interrupted_generate_leaves_nothing_running(llm: LLM, monkeypatch: p
 
     endless = SamplingParams(temperature=0, ignore_eos=True)
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.llm.queue.SimpleQueue", Interrupted)
+        patch.setattr("slipstream.llm.queue", SimpleNamespace(SimpleQueue=Interrupted))
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[i, 2, 3] for i in range(20)], endless)
     assert not llm._client._output._submissions
@@ -436,3 +440,21 @@ def test_an_interrupted_generate_leaves_nothing_running(llm: LLM, monkeypatch: p
         time.sleep(0.05)
     assert not core.has_work, "requests go on for no reader"
     assert llm.generate("abc", GREEDY)[0].finished
+
+
+def test_a_stream_that_is_left_late_ends_no_other_request(folder: Path) -> None:
+    """Its id was given back by an abort, and is another request's by then."""
+    endless = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
+
+    async def scenario() -> list[RequestOutput]:
+        async with AsyncLLM(str(folder), max_num_seqs=4) as engine:
+            first = engine.generate("a", endless, request_id="mine")
+            await anext(first)
+            engine.abort("mine")
+            second = engine.generate("b", endless, request_id="mine")
+            outputs = [await anext(second)]
+            await first.aclose()
+            return outputs + [output async for output in second]
+
+    last = asyncio.run(scenario())[-1]
+    assert last.finish_reason == "length" and len(last.token_ids) == 100

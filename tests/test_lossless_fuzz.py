@@ -18,7 +18,7 @@ from lossless_fuzz_runs import Settings, Tally
 from result_files import read_result
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.output import Logprob
-from slipstream.sampling import sampler
+from slipstream.sampling import penalties
 from slipstream.scheduler.pages import PagePool
 from slipstream.speculate import verify
 
@@ -113,7 +113,7 @@ def keep_what_follows(_show: Callable[..., Any]) -> Callable[..., Any]:
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str, int]] = {
     "a wrong draft is accepted": (verify, "accept_drafts", accept_first_draft, "draft model", 0),
-    "penalties ignore the drafts before": (sampler, "apply_penalties", forget_drafts, "ngram", 4),
+    "penalties ignore the drafts before": (penalties, "apply_penalties", forget_drafts, "ngram", 4),
     "a shared page is used again too early": (PagePool, "hold", hold_once, "ngram", 1),
     "tokens after a stop string stay": (OutputProcessor, "_show_text", keep_what_follows, "draft model", 5),
 }

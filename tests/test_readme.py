@@ -52,13 +52,13 @@ def own_results() -> list[Result]:
 
 def test_the_readme_is_what_the_results_say(own_results: list[Result]) -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.update(page, own_results) == page, "README.md is behind the results; run `make readme`"
+    assert readme.update(page, own_results) == page, "README.md is out of date; run `make readme`"
 
 
 def test_the_bars_are_what_the_results_say(own_results: list[Result]) -> None:
     rows = plot_throughput.newest_rows(select(own_results, "decode-throughput", H200))
     drawn = (ROOT / "docs" / "throughput.svg").read_text(encoding="utf-8")
-    assert plot_throughput.draw(rows) == drawn, "docs/throughput.svg is behind the results; run `make readme`"
+    assert plot_throughput.draw(rows) == drawn, "docs/throughput.svg is out of date; run `make readme`"
 
 
 def test_a_figure_changed_by_hand_is_found_in_every_part(own_results: list[Result]) -> None:
@@ -169,9 +169,9 @@ def test_spec_bench_shows_whole_runs(tmp_path: Path) -> None:
     assert "| greedy | n-gram, batch 1 | n-gram, k = 4, batch 1 | EAGLE-3, batch 32 |\n" in text
     overall = "| overall | 1.50, 1.20 x | 3.00, 1.90 x | 2.50, 1.75 x |\n"
     assert f"| MT-bench | 1.46, 1.13 x | 3.00, 1.90 x | 2.25, 1.50 x |\n{overall}" in text
-    words = " ".join(text.split())
-    assert "Of 1,680 texts 1,500 are the plain run's, token for token; 150 leave it at a near-tie" in words
-    assert "near-tie of bfloat16, 30 anywhere else." in words
+    line = " ".join(text.split())
+    assert "Of 1,680 texts 1,500 are the plain run's, token for token; 150 leave it at a near-tie" in line
+    assert "near-tie of bfloat16, 30 anywhere else." in line
     assert "9.00" not in text
 
 

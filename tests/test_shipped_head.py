@@ -107,7 +107,7 @@ def test_every_flag_is_written_and_fits_the_target(config: dict[str, Any], smoll
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "arguments"),
     [
         ("data", r"[\d,]+ texts, [\d,]+ tokens"),
         ("draft vocabulary", r"[\d,]+ tokens"),
@@ -115,12 +115,12 @@ def test_every_flag_is_written_and_fits_the_target(config: dict[str, Any], smoll
         ("acceptance", r"by position: \d+%(, \d+%)+; \d\.\d\d tokens a step"),
     ],
 )
-def test_its_card_says_how_it_was_made_and_how_good_it_is(head: Path, row: str, words: str) -> None:
+def test_its_card_says_how_it_was_made_and_how_good_it_is(head: Path, row: str, arguments: str) -> None:
     card = (head / "README.md").read_text()
     assert card.startswith(f"# EAGLE-3 head for {DEFAULT_MODEL}\n")
     assert f"slipstream train eagle3 --model {DEFAULT_MODEL}" in card
     found = re.search(rf"^\| {row} \| (.*) \|$", card, re.MULTILINE)
-    assert found and re.search(words, found[1]), f"the card says nothing of {row}"
+    assert found and re.search(arguments, found[1]), f"the card says nothing of {row}"
 
 
 # --- who uses it ----------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ def test_it_is_taken_for_the_default_model(llm: LLM, head: Path) -> None:
 
 
 def test_a_command_takes_it_unasked_and_leaves_it_when_told(cli: RunCli) -> None:
-    words = ("generate", PROMPTS[0], "--max-tokens", 24, "--json")
+    arguments = ("generate", PROMPTS[0], "--max-tokens", 24, "--json")
     answers = []
     for more in ((), ("--speculate", "none")):
-        outcome = cli(*words, *more)
+        outcome = cli(*arguments, *more)
         assert outcome.code == 0, outcome.err
         answers.append(json.loads(outcome.out))
     drafted, plain = answers
@@ -164,14 +164,14 @@ def test_a_command_takes_it_unasked_and_leaves_it_when_told(cli: RunCli) -> None
     assert (drafted["token_ids"], drafted["text"]) == (plain["token_ids"], plain["text"])
 
 
-@pytest.mark.parametrize(("words", "method"), [({}, "eagle3"), ({"speculate": "none"}, "none")])
+@pytest.mark.parametrize(("arguments", "method"), [({}, "eagle3"), ({"speculate": "none"}, "none")])
 def test_so_does_the_server(
-    head: Path, words: dict[str, Any], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: Path, arguments: dict[str, Any], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[EngineOptions] = []
     monkeypatch.setattr("slipstream.server.run.serve", lambda options, settings: served.append(options) or 0)
     monkeypatch.chdir(tmp_path)
-    assert serve.run(None, EngineOptions(**words), ServerSettings()) == 0
+    assert serve.run(None, EngineOptions(**arguments), ServerSettings()) == 0
     expected = str(head) if method == "eagle3" else None
     assert (served[0].speculate, served[0].draft_model) == (method, expected)
 

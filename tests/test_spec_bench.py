@@ -98,7 +98,7 @@ def test_no_file_and_no_questions(tmp_path: Path) -> None:
 
 
 def test_lengths_of_a_run_by_hand() -> None:
-    steps = Steps.of(
+    steps = Steps.from_updates(
         [
             Seen(["a"], [1], [0]),  # a's prompt
             Seen(["a", "b"], [3, 0], [2, 0]),  # a check: both drafts and the target's own; b's prompt goes on
@@ -235,7 +235,7 @@ def test_a_gap_is_that_of_the_scores_that_the_engine_compares(client: EngineClie
 
 
 def test_figures_of_noise_by_hand() -> None:
-    noise = Noise.of([i / 1000 for i in range(1000, -1, -1)], batch=8)
+    noise = Noise.from_changes([i / 1000 for i in range(1000, -1, -1)], batch=8)
     assert noise == pytest.approx((1.0, 0.5, 0.999, 1001, 8))
     assert noise.row == {
         "case": "noise",
@@ -291,7 +291,7 @@ def test_only_a_gpu_has_noise_and_only_where_no_tolerance_is_given() -> None:
     assert not own.measures_noise and own.near_tie == 0.0
     own.device = "cuda:0"
     assert own.measures_noise
-    own.noise = Noise.of([0.125, 0.25], 1)
+    own.noise = Noise.from_changes([0.125, 0.25], 1)
     assert own.near_tie == 0.5
     given = bench(near_tie=0.1)
     given.device = "cuda:0"
@@ -331,15 +331,15 @@ def test_no_more_run_at_a_time_than_asked_for(client: EngineClient) -> None:
         del client.submit  # type: ignore[method-assign]
     assert begun == [0] * 5
     assert [len(answer.token_ids) for answer in whole.answers] == [5] * 5
-    assert whole.steps == Steps(num_steps=20, num_tokens=20)  # four of each behind the prompt's
+    assert whole.steps == Steps(num_steps=20, num_tokens=20)  # four of each after the prompt's
 
 
 # --- the whole script -----------------------------------------------------------------------------
 
 
 def arguments(folder: Path, questions: Path, output: Path, *others: str) -> list[str]:
-    places = ["--questions", str(questions), "--model", str(folder), "--output-dir", str(output)]
-    return [*places, "--device", "cpu", "--max-model-len", "256", "--output-len", "16", *others]
+    base = ["--questions", str(questions), "--model", str(folder), "--output-dir", str(output)]
+    return [*base, "--device", "cpu", "--max-model-len", "256", "--output-len", "16", *others]
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
@@ -418,7 +418,7 @@ def test_noise_that_is_measured_is_shown_kept_and_decides(
     def planted(client: EngineClient, *others: Any) -> Noise:
         measured.append(client)
         assert measure_noise(client, *others).largest < 1e-3
-        return Noise.of([0.0, 0.25], 1)
+        return Noise.from_changes([0.0, 0.25], 1)
 
     monkeypatch.setattr(Bench, "measures_noise", True)
     for name, stand_in in (("judge", judged), ("differences", apart), ("measure_noise", planted)):

@@ -99,8 +99,8 @@ def test_vllms_spelling(given: dict[str, Any], expected: SpeculativeConfig) -> N
         ({"speculate": "ngram", "k": -1}, "k must be an integer from 1 to 16, not -1"),
         ({"speculate": "ngram", "k": True}, "k must be an integer from 1 to 16, not True"),
         ({"speculate": "ngram", "k": 2.0}, "k must be an integer from 1 to 16, not 2.0"),
-        ({"k": 4}, "k says nothing without speculate: name a method"),
-        ({"draft_model": "m"}, "draft_model says nothing without speculate: name a method"),
+        ({"k": 4}, "k has no effect without speculate: name a method"),
+        ({"draft_model": "m"}, "draft_model has no effect without speculate: name a method"),
         (
             {"speculate": "draft_model"},
             "draft_model needs a model: name one as draft_model, or as model in speculative_config",
@@ -179,7 +179,7 @@ RATES = "acceptance_rates: 2 numbers from 1 down to 0, entry i for the probabili
         ({"method": "ngram", "verify": False}, "verify must be one of match, rejection, synthetic, not False"),
         (
             {"method": "ngram", "acceptance_rates": [1, 1, 1, 1]},
-            "acceptance_rates force what is accepted; they need verify 'synthetic'",
+            "acceptance_rates force acceptance; they need verify 'synthetic'",
         ),
         *(
             (
@@ -203,7 +203,7 @@ def test_wrong_speculative_config(given: Any, message: str) -> None:
 def test_one_way_to_say_it_at_a_time(short: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(speculative_config={"method": "ngram"}, **short)
-    assert str(caught.value) == f"{name} and speculative_config say the same; use one of them"
+    assert str(caught.value) == f"{name} and speculative_config conflict; use one of them"
 
 
 @pytest.mark.parametrize(
@@ -221,13 +221,13 @@ def test_what_a_length_is_chosen_from(config: SpeculativeConfig, lengths: tuple[
 
 
 def test_only_drafts_from_the_text_alone_are_always_as_many() -> None:
-    assert [replace(NGRAM, num_drafts=7).num_made(k) for k in (0, 1, 5, 7)] == [0, 7, 7, 7]
+    assert [replace(NGRAM, num_drafts=7).num_proposed(k) for k in (0, 1, 5, 7)] == [0, 7, 7, 7]
     for other in (
         replace(NGRAM, adaptive=False),
         replace(NGRAM, verify="synthetic"),
         speculation("eagle3", 7, adaptive=True),
     ):
-        assert [other.num_made(k) for k in (0, 1, 5)] == [0, 1, 5]
+        assert [other.num_proposed(k) for k in (0, 1, 5)] == [0, 1, 5]
 
 
 def test_a_length_that_adapts_stays_within_the_tokens_of_a_step() -> None:

@@ -26,7 +26,7 @@ from slipstream.types import SamplingParams
         ({"bad_words": [""]}, "bad_words must be non-empty strings"),
         ({"top_n_sigma": -1}, "top_n_sigma must be a number of at least 0 and at most 100, not -1"),
         ({"extra": [1]}, r"extra must map names of sampling parameters to values, not \[1\]"),
-        ({"extra": {"top_k": 1}}, "top_k is a parameter of its own; give it outside of extra"),
+        ({"extra": {"top_k": 1}}, "top_k is a field of SamplingParams; give it outside of extra"),
         ({"extra": {"topk": 1}}, r"unknown sampling parameter 'topk'; did you mean 'top_k'\?"),
         ({"min_p": 1.5}, "min_p must be a number of at least 0 and at most 1, not 1.5"),
         ({"presence_penalty": 2.5}, "presence_penalty must be a number of at least -2 and at most 2, not 2.5"),

@@ -1,1 +1,1 @@
-"""Attention: what a step tells a backend, what a backend promises, and one file per backend."""
+"""Attention: the metadata of a step, the protocols of backends and caches, and one file per backend."""

@@ -1,41 +1,41 @@
-"""When a beginning that all requests of a step share is read once and not by each of them. Plain numbers, no tensors.
+"""When a prefix common to all requests of a step is read once and not by each of them. Plain numbers, no tensors.
 
-A step saves the keys and values that it does not read again, layer by layer. It loses its whole-step graph: how many
-pages are common is the host's knowledge, and a recording would freeze it.
+Cascade saves reading keys and values again, layer by layer. It costs the whole-step graph: how many pages are common is
+known on the host, and a captured graph would fix it.
 """
 
 from __future__ import annotations
 
 import math
 
-# What a plain step reads of a common beginning in a second: after the first request the keys come from the GPU's
+# Bytes per second at which a plain step reads a common prefix: after the first request the keys come from the GPU's
 # second-level cache. Measured on an NVIDIA H200 with 64 requests over 2,048 common tokens.
 BYTES_PER_S = 7.6e12
-# What the kernels themselves take: three launches where there was one, and common keys once. Measured likewise.
+# Cost of the kernels themselves: three launches instead of one, and the common keys once. Measured likewise.
 OWN_S_PER_LAYER = 60e-6
-# What a step loses in each layer, by how much of it would have run in graphs. Launched one by one, the kernels of 32
-# layers take the host 2 to 3 ms, nearly all of it lost where the GPU would not have had to wait for a single replay.
-# In pieces about half of those launches are inside.
+# Cost per layer of losing graphs, by graph mode. Launched one by one, the kernels of 32 layers take the host 2 to 3 ms,
+# nearly all of it added to the step where the GPU would otherwise run a single replay. Piecewise graphs contain about
+# half of those launches.
 LOST_S_PER_LAYER = {
     "full": 80e-6,
     "full_decode_only": 80e-6,
     "full_and_piecewise": 45e-6,
-    # No graph holds attention anyway; two more kernels are launched.
+    # Attention is in no graph anyway; two more kernels are launched.
     "piecewise": 20e-6,
     "none": 20e-6,
 }
-# Prompts are no matter of bandwidth: a tile of their queries reads keys once for all its rows. A step of more tokens is
-# mostly prompts; it goes the plain way, which needs less memory.
+# Prompts are not limited by bandwidth: a tile of their queries reads keys once for all its rows. A step of more tokens
+# is mostly prompts; it runs without cascade, which needs less memory.
 MAX_TOKENS = 2048
 
 
 def least_saved(
     layer_bytes: int,  # keys and values of a token in one layer
     num_layers: int,
-    num_windowed: int,  # of those, layers with a window: they read what is near, and nothing is saved
+    num_windowed: int,  # of those, layers with a window, which save nothing
     graph_mode: str,
 ) -> int | None:
-    """How many tokens' keys a step must not read again for that to pay; None if it never does."""
+    """How many tokens' keys a step must save for cascade to pay; None if it never does."""
     if num_windowed == num_layers:
         return None
     num_whole = num_layers - num_windowed
@@ -44,5 +44,5 @@ def least_saved(
 
 
 def pays(num_reqs: int, num_tokens: int, num_common_tokens: int, least: int) -> bool:
-    """A step of so many tokens, of which all requests but one are spared the common ones."""
+    """Whether cascade pays for this step, in which all requests but one save the common tokens."""
     return num_tokens <= MAX_TOKENS and (num_reqs - 1) * num_common_tokens >= least

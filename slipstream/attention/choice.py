@@ -1,4 +1,4 @@
-"""Which attention backend serves an engine, why, and how it and the caches of a network are made."""
+"""Which attention backend an engine uses and why, and how backends and caches are opened."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 
 BACKENDS = ("cpu", "triton", "flashinfer", "flex", "reference")
-# By device, auto's choice first.
+# By device, the choice of auto first.
 _USABLE = {
     "cpu": ("cpu", "reference", "flex"),
     "cuda": ("triton", "flashinfer", "flex"),
     "sim": ("reference", "triton", "flex"),
 }
-# Backends that can read pages which all requests of a step begin with once.
+# Backends with cascade attention.
 CASCADING = ("triton",)
-# Backends whose drafters may let all query tokens of a request see each other: with FlashInfer a drafter has Triton.
+# Backends whose drafters may use non-causal attention: with FlashInfer a drafter uses Triton.
 NON_CAUSAL = ("cpu", "triton", "flashinfer", "reference")
 # Backends that read keys and values of another type than the queries'.
 READS_SMALLER_KEYS = ("cpu", "reference")
-# Backends whose steps with prompts are recorded whole, drafts included.
+# Backends that capture steps with prompts in one graph, drafting included.
 RECORDS_PROMPTS = ("triton",)
 _WHY = {
-    "cpu": "batched, in C where there is a compiler; what a CPU is fastest with",
-    "cuda": "one launch a layer from projection to result, recorded in every graph, lengths stay on the device",
-    "sim": "the definition: on a simulated device nothing is gained by more",
+    "cpu": "batched, in C where there is a compiler; fastest on a CPU",
+    "cuda": "one launch a layer from projection to result, captured in every graph; lengths stay on the device",
+    "sim": "the definition: speed does not matter on a simulated device",
 }
 
 
@@ -55,14 +55,14 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_backend(wish: str, device: str) -> Choice:
-    """What serves, from what is wished and the device's kind. Auto never takes one that must drain the device."""
+def choose_backend(asked: str, device: str) -> Choice:
+    """The backend for an option and a kind of device. Auto never picks one that must drain the device."""
     usable = _USABLE[device]
-    if wish == "auto":
+    if asked == "auto":
         return Choice(usable[0], _WHY[device])
-    if wish not in usable:
-        raise ConfigError(f"attention_backend {wish} does not run on {device}; use {' or '.join(usable)}")
-    return Choice(wish, "asked for")
+    if asked not in usable:
+        raise ConfigError(f"attention_backend {asked} does not run on {device}; use {' or '.join(usable)}")
+    return Choice(asked, "asked for")
 
 
 def flashinfer_paths(model: ModelConfig, hardware: Hardware, dtype: str, page_size: int, num_drafts: int) -> Paths:
@@ -74,7 +74,7 @@ def flashinfer_paths(model: ModelConfig, hardware: Hardware, dtype: str, page_si
 def exact_lengths(
     name: str, model: ModelConfig, hardware: Hardware, dtype: str, page_size: int, num_drafts: int
 ) -> ExactLengths:
-    """For which steps a backend plans on the host; refuses what it cannot do at all."""
+    """The steps for which a backend plans on the host; refuses what it does not support."""
     if name != "flashinfer":
         return "never"
     return flashinfer_paths(model, hardware, dtype, page_size, num_drafts).check().exact_lengths
@@ -87,25 +87,25 @@ def open_caches(
     for_drafter: bool = False,
     attention: AttentionBackend | None = None,  # instead of the configuration's
 ) -> CacheGroups:
-    """Memory and backends for all layers of a network: the target's, or that of a drafter with caches of its own."""
+    """Memory and backends for all layers of a network: the target's, or a drafter's with its own caches."""
 
     def open_grouped_query(spec: GroupedQuerySpec, memory: Mapping[int, LayerMemory]) -> GroupedQueryCaches:
         own = attention or make_backend(config, model, device, for_drafter)
         return GroupedQueryCaches(own, {idx: tensors[0] for idx, tensors in memory.items()})
 
-    specs = model.with_keys_in(config.model.keys_in).cache_specs  # a drafter's model was read before that was settled
+    specs = model.with_keys_in(config.model.keys_in).cache_specs  # a drafter's model was read earlier
     return CacheGroups.open(specs, config, device.torch_device, open_grouped_query)
 
 
 def make_backend(
     config: EngineConfig, model: ModelConfig, device: Device, for_drafter: bool = False
 ) -> AttentionBackend:
-    """For the target, or for a drafter with keys of its own."""
+    """For the target, or for a drafter with its own keys."""
     name = config.attention_backend
     if name == "reference":
         return ReferenceBackend()
     if name == "flex":
-        # Without a compiler behind it, scores are made for every key that is gathered: small blocks gather fewer.
+        # Without a compiler, scores are computed for every gathered key: small blocks gather fewer.
         return FlexBackend(config.cache.page_size, key_block=128 if config.device == "cuda" else 16)
     if name == "flashinfer" and not for_drafter:
         hardware = device.hardware(config.dtype)
@@ -115,7 +115,7 @@ def make_backend(
         library, limits = FlashInferLibrary(paths.check(), device.torch_device), config.scheduler
         sizes = (config.cache.page_size, limits.max_num_seqs, decode_lens)
         return FlashInferBackend(paths, library, *sizes, device.torch_device)
-    if name in ("triton", "flashinfer"):  # FlashInfer reads from a sequence's first slot on; a drafter has gaps
+    if name in ("triton", "flashinfer"):  # FlashInfer reads every slot of a sequence; a drafter's keys have gaps
         return TritonBackend()
     in_place = config.dtype == "float32" and native.library() is not None
     return CpuBackend(config.cache.page_size, in_place, model.head_dim)

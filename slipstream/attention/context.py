@@ -1,4 +1,4 @@
-"""A step's caches as the model's forward pass sees them. Handed over explicitly: no layer reads a global."""
+"""A step's caches during the model's forward pass. Passed explicitly: no layer reads a global."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.tap import tap
 
-# The tap after the final norm; others are numbers of layers.
+# The tap after the final norm; other taps are numbers of layers.
 NORMED = -1
 
 
 class CacheLayer(Protocol):
-    """What is fixed about one layer. Each kind of cache adds what its backend needs to know."""
+    """The fixed properties of one layer. Each kind of cache adds what its backend needs."""
 
     @property
     def idx(self) -> int: ...  # among all layers of the network
@@ -27,38 +27,38 @@ class StepTokens(NamedTuple):
 
     positions: Tensor  # [padded_tokens] int64
     slot_mapping: Tensor  # [padded_tokens] int64; -1 writes nothing
-    common: CommonAttentionMetadata | None  # None for tokens whose keys are stored and that attend to nothing
+    common: CommonAttentionMetadata | None  # None for tokens whose keys are only stored
 
 
 class GroupStep(Protocol):
-    """One pass over the layers of a group. Each kind adds calls of its own, which its layers know."""
+    """One pass over the layers of a group. Each kind adds methods that its layers call."""
 
     @property
     def shared(self) -> Any:
-        """What a pass of another network over the same batch can be begun with; None if there is nothing."""
+        """Metadata that another network's pass over the same batch can reuse; None if there is none."""
         ...
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a forward pass in pieces records the layers' work, instead of launching it anew in every step."""
+        """Whether a piecewise graph captures the layers' work, instead of launching it in every step."""
         ...
 
     def run(self, layer: Any, inputs: Any) -> Tensor:
-        """Once a layer: keep what is to be kept of the tokens, and give the layer's result."""
+        """Once per layer: update the cache with the tokens, and return the layer's result."""
         ...
 
     def make_output(self, inputs: Any) -> Tensor:
-        """Memory for that result, where pieces of a recorded pass meet."""
+        """Memory for that result, between the pieces of a piecewise graph."""
         ...
 
 
 @dataclass(slots=True)
 class AttentionContext:
     group_steps: Sequence[GroupStep]
-    group_of_layer: Sequence[int]  # of each layer of the network, as a place in ``group_steps``
+    group_of_layer: Sequence[int]  # of each layer of the network: an index into ``group_steps``
     positions: Tensor  # [padded_tokens] int64
     slot_mapping: Tensor  # [padded_tokens] int64
-    # Where a drafter reads the residual stream after so many layers, or after the final norm: [padded_tokens, hidden].
+    # Buffers for the residual stream after a number of layers, or after the final norm: [padded_tokens, hidden].
     taps: Mapping[int, Tensor] = field(default_factory=dict)
 
     def at(self, layer: CacheLayer) -> Any:
@@ -70,11 +70,11 @@ class AttentionContext:
         return out
 
     def tap(self, num_layers: int, hidden: Tensor, residual: Tensor | None = None) -> None:
-        """The model has come so far: hidden + residual is the stream after so many layers."""
+        """Called by the model: hidden + residual is the residual stream after this many layers."""
         if (out := self.taps.get(num_layers)) is not None:
             tap(hidden, residual, out)
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """Of each group, for ``CacheGroups.begin`` of another network."""
+        """The shared metadata of each group, for ``CacheGroups.begin`` of another network."""
         return tuple(step.shared for step in self.group_steps)

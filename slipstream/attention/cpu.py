@@ -1,7 +1,7 @@
-"""The backend for CPUs: requests with equally many query tokens go through one batched product per layer.
+"""The backend for CPUs: requests with equal numbers of query tokens go through one batched product per layer.
 
-The batch is cut into slices of neighbouring requests. A slice is padded to its longest request, so slices end where
-padding would waste too much, or where the gathered keys would no longer fit the memory set aside for them.
+The batch is split into slices of neighbouring requests. A slice is padded to its longest request, so a slice ends where
+padding would waste too much, or where its gathered keys would exceed their memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels import native
 from slipstream.kernels.batched_attention import batched_attention, hidden_keys, in_place_attention, key_rows
 
-_MAX_SLICE_KEYS = 1 << 17  # gathered keys of one slice, requests times padded length
-_FEW_QUERIES = 8  # up to this many query tokens a request any C kernel is faster than matrix products
-_MAX_WASTE = 2.0  # padded work over real work within a slice
+_MAX_SLICE_KEYS = 1 << 17  # limit on gathered keys of one slice: requests times padded length
+_FEW_QUERIES = 8  # up to this many query tokens per request every C kernel is faster than matrix products
+_MAX_WASTE = 2.0  # limit on padded work over real work of a slice
 
 
 @dataclass(slots=True)
 class Slice:
-    """Neighbouring requests of a step that are computed together. Sizes are the host's bounds, values the device's."""
+    """Neighbouring requests of a step that are computed together. Sizes are host bounds, values are on the device."""
 
     tokens: slice
     num_reqs: int
@@ -37,24 +37,24 @@ class Slice:
     block_table: Tensor
     seq_starts: Tensor | None
     is_causal: bool
-    # Where the tokens stand in the padded [num_reqs, max_query] grid; None when the grid is full.
+    # Indices of the tokens in the padded [num_reqs, max_query] grid; None when the grid is full.
     grid: Tensor | None
-    # Shared by all layers with the same heads or the same window, made when the first of them asks.
+    # Shared by all layers with the same heads or the same window; built by the first of them.
     rows: dict[int, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """A step for the C kernels, attention's or that of all layers at once, which read pages where they are."""
+    """A step for the C kernels of attention or of all layers, which read pages in place."""
 
     common: CommonAttentionMetadata
 
 
 class CpuBackend:
-    """With ``in_place`` the C kernel reads pages where they are, for queries in float32 only.
+    """With ``in_place`` the C kernel reads pages in place, for queries in float32 only.
 
-    For many query tokens of a request it is fast if a head is a whole number of its vectors; ``head_dim`` says so.
+    For many query tokens per request it is fast if ``head_dim`` is a multiple of its vector size.
     """
 
     caps: ClassVar[Caps] = Caps(
@@ -83,7 +83,7 @@ class CpuBackend:
         return [self._slice(common, query_lens, a, b) for a, b in _cut(query_lens.tolist(), bounds.tolist())]
 
     def starting_at(self, metadata: object, seq_starts: Tensor) -> NoReturn:
-        raise RuntimeError("a step's metadata is shared between recordings, and a CPU has none")
+        raise RuntimeError("metadata is shared between graphs only, and a CPU has none")
 
     def in_place(self, metadata: list[Slice] | InPlace) -> CommonAttentionMetadata | None:
         return metadata.common if isinstance(metadata, InPlace) else None

@@ -1,12 +1,12 @@
-"""The FlashInfer backend: decodes and prefills of a batch apart, each on the path chosen for it.
+"""The FlashInfer backend: decodes and prefills of a batch run separately, each on the path chosen for it.
 
-A batch has its decodes first. Each part is told exactly what its path reads, and nothing else is built. Native paths
-plan on the host, from lengths that are exact only while no step is under way: the metadata then has them
-(``num_computed_cpu``), and without them such a batch is refused. The other paths take every length from the device.
+Decodes come first in a batch. Each part gets exactly what its path reads, and nothing else is built. Native paths plan
+on the host, from lengths that are exact only while no other step is in flight: the metadata then has them
+(``num_computed_cpu``), and a batch without them is refused. The other paths read every length on the device.
 
-Drafts that were not made are tokens like others to the library, so a request's keys are counted as if all of its
-query tokens lived. Such tokens' results are zeroed, and so are their keys: living tokens see none of them, but a weight
-of zero does not remove a NaN that somebody may have left there.
+The library treats unused draft slots as tokens, so a request's keys are counted as if all of its query tokens existed.
+Results of unused slots are zeroed, and so are their keys: other tokens mask them, but a weight of zero does not remove
+a NaN that earlier use of the slot may have left.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.operation import TensorSpec, operation
 
 Int32s = npt.NDArray[np.int32]
-DeadSlots = tuple[Tensor, Tensor]  # page and offset of each
+DeadSlots = tuple[Tensor, Tensor]  # page and offset of each unused slot
 
 _NO_STARTS = (
-    "FlashInfer reads a sequence from its first slot on, causally; give a drafter with gaps in its keys another backend"
+    "FlashInfer reads every slot of a sequence, causally; a drafter with gaps in its keys needs another backend"
 )
 
 
 class ExactLengthsError(RuntimeError):
-    """A path would have planned from lengths that are bounds only."""
+    """A path would have planned from lengths that are only upper bounds."""
 
 
-# --- what is launched -----------------------------------------------------------------------------
+# --- launches -------------------------------------------------------------------------------------
 
 
 @operation(writes=("out",))
@@ -94,7 +94,7 @@ def flashinfer_context(
 @operation(writes=("kv_cache",))
 def clear_slots(
     kv_cache: Tensor,  # [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
-    page_ids: Tensor,  # [n] int64; -1 is the page that nobody reads
+    page_ids: Tensor,  # [n] int64; -1 is the last page, which is never read
     offsets: Tensor,  # [n] int64
 ) -> None:
     kv_cache[page_ids, :, :, offsets] = torch.zeros((), dtype=kv_cache.dtype, device=kv_cache.device)
@@ -105,48 +105,48 @@ def pages_in_a_row(
     block_table: Tensor,  # [num_reqs, max_pages] int32
     key_lens: Tensor,  # [num_reqs] int32
     page_size: int,
-    num_pages: int,  # of all requests, as the host knows
+    num_pages: int,  # of all requests, known on the host
 ) -> Tensor:  # [num_pages] int32
-    """Each request's pages behind those of the one before; the null page behind the end of a table."""
+    """The pages of all requests, concatenated; the null page after the end of a table."""
     num_reqs, max_pages = block_table.shape
     counts = (key_lens + (page_size - 1)) // page_size
     ends = counts.cumsum(0)
     slots = torch.arange(num_pages, device=block_table.device)
-    # Where nobody runs, the device has fewer pages than the host plans for: they must be some page.
+    # For rows that are inactive, the device has fewer pages than the host plans for: the rest must be valid pages.
     request = torch.searchsorted(ends, slots, right=True).clamp(max=num_reqs - 1)
     column = slots - (ends - counts)[request]
     return torch.where(column < max_pages, block_table[request, column.clamp(max=max_pages - 1)], 0)
 
 
-# --- what a step builds ---------------------------------------------------------------------------
+# --- the metadata of a step -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Part:
-    """Neighbouring requests on one path. What their path does not read is None."""
+    """Neighbouring requests on one path. Fields that their path does not read are None."""
 
     path: str
     tokens: slice
-    query_len: int  # of every request; 0 where they differ
+    query_len: int  # of every request; 0 if they differ
     max_query_len: int
     max_seq_len: int  # a bound
-    dead: Tensor  # [tokens] bool
+    dead: Tensor  # [tokens] bool: unused draft slots
     key_lens: Tensor | None = None  # [num_reqs] int32
     block_table: Tensor | None = None  # [num_reqs, max_pages] int32
     mask: Tensor | None = None  # XQA with drafts: [num_reqs, query_len, 1] int32
     query_starts: Tensor | None = None  # [num_reqs + 1] int32, from 0
     paged_kv_indptr: Tensor | None = None  # [num_reqs + 1] int32, from 0
     pages: tuple[PlanPages, ...] | None = None  # one for each level of a cascade
-    # Made when the first layer of a shape asks.
+    # Plans, created by the first layer of each shape.
     plans: dict[LayerShape, Planned] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferMetadata:
-    num_tokens: int  # those behind are padding
+    num_tokens: int  # the rest is padding
     decode: Part | None = None
     prefill: Part | None = None
-    cascade: Part | None = None  # of the whole batch, in place of both
+    cascade: Part | None = None  # of the whole batch, replaces both
     seq_lens_cpu: Int32s | None = None  # exact
     dead_slots: DeadSlots | None = None  # None: no draft can be missing
 
@@ -156,16 +156,16 @@ class FlashInferMetadata:
 
 
 class _Range(NamedTuple):
-    """Requests from one to another, with what the host knows of them."""
+    """A range of requests, with what the host knows of them."""
 
     reqs: slice
     tokens: slice
-    query_len: int  # of every request; 0 where they differ
+    query_len: int  # of every request; 0 if they differ
     key_lens_cpu: Int32s | None  # exact
 
 
 class FlashInferBackend:
-    """``decode_lens`` are all numbers of query tokens with which the scheduler lets requests decode."""
+    """``decode_lens`` are all numbers of query tokens that the scheduler uses for decodes."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class FlashInferBackend:
 
     @property
     def exact_lengths(self) -> ExactLengths:
-        """Which batches want to be launched alone."""
+        """Which batches must be launched with no other step in flight."""
         return self.paths.exact_lengths
 
     def step_buffers(self) -> tuple[Tensor, ...]:
@@ -204,7 +204,7 @@ class FlashInferBackend:
         starts, num_reqs = common.query_start_loc_cpu, common.num_reqs
         num_decodes, query_len = self._leading_decodes(starts)
         num_decode_tokens = num_decodes * query_len
-        # Padding of a recording may be requests without tokens.
+        # Padding requests of a graph may have no tokens.
         num_prefills = num_reqs - num_decodes if common.num_actual_tokens > num_decode_tokens else 0
         needs = needs_of(self.paths, num_prefills, num_decodes, has_cascade, self.paths.context_parallel)
         lens = None
@@ -226,10 +226,10 @@ class FlashInferBackend:
         return FlashInferMetadata(common.num_actual_tokens, decode, prefill, None, lens, dead_slots)
 
     def _without_dead(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, DeadSlots | None]:
-        """Where the keys of drafts that were not made would be, behind a request's last one; and tables without them.
+        """The slots of unused drafts after a request's last token, and page tables without pages beyond them.
 
-        They are cleared as far as the last page of the living goes. The pages behind it may not be the request's: what
-        its row of the table says there may be from whoever had the row before. The null page is read instead.
+        Slots are cleared up to the end of the last used page. Pages after it may not belong to the request: the rest of
+        its table row may be left from the row's previous request. The null page is read instead.
         """
         width, table, size = max(self._decode_lens), common.block_table, self._page_size
         if min(width, common.max_query_len) == 1:
@@ -238,7 +238,7 @@ class FlashInferBackend:
         num_pages = (common.seq_lens[:, None] + (size - 1)) // size
         idx = torch.arange(width, dtype=torch.int32, device=table.device)
         at = common.seq_lens[:, None] + idx
-        # A request that has stopped has a length of 0, hence no last page: it may share all of its pages with others.
+        # A request that has stopped has length 0 and no last page: all its pages may be shared with others.
         is_dead = (idx < planned - alive) & (planned <= width) & (at < num_pages * size)
         page_ids = table.gather(1, (at // size).clamp(max=table.shape[1] - 1).long())
         slots = torch.where(is_dead, page_ids, -1).long().flatten(), (at % size).long().flatten()
@@ -246,7 +246,7 @@ class FlashInferBackend:
         return replace(common, block_table=torch.where(columns < num_pages, table, 0)), slots
 
     def _leading_decodes(self, starts: Int32s) -> tuple[int, int]:
-        """How many requests at the front have equally many tokens, and that as decodes do; and how many tokens."""
+        """How many leading requests have equal numbers of query tokens, as decodes do; and how many tokens that is."""
         lens = np.diff(starts)
         query_len = int(lens[0])
         if query_len not in self._decode_lens:
@@ -258,13 +258,13 @@ class FlashInferBackend:
         path, query_len = self.paths.decode.path, of.query_len
         alive, seq_lens, table = common.query_lens[of.reqs], common.seq_lens[of.reqs], common.block_table[of.reqs]
         places = torch.arange(query_len, dtype=torch.int32, device=alive.device)
-        # A request near the context limit has dead tokens beyond it.
+        # A request near the context limit has unused slots beyond it.
         max_seq_len = int(common.seq_lens_cpu_upper_bound[of.reqs].max()) + query_len - 1
         dead = (places >= alive[:, None]).reshape(-1)
         part = Part(path, of.tokens, query_len, query_len, max_seq_len, dead)
         key_lens = self._key_lens[of.reqs]
         if path == "xqa":
-            # Fewer keys than query tokens it cannot do; which of them are seen is the mask's to say.
+            # XQA does not support fewer keys than query tokens; the mask then hides the others.
             torch.clamp(seq_lens, min=query_len, out=key_lens)
             part.key_lens, part.block_table = key_lens, table
             if query_len > 1:
@@ -295,7 +295,7 @@ class FlashInferBackend:
         return part
 
     def _cumulate_pages(self, key_lens: Tensor) -> Tensor:
-        """Anew in every step that reads it: what the step before has left belongs to another batch."""
+        """Recomputed in every step that reads it: the values of the step before belong to another batch."""
         indptr = self._paged_kv_indptr[: key_lens.shape[0] + 1]
         indptr[:1].zero_()
         num_pages = (key_lens + (self._page_size - 1)) // self._page_size
@@ -307,7 +307,7 @@ class FlashInferBackend:
         num_tokens, common_len = common.num_actual_tokens, num_common * self._page_size
         reqs, starts = slice(0, common.num_reqs), common.query_start_loc
         query_lens = np.diff(common.query_start_loc_cpu)
-        assert (lens - query_lens >= common_len).all(), "a token stands within the common pages"
+        assert (lens - query_lens >= common_len).all(), "a token of the step is within the common pages"
         key_lens = self._key_lens[reqs]
         ends = common.seq_lens[reqs] - common.query_lens[reqs] + starts[: common.num_reqs + 1].diff()
         torch.sub(ends, common_len, out=key_lens)
@@ -326,7 +326,7 @@ class FlashInferBackend:
     def _plan_pages(
         self, common: CommonAttentionMetadata, of: _Range, key_lens: Tensor, first_page: int = 0
     ) -> tuple[PlanPages, ...]:
-        assert of.key_lens_cpu is not None, "a plan was to be made without exact lengths"
+        assert of.key_lens_cpu is not None, "planning needs exact lengths"
         counts = -(-of.key_lens_cpu // self._page_size)
         page_starts = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=page_starts[1:])
@@ -388,7 +388,7 @@ def _host(numbers: Int32s) -> Tensor:
 
 
 def _visible_bits(ahead: Tensor, places: Tensor) -> Tensor:
-    """Bit j is key j of the last query_len. A request's first token stands ``ahead`` of their end, which is below 0."""
+    """Bit j is key j of the last query_len. A request's first token is ``ahead`` (negative) of their end."""
     query_len = places.shape[0]
     seen = (places + (ahead + (query_len + 1))[:, None]).clamp(0, query_len).long()
     bits = torch.bitwise_left_shift(torch.ones_like(seen), seen) - 1

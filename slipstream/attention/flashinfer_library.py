@@ -1,6 +1,6 @@
-"""What is asked of FlashInfer, and the package itself behind it. Signatures are those of 0.6.14.
+"""The interface to FlashInfer and its implementation by the package. Signatures are those of 0.6.14.
 
-The package is an optional extra. It is imported when ``FlashInferLibrary`` is made, never before.
+The package is an optional extra, imported when ``FlashInferLibrary`` is created, never before.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from slipstream.attention.flashinfer_paths import NOT_INSTALLED, PACKAGE, Choice, Paths, is_installed
 from slipstream.errors import ConfigError
 
-_WORKSPACE_BYTES = 128 << 20  # what the library recommends
-_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads of a key head; for more of them tensor cores are faster
+_WORKSPACE_BYTES = 128 << 20  # as the library recommends
+_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads per key head; with more of them tensor cores are faster
 
 
 class LayerShape(NamedTuple):
-    """What a plan is made for. Layers with the same share it."""
+    """The key of a plan, shared by layers with equal values."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,7 +36,7 @@ class LayerShape(NamedTuple):
 
 
 class PlanPages(NamedTuple):
-    """What a native plan reads: three tensors of the host, and the pages, request by request, on the device."""
+    """The inputs of a native plan: three host tensors, and the concatenated pages of all requests on the device."""
 
     query_starts: Tensor  # [num_reqs + 1] int32
     page_starts: Tensor  # [num_reqs + 1] int32
@@ -46,23 +46,23 @@ class PlanPages(NamedTuple):
 
 class Planned(Protocol):
     def run(self, q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], out: Tensor) -> None:
-        """Attend as planned. ``page_ids`` are those of the plan: only the device may look at them."""
+        """Attend as planned. ``page_ids`` are those of the plan: only the device may read them."""
         ...
 
 
 class Library(Protocol):
-    """All that is asked of FlashInfer. Keys are stored as [num_pages, 2, num_kv_heads, page_size, head_dim] ("HND")."""
+    """The calls to FlashInfer. Keys are stored as [num_pages, 2, num_kv_heads, page_size, head_dim] ("HND")."""
 
     def plan_decode(self, shape: LayerShape, pages: PlanPages) -> Planned:
-        """One query token a request."""
+        """One query token per request."""
         ...
 
     def plan_prefill(self, role: str, shape: LayerShape, pages: PlanPages) -> Planned:
-        """Any number of them, causal. A step makes at most one plan of each role and shape."""
+        """Any number of query tokens, causal. A step creates at most one plan of each role and shape."""
         ...
 
     def plan_cascade(self, shape: LayerShape, levels: tuple[PlanPages, ...]) -> Planned:
-        """The last level is causal, those before are seen by all."""
+        """The last level is causal, the levels before are visible to all tokens."""
         ...
 
     def trtllm_decode(
@@ -97,7 +97,7 @@ class Library(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Wrapper:
-    """A wrapper of the library's holds its last plan. On a GPU a step's launches follow its plan at once."""
+    """A library wrapper, which holds its last plan. On a GPU a step's launches follow its plan immediately."""
 
     wrapper: Any
     options: dict[str, Any]
@@ -115,10 +115,10 @@ class _CascadeWrapper:
 
 
 class FlashInferLibrary:
-    """The package's own functions, imported when this is made.
+    """The package's functions, imported when this object is created.
 
-    Its kernels neither start early nor let others do so (``enable_pdl``): the engine's count on everything but their
-    immediate predecessor, and nobody has shown that these wait before they let the next one go.
+    Its kernels run without programmatic dependent launch (``enable_pdl``): the engine's kernels rely on everything but
+    their immediate predecessor being complete, which is not known of these kernels.
     """
 
     def __init__(self, paths: Paths, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class FlashInferLibrary:
         self._decode, self._prefill, self._cascade = (
             importlib.import_module(f"{PACKAGE}.{name}") for name in ("decode", "prefill", "cascade")
         )
-        # The trtllm kernels count arrivals in the front of theirs: it starts as zeros, and nobody else may write there.
+        # The trtllm kernels keep counters at the start of their workspace: it must be zeroed, and used by them only.
         self._counted = self._memory(device, paths.prefill, paths.decode, of="trtllm")
         self._scratch = self._memory(device, paths.prefill, paths.decode, paths.cascade, of="native")
         self._wrappers: dict[tuple[str, LayerShape], Any] = {}

@@ -1,13 +1,13 @@
-"""Which of FlashInfer's kernels serve a model on a machine, and what a batch must be told for them.
+"""Which of FlashInfer's kernels serve a model on a machine, and what metadata a batch needs for them.
 
-Pure decisions: nothing here imports torch or FlashInfer. What is said of the library is true of 0.6.14.
+Pure decisions: imports neither torch nor FlashInfer. Statements about the library hold for 0.6.14.
 
-Prefill and decode choose apart, and each may end on its own path:
+Prefill and decode are chosen separately, and each may use its own path:
 
-native   plans on the host: page counts and true lengths go into a work list, which is staged through one pinned buffer
-         that the next plan overwrites. So a plan is made only while no other step is under way.
+native   plans on the host: page counts and exact lengths go into a work list, which is staged through one pinned buffer
+         that the next plan overwrites. A plan is therefore made only while no other step is in flight.
 trtllm   reads lengths and page tables on the device. Needs sm_100 or sm_103.
-xqa      what the trtllm decode entry runs on sm_90: the same promises, its own way to mask drafts.
+xqa      the kernel of the trtllm decode entry on sm_90: the same properties, but its own way to mask drafts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _TRTLLM_PAGE_SIZES = (16, 32, 64)
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
-_MAX_XQA_GROUP = 32  # query heads of a key head: rows of one tile
-MAX_XQA_QUERY = 32  # bits of the one word a query's mask has here
+_MAX_XQA_GROUP = 32  # query heads per key head: rows of one tile
+MAX_XQA_QUERY = 32  # bits of the one word of a query's mask
 
 
 class HeadShape(NamedTuple):
-    """What kernels are compiled for."""
+    """The properties that kernels are compiled for."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,17 +44,17 @@ class HeadShape(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What a model and its engine ask of attention."""
+    """The requirements of a model and its engine."""
 
-    query_len: int = 1  # most tokens of a request that decodes: its last one and its drafts
-    window: int = 0  # of any layer; 0: no layer has one
+    query_len: int = 1  # maximum tokens of a decoding request: its last one and its drafts
+    window: int = 0  # of any layer; 0: none
     cascade: bool = False
     context_parallel: bool = False
-    seq_starts: bool = False  # a drafter with keys of its own, and gaps in them
+    seq_starts: bool = False  # a drafter with its own keys, which may have gaps
 
 
 class Choice(NamedTuple):
-    """A path and why. What it promises follows from the path."""
+    """A path and the reason for it."""
 
     path: PathName
     reason: str
@@ -72,12 +72,12 @@ class Choice(NamedTuple):
 class Paths:
     prefill: Choice
     decode: Choice
-    cascade: Choice  # for batches that begin alike; "none" where each request reads the beginning for itself
+    cascade: Choice  # for batches with a common prefix; "none": cascade is not used
     context_parallel: bool = False
 
     @property
     def problem(self) -> str | None:
-        """Why FlashInfer cannot serve, if it cannot."""
+        """Why FlashInfer cannot be used; None if it can."""
         return next((c.reason for c in (self.prefill, self.decode) if c.path == "none"), None)
 
     @property
@@ -86,19 +86,19 @@ class Paths:
 
     @property
     def exact_lengths(self) -> ExactLengths:
-        """Which batches must be launched with no step before them under way. A batch with a common beginning always."""
+        """Which batches must be launched with no other step in flight. Always those with a common prefix."""
         if self.decode.path == "native" or self.context_parallel:
             return "always"
         return "prefill" if self.prefill.path == "native" else "never"
 
     @property
     def decode_graphs(self) -> GraphSupport:
-        """A plan is made on the host in every step, so no recording can hold it."""
+        """A native plan is made on the host in every step, so no graph can contain it."""
         return "decode" if self.decode.is_trtllm and not self.context_parallel else "never"
 
     @property
     def prefill_graphs(self) -> GraphSupport:
-        """How many requests of a mixed batch decode is the host's knowledge: a recording would freeze it."""
+        """How many requests of a mixed batch decode is known on the host: a graph would fix it."""
         return "never"
 
     @property
@@ -117,7 +117,7 @@ class Paths:
 
 
 def is_installed() -> bool:
-    """Without importing it, which takes seconds."""
+    """Checked without importing it, which takes seconds."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
@@ -153,7 +153,7 @@ def _problem(capability: tuple[int, int] | None, shape: HeadShape, features: Fea
     if shape.num_heads % shape.num_kv_heads:
         return "query heads must be a multiple of key heads"
     if features.seq_starts:
-        return "FlashInfer reads a sequence from its first slot on; a drafter whose keys have gaps needs triton"
+        return "FlashInfer reads every slot of a sequence; a drafter whose keys have gaps needs triton"
     return None
 
 
@@ -161,9 +161,7 @@ def _choose_prefill(capability: tuple[int, int], shape: HeadShape) -> Choice:
     if not _has_trtllm(capability):
         return Choice("native", f"trtllm context kernels need sm_100 or sm_103, this is {_sm(capability)}")
     if shape.page_size not in _TRTLLM_PAGE_SIZES:
-        return Choice(
-            "native", f"trtllm kernels have no pages of {shape.page_size}; {_list(_TRTLLM_PAGE_SIZES)} they have"
-        )
+        return Choice("native", f"trtllm kernels support pages of {_list(_TRTLLM_PAGE_SIZES)}, not {shape.page_size}")
     return Choice("trtllm", f"{_sm(capability)}: lengths stay on the device")
 
 
@@ -171,7 +169,7 @@ def _choose_decode(capability: tuple[int, int], shape: HeadShape, features: Feat
     if _has_trtllm(capability):
         if shape.page_size not in _TRTLLM_PAGE_SIZES:
             return Choice(
-                "native", f"trtllm kernels have no pages of {shape.page_size}; {_list(_TRTLLM_PAGE_SIZES)} they have"
+                "native", f"trtllm kernels support pages of {_list(_TRTLLM_PAGE_SIZES)}, not {shape.page_size}"
             )
         return Choice("trtllm", f"{_sm(capability)}: lengths stay on the device")
     if capability != (9, 0):
@@ -179,13 +177,13 @@ def _choose_decode(capability: tuple[int, int], shape: HeadShape, features: Feat
             "native", f"trtllm decode is used on sm_90 (as XQA), sm_100 and sm_103, this is {_sm(capability)}"
         )
     if shape.page_size not in _XQA_PAGE_SIZES:
-        return Choice("native", f"XQA has no pages of {shape.page_size}; {_list(_XQA_PAGE_SIZES)} it has")
+        return Choice("native", f"XQA supports pages of {_list(_XQA_PAGE_SIZES)}, not {shape.page_size}")
     if shape.num_heads // shape.num_kv_heads > _MAX_XQA_GROUP:
-        return Choice("native", f"XQA has at most {_MAX_XQA_GROUP} query heads for a key head")
+        return Choice("native", f"XQA supports at most {_MAX_XQA_GROUP} query heads per key head")
     if features.query_len > MAX_XQA_QUERY:
-        return Choice("native", f"XQA is asked for at most {MAX_XQA_QUERY} tokens of a request")
+        return Choice("native", f"XQA is used for at most {MAX_XQA_QUERY} tokens per request")
     if features.query_len > 1 and features.window:
-        # It measures the window from the last token of a request and masks no older key of the tile it begins in.
+        # It measures the window from the last token of a request and masks no older key of the tile in which it begins.
         return Choice(
             "native", "XQA measures a window from a request's last draft, so earlier ones would see too little"
         )
@@ -194,10 +192,10 @@ def _choose_decode(capability: tuple[int, int], shape: HeadShape, features: Feat
 
 def _choose_cascade(features: Features) -> Choice:
     if not features.cascade:
-        return Choice("none", "not asked for")
+        return Choice("none", "not enabled")
     if features.window:
-        return Choice("none", "a layer has a window, and the common beginning is read without one")
-    return Choice("native", "a common beginning is read once, by a plan of two levels")
+        return Choice("none", "a layer has a window, and the common prefix is read without one")
+    return Choice("native", "a common prefix is read once, by a plan of two levels")
 
 
 def _has_trtllm(capability: tuple[int, int]) -> bool:
@@ -216,7 +214,7 @@ def _list(sizes: tuple[int, ...]) -> str:
 
 
 class Needs(NamedTuple):
-    """What must be built for a batch, judged over all of it."""
+    """What must be built for a batch, judged over the whole batch."""
 
     all_uses_trtllm: bool
     seq_lens_cpu: bool  # the exact ones
@@ -226,7 +224,7 @@ class Needs(NamedTuple):
 def needs_of(
     paths: Paths, num_prefills: int, num_decodes: int, cascade: bool = False, context_parallel: bool = False
 ) -> Needs:
-    """A guard that looked at decodes alone would be wrong in a mixed batch."""
+    """Judged over the whole batch: looking at decodes alone would be wrong in a mixed batch."""
     all_uses_trtllm = (num_prefills == 0 or paths.prefill.is_trtllm) and (num_decodes == 0 or paths.decode.is_trtllm)
     return Needs(
         all_uses_trtllm,

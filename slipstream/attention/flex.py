@@ -1,13 +1,13 @@
-"""The backend for masks of any kind, on torch's ``flex_attention``.
+"""The backend for arbitrary masks, on torch's ``flex_attention``.
 
-It knows how a step's tokens and pages are cut into blocks, and which block of keys each block of tokens has to look at;
-torch makes the kernel around the mask. A page holds keys and values of all heads side by side, which no stride could
-show to ``flex_attention`` as one row of keys, and a slot that nobody has written may hold NaN, which a weight of zero
-does not remove from a value. So the step's pages are gathered, such values are made harmless, and the mask looks up
-whose key lies where. This costs a copy of all keys that the step can see, in every layer.
+It splits a step's tokens and pages into blocks, and decides which blocks of keys each block of tokens attends to;
+torch generates the kernel around the mask. A page holds keys and values of all heads side by side, which no stride can
+present to ``flex_attention`` as one row of keys, and unused slots may hold NaN, which a weight of zero does not remove
+from a value. So the step's pages are gathered, such values are neutralised, and the mask looks up the owner and the
+position of each gathered key. This costs a copy of all keys that the step can attend to, in every layer.
 
-Sizes come from the host's bounds, contents from the device's lengths. A recording would have to be made for the longest
-sequences, and gather as much in every replay, so there is none: ``graph_support`` is "never".
+Sizes come from host bounds, contents from the device's lengths. A graph would have to be captured for the longest
+sequences and gather as much in every replay, so there is none: ``graph_support`` is "never".
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from slipstream.device.operation import TensorSpec, operation, spec_of
 # (inputs, request, position of the query, position of the key) -> bool; the last three broadcast.
 Visible = Callable[[tuple[Tensor, ...], Tensor, Tensor, Tensor], Tensor]
 
-_FEW_QUERIES = 16  # the fewest rows that a matrix unit multiplies at once; decodes and checks of drafts have fewer
-_MANY_QUERIES = 64  # a chunk is cut into these; larger ones would make the decodes beside it dearer
-_MAX_KERNELS = 256  # that torch may make in a process
-_NEVER = 1 << 30  # the first key of a token that sees nothing
+_FEW_QUERIES = 16  # the minimum rows of a matrix unit; decodes and verifications have fewer
+_MANY_QUERIES = 64  # a prefill chunk is split into these; larger ones would make decodes in the batch slower
+_MAX_KERNELS = 256  # limit on the kernels that torch compiles in a process
+_NEVER = 1 << 30  # the first key of a token that attends to nothing
 
-# How torch finds kernels where nobody has interfered: as in a program's first line.
+# torch's kernel cache, before any other code has changed its settings.
 _INCLUDED = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
@@ -43,29 +43,29 @@ _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
 class MaskFunction(Protocol):
-    """Which keys of its own request a token may see.
+    """Which keys of its own request a token may attend to.
 
-    What holds for every mask is not asked: a key that is not there (yet), one before ``seq_starts`` or further back
-    than the layer's window is never seen, and a token before ``seq_starts`` sees nothing.
+    Conditions that hold for every mask are not part of it: keys that do not exist (yet), those before ``seq_starts`` or
+    outside the layer's window are never visible, and a token before ``seq_starts`` attends to nothing.
     """
 
-    looks_ahead: ClassVar[bool]  # whether a token may see keys behind its own; such tokens must come in one chunk
-    sees_all_before: ClassVar[bool]  # whether it sees all others; whole blocks of them are then not asked about
+    looks_ahead: ClassVar[bool]  # whether a token may attend to later keys; such tokens must be in one chunk
+    sees_all_before: ClassVar[bool]  # whether it attends to all earlier keys; whole blocks of them then skip the mask
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the function looks things up in, on the device: a row for each request of the step, in its order."""
+        """Tensors that the function reads, on the device: a row for each request of the step, in its order."""
         ...
 
     @staticmethod
     def visible(inputs: tuple[Tensor, ...], request: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Pure, of torch's operators; asked of living tokens and keys, and of position 0 in place of all others."""
+        """Pure, of torch operators. Called for existing tokens and keys; others are replaced by position 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Causal:
-    """A token sees itself and what is before it."""
+    """A token attends to itself and all tokens before it."""
 
     looks_ahead: ClassVar[bool] = False
     sees_all_before: ClassVar[bool] = True
@@ -81,7 +81,7 @@ class Causal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixLM:
-    """The first tokens of a request see each other in both directions, those behind them what is before."""
+    """The first tokens of a request attend to each other in both directions, those after them causally."""
 
     looks_ahead: ClassVar[bool] = True
     sees_all_before: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class PrefixLM:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """A token sees what is before it in its own document."""
+    """A token attends to the tokens before it in its own document."""
 
     looks_ahead: ClassVar[bool] = False
     sees_all_before: ClassVar[bool] = False
@@ -116,12 +116,12 @@ class Documents:
         return (key <= query) & (inputs[0][request, query] == inputs[0][request, key])
 
 
-# --- a step's blocks --------------------------------------------------------------------------------------------------
+# --- the blocks of a step -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class FlexShape:
-    """How a step is cut, from numbers of the host alone. A block of queries or keys belongs to one request."""
+    """How a step is split, from host numbers alone. A block of queries or keys belongs to one request."""
 
     query_block: int
     key_block: int  # a multiple of the page size
@@ -130,12 +130,12 @@ class FlexShape:
     max_key_blocks: int  # of one request
 
     @staticmethod
-    def of(common: CommonAttentionMetadata, key_block: int, window: int) -> FlexShape:
+    def for_batch(common: CommonAttentionMetadata, key_block: int, window: int) -> FlexShape:
         num_tokens, bounds = np.diff(common.query_start_loc_cpu).astype(np.int64), common.seq_lens_cpu_upper_bound
         query_block = _FEW_QUERIES if common.max_query_len <= _FEW_QUERIES else _MANY_QUERIES
         key_blocks = -(-bounds.astype(np.int64) // key_block)
         if window:
-            # From the first key that the first token sees to the last token's own, wherever blocks begin.
+            # From the first key that the first token attends to, to the last token's own, wherever blocks begin.
             key_blocks = np.minimum(key_blocks, (window + num_tokens + key_block - 3) // key_block + 1)
         return FlexShape(
             query_block=query_block,
@@ -147,9 +147,9 @@ class FlexShape:
 
 
 def _rounded(count: int) -> int:
-    """Upwards to one of four sizes between powers of two: memory of a few sizes is found again sooner.
+    """Rounded up to one of four sizes between powers of two, so that freed memory is reused more often.
 
-    Never below two, for torch compiles anew where an extent is one.
+    Never below two, because torch recompiles where an extent is one.
     """
     step = max(1, (1 << (count.bit_length() - 1)) // 4) if count else 1
     return max(2, -(-count // step) * step)
@@ -158,17 +158,17 @@ def _rounded(count: int) -> int:
 class FlexPlan(NamedTuple):
     """Where a step's tokens and keys go, and which blocks meet. The same for all layers with one window."""
 
-    places: Tensor  # [num_tokens] int64: where each token stands in the blocks of queries; -1 if it sees nothing
-    tokens: Tensor  # [num_query_blocks * query_block] int64: who stands there; -1 for nobody
+    places: Tensor  # [num_tokens] int64: index of each token in the blocks of queries; -1 if it attends to nothing
+    tokens: Tensor  # [num_query_blocks * query_block] int64: the token at each index; -1 for padding
     query_positions: Tensor  # [num_query_blocks, query_block] int32
-    first_keys: Tensor  # [num_query_blocks, query_block] int32: the first position that may be seen
-    block_requests: Tensor  # [num_query_blocks] int32: whose tokens these are
-    key_pages: Tensor  # [num_key_blocks * pages of a block] int64: gathered from here
-    key_requests: Tensor  # [num_key_blocks * key_block] int32: whose key it is; -1 where nobody may see it
+    first_keys: Tensor  # [num_query_blocks, query_block] int32: the first visible position
+    block_requests: Tensor  # [num_query_blocks] int32: the request of its tokens
+    key_pages: Tensor  # [num_key_blocks * pages of a block] int64: the pages to gather
+    key_requests: Tensor  # [num_key_blocks * key_block] int32: the request of each key; -1 where it is never visible
     key_positions: Tensor  # [num_key_blocks * key_block] int32
-    kv_num_blocks: Tensor  # [num_query_blocks, 1, 1] int32: blocks of keys of which the mask is asked
+    kv_num_blocks: Tensor  # [num_query_blocks, 1, 1] int32: blocks of keys that need the mask
     kv_indices: Tensor  # [num_query_blocks, 1, 1, max_key_blocks] int32
-    full_kv_num_blocks: Tensor  # likewise: blocks that every living token of the block sees whole
+    full_kv_num_blocks: Tensor  # likewise: blocks that are fully visible to every token of the block
     full_kv_indices: Tensor
 
 
@@ -193,7 +193,7 @@ def _plan_shape(num_tokens: int, page_size: int, shape: FlexShape) -> tuple[Tens
 @operation(_plan_shape)
 def flex_plan(
     query_start_loc: Tensor,  # [num_reqs + 1] int32
-    query_lens: Tensor,  # [num_reqs] int32: tokens that are alive
+    query_lens: Tensor,  # [num_reqs] int32: tokens in use
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
     seq_starts: Tensor | None,  # [num_reqs] int32
@@ -204,12 +204,12 @@ def flex_plan(
     looks_ahead: bool,
     sees_all_before: bool,
 ) -> tuple[Tensor, ...]:  # as in FlexPlan
-    """Blocks are dealt to requests in order, as many as the exact lengths need; those left over are nobody's."""
+    """Blocks are assigned to requests in order, as many as the exact lengths need; those left over are padding."""
     size, place = shape.key_block, seq_lens.device
     lens = seq_lens.long()
     alive = torch.where(lens > 0, query_lens.long(), 0)
     starts = torch.zeros_like(lens) if seq_starts is None else seq_starts.long()
-    # Keys: whole blocks of positions, from the block with the first key that any token of the request sees.
+    # Keys: whole blocks of positions, from the block with the first key that any token of the request attends to.
     skipped = _back(lens - alive, starts, window) // size
     num_blocks = torch.where(alive > 0, (-(-lens // size) - skipped).clamp(min=0), 0)
     owner, idx, begin = _dealt(num_blocks, shape.num_key_blocks)
@@ -228,10 +228,10 @@ def flex_plan(
         torch.where(lives, _back(positions, first, window), _NEVER).int(),
         own.int(),
     )
-    # One place more takes whatever stands nowhere.
+    # One extra index collects the tokens that are in no block.
     places = torch.full((num_tokens + 1,), -1, dtype=torch.int64, device=place)
     places[torch.where(tokens < 0, num_tokens, tokens)] = torch.arange(tokens.shape[0], device=place)
-    # Blocks of queries and keys that meet; positions are the block's first and last that live.
+    # Blocks of queries and keys that meet, by the first and last position in use of each block.
     low = torch.maximum(positions[:, 0], starts[own])
     high = torch.minimum(positions[:, -1] + 1, lens[own])
     meet = _meeting(low, high, starts[own], lens[own], size, window, looks_ahead, sees_all_before)
@@ -240,12 +240,12 @@ def flex_plan(
 
 
 def _back(positions: Tensor, starts: Tensor, window: int) -> Tensor:
-    """The first key that may be seen from a position."""
+    """The first visible key of a position."""
     return torch.maximum(starts, positions - (window - 1)) if window else starts.expand_as(positions)
 
 
 def _dealt(counts: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each block its owner (-1: nobody) and its number among the owner's; of each owner its first block."""
+    """The owner of each block (-1: none) and its number among the owner's blocks; the first block of each owner."""
     ends = counts.cumsum(0)
     idx = torch.arange(num_blocks, device=counts.device)
     owner = torch.searchsorted(ends, idx, right=True)
@@ -257,11 +257,11 @@ def _dealt(counts: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
 def _keys(
     owner: Tensor, idx: Tensor, lens: Tensor, starts: Tensor, block_table: Tensor, page_size: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages to gather, and what lies in each gathered slot: the inverse of the page table, for this step's pages."""
+    """Pages to gather, and the contents of each gathered slot: the inverse of the page table, for this step's pages."""
     own, place = owner.clamp(min=0)[:, None], owner.device
     pages = idx[:, None] * (size // page_size) + torch.arange(size // page_size, device=place)
     there = (owner[:, None] >= 0) & (pages * page_size < lens[own])
-    # The null page, in place of what a table may hold behind the last one.
+    # The null page, in place of what a table may hold after the last page.
     page_ids = torch.where(there, block_table.long()[own, pages.clamp(0, block_table.shape[1] - 1)], 0)
     positions = idx[:, None] * size + torch.arange(size, device=place)
     seen = (owner[:, None] >= 0) & (positions < lens[own]) & (positions >= starts[own])
@@ -279,12 +279,12 @@ def _meeting(
     looks_ahead: bool,
     sees_all_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The owner's blocks of keys that tokens at positions low to high - 1 look at: from, to, whole from, whole to."""
+    """The owner's blocks of keys that tokens at positions low to high - 1 need: from, to, fully visible from, to."""
     begin = _back(low, starts, window) // size
     end = -(-(lens if looks_ahead else high) // size)
     if not sees_all_before:
         return begin, end, begin, begin
-    # Whole for all: as far back as the last token sees, and not behind the first one.
+    # Fully visible to all: within the window of the last token, and not after the first one.
     full_begin = torch.minimum(-(-_back(high - 1, starts, window) // size), end)
     return begin, end, full_begin, torch.maximum(full_begin, torch.minimum((low + 1) // size, end))
 
@@ -292,11 +292,11 @@ def _meeting(
 def _lists(
     begin: Tensor, end: Tensor, full_begin: Tensor, full_end: Tensor, lives: Tensor, first: Tensor, shape: FlexShape
 ) -> tuple[Tensor, ...]:
-    """The blocks that meet, as numbers of gathered blocks; ``first`` is where the owner's block 0 would lie."""
+    """The blocks that meet, as indices of gathered blocks; ``first`` is where the owner's block 0 would be."""
     nth = torch.arange(shape.max_key_blocks, device=begin.device)
     num_full = torch.where(lives, full_end - full_begin, 0)
     num_asked = torch.where(lives, end - begin, 0) - num_full
-    # Those that are asked about lie on both sides of the whole ones.
+    # Blocks that need the mask are on both sides of the fully visible ones.
     behind = nth >= (full_begin - begin)[:, None]
     asked = (first + begin)[:, None] + nth + torch.where(behind, num_full[:, None], 0)
     full = (first + full_begin)[:, None] + nth
@@ -317,7 +317,7 @@ def flex_paged_attention(
     inputs: tuple[Tensor, ...],  # of the mask
     shape: FlexShape,
     scale: float,
-) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for tokens that are not alive, and for those that see nothing
+) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for unused slots and for tokens that attend to nothing
     step = FlexPlan(*plan)
     num_heads, head_dim = q.shape[1:]
     lives = (step.tokens >= 0)[:, None, None]
@@ -326,12 +326,12 @@ def flex_paged_attention(
     keys, values = _gather(kv_cache, step.key_pages, q.dtype)
     options: dict[str, Any] = {}
     if q.device.type == "cuda":
-        # Tiles must divide the blocks. The kernel for short queries splits keys by rules of its own; not tried here.
+        # Tiles must divide the blocks. The kernel for short queries splits keys by its own rules; it is not tried here.
         tile = 64 if head_dim <= 128 else 32
         options = {"BACKEND": "TRITON", "BLOCK_M": shape.query_block, "BLOCK_N": min(tile, shape.key_block)}
     block_mask = _block_mask(step, visible, inputs, shape)
-    # Head sizes, types, masks and the two blocks of queries are a kernel each; beyond the limit torch raises. Every
-    # thread has a limit of its own.
+    # Head sizes, types, masks and the two block sizes of queries each compile a kernel; beyond the limit, which is
+    # per thread, torch raises.
     if torch._dynamo.config.recompile_limit < _MAX_KERNELS:
         torch._dynamo.config.recompile_limit = _MAX_KERNELS
     attend = _compiled(q.device.type)
@@ -341,10 +341,10 @@ def flex_paged_attention(
 
 
 def _gather(kv_cache: Tensor, page_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[1, num_kv_heads, keys, head_dim] each; a value that is no number has moved into its key.
+    """[1, num_kv_heads, keys, head_dim] each; a NaN or infinity in a value is moved into its key.
 
-    Who does not see a key has a weight of zero for it, which times NaN would be NaN; the score is masked, whatever it
-    is. Who sees it gets NaN as before.
+    A token for which a key is masked has weight zero for it, which times NaN would be NaN; the score is masked in any
+    case. A token that attends to the key gets NaN as before.
     """
     _, _, num_kv_heads, _, head_dim = kv_cache.shape
     pages = kv_cache.index_select(0, page_ids).permute(1, 2, 0, 3, 4)
@@ -373,9 +373,9 @@ def _block_mask(step: FlexPlan, visible: Visible, inputs: tuple[Tensor, ...], sh
 
 @functools.cache
 def _compiled(device_type: str) -> Callable[..., Tensor]:
-    """One kernel for all sizes: a step's sizes are seldom those of the step before, and compiling takes seconds.
+    """One kernel for all sizes: the sizes of a step change often, and compiling takes seconds.
 
-    Elsewhere than on a GPU the definition is traced and run as it is.
+    Without a GPU the definition is traced and run uncompiled.
     """
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True}
     if device_type == "cuda":
@@ -384,8 +384,8 @@ def _compiled(device_type: str) -> Callable[..., Tensor]:
     traced = torch.compile(flex_attention, **options, backend="eager")
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        # The simulated device runs what is queued in the midst of other calls, where torch hides most of itself, among
-        # it what maps a mask over positions.
+        # The simulated device runs queued work inside other calls, where torch disables parts of itself, among them
+        # the transform that maps a mask over positions.
         with torch.no_grad(), torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED):
             out: Tensor = traced(*args, **kwargs)
             return out
@@ -400,7 +400,7 @@ def _compiled(device_type: str) -> Callable[..., Tensor]:
 class FlexMetadata:
     common: CommonAttentionMetadata
     mask: MaskFunction
-    # By window, made by the first layer that has it.
+    # By window, built by the first layer that has it.
     plans: dict[int, tuple[FlexShape, FlexPlan]] = field(default_factory=dict)
 
 
@@ -418,14 +418,14 @@ class FlexBackend:
         return ()
 
     def build(self, common: CommonAttentionMetadata) -> FlexMetadata:
-        assert common.is_causal, "its masks know nothing of blocks"
+        assert common.is_causal, "drafting a block is not supported"
         return FlexMetadata(common, self._mask)
 
     def starting_at(self, metadata: FlexMetadata, seq_starts: Tensor) -> FlexMetadata:
         return FlexMetadata(replace(metadata.common, seq_starts=seq_starts), metadata.mask)
 
     def masked(self, metadata: FlexMetadata, mask: MaskFunction) -> FlexMetadata:
-        """The same step through another mask: for a model whose layers differ, or whose steps bring their own."""
+        """The same step with another mask: for a model whose layers differ, or whose steps bring their own."""
         return FlexMetadata(metadata.common, mask)
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: FlexMetadata) -> Tensor:
@@ -436,7 +436,7 @@ class FlexBackend:
     def _plan(self, metadata: FlexMetadata, window: int, num_tokens: int) -> tuple[FlexShape, FlexPlan]:
         if window not in metadata.plans:
             common, mask = metadata.common, metadata.mask
-            shape = FlexShape.of(common, self._key_block, window)
+            shape = FlexShape.for_batch(common, self._key_block, window)
             tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
             sizes = (num_tokens, self._page_size, shape, window)
             made = flex_plan(*tables, common.seq_starts, *sizes, mask.looks_ahead, mask.sees_all_before)

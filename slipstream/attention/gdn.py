@@ -1,10 +1,10 @@
-"""Gated delta nets: layers that keep a state of fixed size for each request where others keep keys.
+"""Gated delta nets: layers that keep a state of fixed size for each request instead of keys.
 
-A request's states lie in its row: the row is the slot, so nobody hands slots out. Which of a row's states counts is
-said by the position a step begins at, on the device. Position 0 begins from nothing, whatever the row's last tenant
-left; drafts that were rejected are written over. So there is nothing to clear, to copy or to roll back.
+A request's states are in its row, so no slots are allocated. Which of a row's states is current follows from the
+position at which a step begins, on the device. Position 0 begins with a zero state, whatever the row's previous request
+left; states of rejected drafts are overwritten. Nothing has to be cleared, copied or rolled back.
 
-The host knows which requests may have drafts and how many tokens each has at most, and never asks the device.
+The host knows which requests may have drafts and the maximum tokens of each, and never reads the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.kernels.delta_rule import chunked_delta_rule, recurrent_delta_ru
 
 @dataclass(frozen=True)
 class DeltaNetSpec(CacheSpec):
-    """The shape of such a layer: what it computes with, and what it keeps of a request."""
+    """The shape of such a layer: its sizes, and the states it keeps of a request."""
 
     num_k_heads: int
     num_v_heads: int
@@ -36,30 +36,30 @@ class DeltaNetSpec(CacheSpec):
     conv_width: int
 
     prefix_refusal: ClassVar[str] = (
-        "the model's recurrent layers keep one state of a request, at its end, so a page that is found again has no "
-        "state to go on from"
+        "the model's recurrent layers keep one state of a request, at its end, so a cached page has no state to "
+        "continue from"
     )
     drafter_refusal: ClassVar[str] = "has recurrent layers, whose states would have to follow every draft"
 
     @property
     def num_channels(self) -> int:
-        """Of queries, keys and values, which go through the convolution."""
+        """Of queries, keys and values, which pass through the convolution."""
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
     def ring_lengths(self, num_drafts: int) -> tuple[int, int]:
-        """Of inputs and of states, so that a step which begins after any of the last one's tokens finds its own."""
+        """Numbers of kept inputs and states, so that a step finds its own after any token of the step before."""
         num_states = 1 + num_drafts
         return self.conv_width - 1 + num_states, num_states
 
     def row_shapes(self, num_drafts: int) -> tuple[Shape, ...]:
         num_inputs, num_states = self.ring_lengths(num_drafts)
-        inputs = Shape((num_inputs, self.num_channels))  # as they came
-        # A state sums up a whole text, which 16 bits could not.
+        inputs = Shape((num_inputs, self.num_channels))  # unprocessed
+        # A state accumulates over a whole text, which 16 bits cannot represent.
         return inputs, Shape((num_states, self.num_v_heads, self.k_dim, self.v_dim), "wide")
 
     def working_values(self) -> int:
-        """The product in front, what is convolved, the heads; and what a token sees of the 64 of its chunk, twice in
-        the model's type and once in float32.
+        """The input projection, the convolved values, the heads; and per token the 64 of its chunk, twice in the
+        model's type and once in float32.
         """
         return 2 * self.num_channels + 3 * self.num_v_heads * self.v_dim + 4 * 64 * self.num_v_heads
 
@@ -68,7 +68,7 @@ class DeltaNetSpec(CacheSpec):
 
 
 class GDNLayer(NamedTuple):
-    """What is fixed about one layer of a model."""
+    """The fixed properties of one layer of a model."""
 
     idx: int
     conv_weight: Tensor  # [channels, width]
@@ -77,15 +77,15 @@ class GDNLayer(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """What a layer's projection makes of the tokens."""
+    """The output of a layer's input projection for the tokens."""
 
     qkv: Tensor  # [num_tokens, channels]
-    a: Tensor  # [num_tokens, v_heads]: how much is forgotten
-    b: Tensor  # [num_tokens, v_heads]: how much is learnt
+    a: Tensor  # [num_tokens, v_heads]: decay gate
+    b: Tensor  # [num_tokens, v_heads]: update gate
 
 
 class Parts(NamedTuple):
-    """Requests of one kind in a step, and their tokens, dead ones included."""
+    """Requests of one kind in a step, and their tokens, unused draft slots included."""
 
     num_reqs: int
     num_tokens: int
@@ -93,26 +93,26 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GDNAttentionMetadata:
-    """One step's batch. Device tensors are exact and padded: who is padding has no living tokens."""
+    """One step's batch. Device tensors are exact and padded: padding requests have no tokens."""
 
-    slots: Tensor  # [padded_reqs] int32: rows; padding names the scratch row
-    starts: Tensor  # [padded_reqs] int32: each one's first token
-    counts: Tensor  # [padded_reqs] int32: living tokens
+    slots: Tensor  # [padded_reqs] int32: rows; the scratch row for padding
+    starts: Tensor  # [padded_reqs] int32: index of each one's first token
+    counts: Tensor  # [padded_reqs] int32: tokens in use
     positions: Tensor  # [padded_reqs] int32: of the first token
     max_count: int  # no request has more tokens
     in_chunks: bool  # some request may have more tokens than a row has states
-    spec_sequence_masks_cpu: Tensor  # [num_reqs] bool, on the host: who has places for drafts
+    spec_sequence_masks_cpu: Tensor  # [num_reqs] bool, on the host: requests with draft slots
     spec_decodes: Parts
-    decodes: Parts  # one token each, and no place for a draft
+    decodes: Parts  # one token each and no draft slots
     prefills: Parts
 
     @classmethod
     def build(cls, common: CommonAttentionMetadata, num_states: int) -> GDNAttentionMetadata:
         """For any mix of speculative decodes, plain decodes and prefills, from host numbers and launches alone.
 
-        Nothing is sorted apart by kind: the operations take any mix, and which tokens are alive they see themselves.
+        Requests are not sorted by kind: the operations take any mix, and read on the device which tokens are in use.
         """
-        assert common.batch_rows is not None, "states lie by rows, and the step names none"
+        assert common.batch_rows is not None, "states are indexed by rows, which the step lacks"
         lens = torch.from_numpy(np.diff(common.query_start_loc_cpu))
         spec = spec_sequence_masks(common)
         plain = (lens == 1) & ~spec
@@ -131,7 +131,7 @@ class GDNAttentionMetadata:
 
 
 def spec_sequence_masks(common: CommonAttentionMetadata) -> Tensor:
-    """[num_reqs] bool. On the host, where indexing by it costs nothing; by one on the device, the host would wait."""
+    """[num_reqs] bool, on the host: indexing with a mask on the device would synchronise."""
     if common.num_drafts_cpu is None:
         return torch.zeros(common.num_reqs, dtype=torch.bool, device="cpu")
     return torch.from_numpy(common.num_drafts_cpu > 0)
@@ -142,7 +142,7 @@ def _count(lens: Tensor, mask: Tensor) -> Parts:
 
 
 class GDNBackend:
-    """The states of all rows, and the layers' work on them."""
+    """The states of all rows, and the operations on them."""
 
     caps: ClassVar[Caps] = Caps(
         dtypes=("float64", "float32", "bfloat16", "float16"), host_lengths="bound", graph_support="always"
@@ -159,17 +159,17 @@ class GDNBackend:
         return GDNAttentionMetadata.build(common, self.num_states)
 
     def begin(self, tokens: StepTokens, shared: Any = None) -> GDNStep:
-        assert tokens.common is not None, "tokens without a batch have no states to go on from"
+        assert tokens.common is not None, "tokens without a batch have no states"
         return GDNStep(self, tokens.common)
 
     def can_share(self, other: Any) -> bool:
         return False
 
     def adapt(self, shared: Any, seq_starts: Tensor) -> NoReturn:
-        raise RuntimeError("states follow the text from its first token; a drafter that joins later has none")
+        raise RuntimeError("states follow the text from its first token; a drafter with gaps has none")
 
     def run(self, layer: GDNLayer, inputs: DeltaInputs, metadata: GDNAttentionMetadata) -> Tensor:
-        """[num_tokens, v_heads, v_dim]; zero for dead tokens."""
+        """[num_tokens, v_heads, v_dim]; zero for unused draft slots."""
         qkv, a, b = inputs
         own_inputs, states = self.memory[layer.idx]
         requests = (metadata.slots, metadata.starts, metadata.counts, metadata.positions)
@@ -182,7 +182,7 @@ class GDNBackend:
 
 @dataclass(slots=True)
 class GDNStep:
-    """One pass. Its metadata is made by the first layer, so that a recording of that layer records it too."""
+    """One pass. The first layer builds the metadata, so that a graph of that layer contains it."""
 
     backend: GDNBackend
     common: CommonAttentionMetadata
@@ -197,9 +197,9 @@ class GDNStep:
         return self._metadata
 
     def prepare(self) -> None:
-        """What the layers share, before the product in front of the first one's.
+        """What the layers share, launched before the first layer's projection.
 
-        Kernels after that product start early and count on what is written before it, not on what comes between.
+        Kernels after that projection start early and rely on what was written before it, not on work in between.
         """
         _ = self.metadata
 
@@ -207,4 +207,4 @@ class GDNStep:
         return self.backend.run(layer, inputs, self.metadata)
 
     def make_output(self, inputs: DeltaInputs) -> NoReturn:
-        raise RuntimeError("layers with states are part of a recorded piece")
+        raise RuntimeError("layers with states are part of a captured piece")

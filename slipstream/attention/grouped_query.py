@@ -1,4 +1,4 @@
-"""Grouped-query attention: norm, rotation and cache write around a backend that attends."""
+"""Grouped-query attention: norm, rotation and cache write around an attention backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.kernels.rope_cache import HeadNorms, NewTokens, rope_and_cache, 
 
 
 class NewHeads(NamedTuple):
-    """What a layer's projection makes of the tokens. Heads are their own axis: [num_tokens, heads, head_dim]."""
+    """The output of a layer's projection for the tokens. Heads are a separate axis: [num_tokens, heads, head_dim]."""
 
     q: Tensor
     k: Tensor
@@ -35,7 +35,7 @@ class NewHeads(NamedTuple):
 
 
 class GroupedQueryCaches:
-    """The keys and values of a group of layers, and the attention that reads them."""
+    """The keys and values of a group of layers, and the attention backend that reads them."""
 
     def __init__(self, attention: AttentionBackend, kv_caches: Mapping[int, Tensor]) -> None:
         self.attention = attention
@@ -70,7 +70,7 @@ class GroupedQueryStep:
     positions: Tensor  # [padded_tokens] int64
     slot_mapping: Tensor  # [padded_tokens] int64
     is_recorded: bool = False
-    # Made by the first layer that needs them, shared by the rest.
+    # Built by the first layer that needs them, shared by the rest.
     _slots: tuple[Tensor, Tensor] | None = None
     _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -104,7 +104,7 @@ class GroupedQueryStep:
 
     @property
     def slots(self) -> tuple[Tensor, Tensor]:
-        """Page and offset of every token; made with the first rotation."""
+        """Page and offset of every token; computed with the first rotation."""
         assert self._slots is not None
         return self._slots
 
@@ -124,7 +124,7 @@ class GroupedQueryStep:
 
 
 def serve_layers(attention: AttentionBackend, kv_caches: Sequence[Tensor]) -> CacheGroups:
-    """A network that has grouped-query attention alone, over memory that is there already: one tensor a layer."""
+    """The caches of a network with grouped-query attention only, over existing memory: one tensor per layer."""
     _, _, num_kv_heads, _, head_dim = kv_caches[0].shape
     spec, by_layer = GroupedQuerySpec(num_kv_heads, head_dim), dict(enumerate(kv_caches))
     memory = {idx: (cache,) for idx, cache in by_layer.items()}

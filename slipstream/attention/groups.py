@@ -1,7 +1,7 @@
-"""A network's caches: layers with equal specs form a group with memory of its own and one backend.
+"""A network's caches: layers with equal specs form a group with its own memory and one backend.
 
-Groups whose memory is paged share the page ids that the scheduler hands out; memory of rows is addressed by a request's
-row. Nothing here knows a kind of cache: a spec says what it needs, and opens its backend.
+Groups with paged memory share the page ids that the scheduler assigns; memory of rows is indexed by a request's row.
+Nothing here knows a kind of cache: a spec states its needs, and opens its backend.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ LayerMemory = tuple[Tensor, ...]  # one tensor for each shape of the spec, pages
 
 
 class CacheBackend(Protocol):
-    """Serves the layers of one group. It owns their memory, and is the only one to read or write it."""
+    """Serves the layers of one group. It owns their memory, and nothing else reads or writes it."""
 
     @property
     def caps(self) -> Caps: ...
 
     def step_buffers(self) -> Sequence[Tensor]:
-        """Memory of the backend's own that every step fills anew. Debug runs poison it before."""
+        """Memory of the backend that every step fills. Debug runs poison it before."""
         ...
 
     def begin(self, tokens: StepTokens, shared: Any = None) -> GroupStep:
-        """Once a pass: build what the layers read. Must not wait for the device.
+        """Once per pass: build what the layers read. Must not synchronise with the device.
 
-        ``shared`` is what ``adapt`` made of another network's pass over the same batch.
+        ``shared`` is the result of ``adapt`` on another network's pass over the same batch.
         """
         ...
 
     def can_share(self, other: Any) -> bool:
-        """Whether a pass of the other backend leaves something that a pass here may begin with."""
+        """Whether a pass here can reuse metadata of the other backend's pass."""
         ...
 
     def adapt(self, shared: Any, seq_starts: Tensor) -> Any:
-        """That, for a drafter which has keys of each request from these slots on only."""
+        """That metadata, for a drafter that has keys of each request from these slots on only."""
         ...
 
 
@@ -67,26 +67,26 @@ class CacheSizes(NamedTuple):
     dtype: str
 
     @classmethod
-    def of(cls, config: EngineConfig) -> CacheSizes:
+    def from_config(cls, config: EngineConfig) -> CacheSizes:
         cache, num_rows = config.cache, config.scheduler.max_num_seqs + 1
         return cls(cache.num_pages, cache.page_size, num_rows, config.num_drafts, config.dtype)
 
 
 @dataclass(frozen=True)
 class GroupSetting:
-    """What a spec opens its backend with."""
+    """The arguments with which a spec opens its backend."""
 
     config: EngineConfig
     device: torch.device
     memory: Mapping[int, LayerMemory]
-    open_grouped_query: OpenGroupedQuery  # several backends can serve such layers; the engine chose one
+    open_grouped_query: OpenGroupedQuery  # the backend that the engine chose for such layers
 
 
 def allocate(spec: CacheSpec, sizes: CacheSizes, device: torch.device) -> LayerMemory:
     """The memory of one layer, all zeros.
 
-    The page after the last takes what is not to be kept: tokens without a slot write there. Page 0, the null page, and
-    the last row, which padding runs in, stay zero.
+    The page after the last receives writes of tokens without a slot. Page 0, the null page, and the last row, which is
+    for padding, stay zero.
     """
     pages = [_zeros(sizes.num_pages + 1, shape, sizes.dtype, device) for shape in spec.page_shapes(sizes.page_size)]
     rows = [_zeros(sizes.num_rows, shape, sizes.dtype, device) for shape in spec.row_shapes(sizes.num_drafts)]
@@ -97,18 +97,18 @@ def _zeros(count: int, shape: Shape, model_dtype: str, device: torch.device) -> 
     size, dtype = (count, *shape.size), getattr(torch, shape.dtype_name(model_dtype))
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # A CPU's memory comes from the system as zeros that cost nothing until they are touched.
+    # Memory of a CPU is mapped as zeros, which costs nothing until it is touched.
     memory = np.zeros(math.prod(size) * dtype.itemsize, np.uint8)
     return torch.from_numpy(memory).view(dtype).view(size)
 
 
 class CacheGroups:
-    """Everything one network keeps of requests."""
+    """All caches of one network."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
-        places = {layer: place for place, group in enumerate(self.groups) for layer in group.layer_ids}
-        self._group_of_layer = [places[layer] for layer in range(len(places))]
+        group_idx = {layer: i for i, group in enumerate(self.groups) for layer in group.layer_ids}
+        self._group_of_layer = [group_idx[layer] for layer in range(len(group_idx))]
         self._backends = [group.backend for group in self.groups]
         self.caps = _join_caps([backend.caps for backend in self._backends])
 
@@ -120,7 +120,7 @@ class CacheGroups:
         device: torch.device,
         open_grouped_query: OpenGroupedQuery,
     ) -> CacheGroups:
-        sizes, groups = CacheSizes.of(config), []
+        sizes, groups = CacheSizes.from_config(config), []
         for spec in dict.fromkeys(specs):
             layer_ids = tuple(idx for idx, own in enumerate(specs) if own == spec)
             memory = {idx: allocate(spec, sizes, device) for idx in layer_ids}
@@ -131,7 +131,7 @@ class CacheGroups:
     def begin(
         self, tokens: StepTokens, taps: Mapping[int, Tensor] | None = None, shared: Sequence[Any] | None = None
     ) -> AttentionContext:
-        """A pass over the tokens; ``shared`` comes from ``adapt``."""
+        """Begin a pass over the tokens; ``shared`` comes from ``adapt``."""
         if shared is None:
             steps = [backend.begin(tokens) for backend in self._backends]
         else:
@@ -139,34 +139,34 @@ class CacheGroups:
         return AttentionContext(steps, self._group_of_layer, tokens.positions, tokens.slot_mapping, taps or {})
 
     def can_share(self, other: CacheGroups) -> bool:
-        """Whether passes can begin with what the other network's pass over the same batch has built."""
+        """Whether passes can reuse what the other network's pass over the same batch has built."""
         return all(self._partner(backend, other) is not None for backend in self._backends)
 
     def adapt(self, other: CacheGroups, shared: Sequence[Any], seq_starts: Tensor) -> list[Any]:
-        """What the other network's pass has built, for a pass of this one: see ``CacheBackend.adapt``."""
+        """Convert what the other network's pass has built for a pass of this one: see ``CacheBackend.adapt``."""
         found = []
         for backend in self._backends:
-            place = self._partner(backend, other)
-            assert place is not None, "the networks share nothing"
-            found.append(backend.adapt(shared[place], seq_starts))
+            partner = self._partner(backend, other)
+            assert partner is not None, "the networks share nothing"
+            found.append(backend.adapt(shared[partner], seq_starts))
         return found
 
     @staticmethod
     def _partner(backend: CacheBackend, other: CacheGroups) -> int | None:
-        return next((place for place, theirs in enumerate(other._backends) if backend.can_share(theirs)), None)
+        return next((i for i, theirs in enumerate(other._backends) if backend.can_share(theirs)), None)
 
     def step_buffers(self) -> list[Tensor]:
         return [buffer for backend in self._backends for buffer in backend.step_buffers()]
 
     def paged_memory(self) -> Iterator[Tensor]:
-        """Every tensor that is addressed by page ids."""
+        """Every tensor that is indexed by page ids."""
         for group in self.groups:
             num_paged = len(group.spec.page_shapes(1))
             for memory in group.memory.values():
                 yield from memory[:num_paged]
 
     def row_memory(self) -> Iterator[Tensor]:
-        """Every tensor that is addressed by request rows."""
+        """Every tensor that is indexed by request rows."""
         for group in self.groups:
             num_paged = len(group.spec.page_shapes(1))
             for memory in group.memory.values():
@@ -174,7 +174,7 @@ class CacheGroups:
 
 
 def _join_caps(caps: Sequence[Caps]) -> Caps:
-    """What a pass over all groups can do: the least that any of them can."""
+    """The capabilities of a pass over all groups: the minimum over the groups."""
     lengths, support = ("none", "bound", "exact"), ("never", "decode", "always")
     return Caps(
         dtypes=tuple(name for name in caps[0].dtypes if all(name in own.dtypes for own in caps)),

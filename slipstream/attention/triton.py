@@ -1,4 +1,4 @@
-"""The backend for GPUs: Triton kernels that read every length on the device, so any batch can be recorded."""
+"""The backend for GPUs: Triton kernels that read every length on the device, so any batch can be captured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TritonBackend:
 
     def build(self, common: CommonAttentionMetadata) -> TritonMetadata:
         num_reqs, num_tokens = common.seq_lens.shape[0], common.slot_mapping.shape[0]
-        # Of the step itself and with its padding: either alone may be a mixed batch that only happens to add up.
+        # Both the step and its padded form must be uniform: either alone may be a mixed batch with a matching sum.
         is_uniform = common.num_reqs * common.max_query_len == common.num_actual_tokens
         is_uniform = is_uniform and num_reqs * common.max_query_len == num_tokens
         return TritonMetadata(common, common.max_query_len if is_uniform else 0)
@@ -42,7 +42,7 @@ class TritonBackend:
     def run_new(
         self, layer: AttentionLayer, new: NewTokens, kv_cache: Tensor, metadata: TritonMetadata
     ) -> Tensor | None:
-        """For a batch of equally few tokens a request, whose heads are rotated whole."""
+        """For a batch with few query tokens per request, the same for all, and full rotary heads."""
         rows = metadata.query_len * (layer.num_heads // layer.num_kv_heads)
         if not 0 < rows <= MAX_ROWS or new.cos.shape[-1] != layer.head_dim or layer.head_dim % 2:
             return None
@@ -54,7 +54,7 @@ class TritonBackend:
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         common, query_len = metadata.common, metadata.query_len
         if _is_cascade(layer, common):
-            assert common.seq_starts is None, "a drafter's keys begin anywhere"
+            assert common.seq_starts is None, "a drafter's keys may begin at any slot"
             num_common = common.num_common_pages * kv_cache.shape[3]
             return cascade_attention(q, kv_cache, common.requests, layer.scale, query_len, num_common)
         requests, is_causal = common.requests, common.is_causal
@@ -62,5 +62,5 @@ class TritonBackend:
 
 
 def _is_cascade(layer: AttentionLayer, common: CommonAttentionMetadata) -> bool:
-    """A layer with a window reads what is near, and little of what is common."""
+    """A layer with a window reads nearby keys, of which few are common."""
     return common.num_common_pages > 0 and not layer.window

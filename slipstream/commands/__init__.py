@@ -1,1 +1,1 @@
-"""What the commands do, one file each. Imported by ``slipstream.cli`` when a command runs, for torch takes seconds."""
+"""The commands, one file each. Imported by ``slipstream.cli`` when a command runs, since torch takes seconds."""

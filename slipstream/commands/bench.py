@@ -40,7 +40,7 @@ class Workload:
 
     @classmethod
     def parse(cls, batch: str, *, prompt_len: int, output_len: int, repeat: int) -> Workload:
-        """Check what the command line gave; ``batch`` is a list such as ``1,8,32``."""
+        """Check the command line's values; ``batch`` is a list such as ``1,8,32``."""
         sizes = [part.strip() for part in batch.split(",")]
         if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
             raise ConfigError(f"--batch must be positive numbers separated by commas, such as 1,8,32, not '{batch}'")
@@ -55,9 +55,9 @@ class Workload:
         return self.prompt_len + self.output_len
 
     def fit(self, options: EngineOptions) -> EngineOptions:
-        """Give the engine room for this workload and no more, where the user did not say otherwise.
+        """Limit the engine to this workload, except where the user set options.
 
-        Every run has the same prompts, and each is to be computed: the prefix cache is off.
+        The prefix cache is off: every run has the same prompts, and each has to be computed.
         """
         options = replace(options, enable_prefix_caching=False)
         if options.max_model_len is None:
@@ -67,7 +67,7 @@ class Workload:
         return options
 
     def check(self, config: EngineConfig) -> None:
-        """Refuse a workload whose batches would wait for room: their rate would be that of a smaller batch."""
+        """Refuse a workload whose batches would wait for room, since their rate would be that of a smaller batch."""
         scheduler, cache, largest = config.scheduler, config.cache, max(self.batches)
         self.check_length("max_model_len", scheduler.max_model_len)
         if largest > scheduler.max_num_seqs:
@@ -102,13 +102,12 @@ def run(
         options = with_shipped_head(options, by_default=False)
     warn_if_synthetic(options)
     options = workload.fit(options)
-    name = shape or case_name(options.model)
+    name, speculative = shape or case_name(options.model), read_speculation(options)
     if shape is not None:
         check_room(options, workload, shape_config(shape), None, None, name)
     else:
         options = resolve_models(options)  # shows its own progress
-        check_room(options, workload, *_open(options), name)
-    speculative = read_speculation(options)
+        check_room(options, workload, *_open(options, speculative), name)
     case = name if speculative is None else f"{name}+{speculative.method}"
     prepare_folder(output_dir)
     rows, device = _measure_all(options, workload, shape, case)
@@ -123,17 +122,19 @@ def run(
 
 
 def case_name(model: str) -> str:
-    """The name of a model in results: an alias as it is, of a path or a hub id the last part."""
+    """The name of a model in results: an alias itself, or the last part of a path or hub id."""
     return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").lower()
 
 
-def _open(options: EngineOptions) -> tuple[dict[str, Any], Checkpoint, Tokenizer | None]:
-    """Configuration and, where a draft model's has to fit it, the tokenizer of a checkpoint."""
+def _open(
+    options: EngineOptions, speculative: SpeculativeConfig | None
+) -> tuple[dict[str, Any], Checkpoint, Tokenizer | None]:
+    """The configuration and, if a draft model must match it, the tokenizer of a checkpoint."""
     from slipstream.engine.build import open_target
 
-    checkpoint, speculative = open_target(options), read_speculation(options)
-    wanted = speculative is not None and speculative.model is not None
-    return checkpoint.config, checkpoint, checkpoint.tokenizer() if wanted else None
+    checkpoint = open_target(options)
+    needs_tokenizer = speculative is not None and speculative.model is not None
+    return checkpoint.config, checkpoint, checkpoint.tokenizer() if needs_tokenizer else None
 
 
 def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, case: str) -> tuple[list[Row], str]:
@@ -155,10 +156,10 @@ def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, 
 
 
 def _measure_batch(client: EngineClient, workload: Workload, batch: int, *, seed: int) -> list[BatchRun]:
-    """A short warm-up, then the runs that count. Every run has the same prompts."""
+    """A short warm-up, then the measured runs. Every run has the same prompts."""
     config, generator = client.config, random.Random(seed)
     prompts = [[generator.randrange(config.model.vocab_size) for _ in range(workload.prompt_len)] for _ in range(batch)]
-    # Long enough for a few steps of the whole batch, after the steps in which the prompts are read.
+    # Long enough for a few steps of the whole batch, after the steps in which the prompts are computed.
     num_prefill_steps = -(-batch * workload.prompt_len // config.scheduler.max_num_batched_tokens)
     lengths = [min(workload.output_len, 4 + 2 * num_prefill_steps)] + [workload.output_len] * workload.repeat
     runs = []
@@ -192,7 +193,7 @@ def _row(case: str, batch: int, workload: Workload, config: EngineConfig, runs: 
 
 
 def _speculation(speculative: SpeculativeConfig | None, drafts: DraftStats) -> Row:
-    """How the drafts of the best run fared; nothing where the engine does not draft."""
+    """Acceptance in the best run; empty where the engine does not draft."""
     if speculative is None:
         return {}
     drafts.is_synthetic = speculative.is_synthetic
@@ -229,8 +230,8 @@ def _table(rows: list[Row], hardware: str) -> Table:
     for row in rows:
         rate, batch = row["tok_s"], row["batch"]
         first = f"{1000 * row['first_token_s']:,.0f} ms"
-        fared = (f"{row['accepted']} of {row['drafts']}", f"{row['accepted_len']:.2f}") if drafts else ()
-        table.add_row(row["case"], str(batch), f"{rate:,.1f}", f"{rate / batch:,.1f}", first, *fared)
+        acceptance = (f"{row['accepted']} of {row['drafts']}", f"{row['accepted_len']:.2f}") if drafts else ()
+        table.add_row(row["case"], str(batch), f"{rate:,.1f}", f"{rate / batch:,.1f}", first, *acceptance)
     if any("synthetic" in row for row in rows):
         table.caption = f"SYNTHETIC: {SYNTHETIC_NOTICE}"
     return table

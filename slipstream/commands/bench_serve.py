@@ -1,4 +1,4 @@
-"""``slipstream bench serve``: load on a server that speaks OpenAI's API, and how it held."""
+"""``slipstream bench serve``: load on an OpenAI-compatible server, and the measured latencies and rates."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from slipstream.load.workload import BodyFormat, DataSet, Synthetic, Trace, Work
 
 EXIT_NOTHING_MEASURED = 2
 EXIT_INTERRUPTED = 130
-# Besides its streams a client process has a few files open.
+# Open files of a client process besides its streams.
 _OTHER_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What becomes of the figures."""
+    """Where the results go."""
 
     folder: Path
     png: Path | None = None
@@ -47,7 +47,7 @@ class Output:
 
 
 class Interruption:
-    """Whether Ctrl-C was pressed. Pressed once more, it ends the program as usual."""
+    """Whether Ctrl-C was pressed. A second Ctrl-C ends the program as usual."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -57,7 +57,7 @@ class Interruption:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
+        if threading.current_thread() is not threading.main_thread():  # signals can be handled in the main thread only
             yield
             return
         before = signal.signal(signal.SIGINT, self._handle)
@@ -74,7 +74,7 @@ class Interruption:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """All that is the same for every run: the server, what it is asked, and how."""
+    """What all runs share: the server, the workload and the settings."""
 
     settings: LoadSettings
     target: Target
@@ -98,7 +98,7 @@ class Load:
         return len(self.data.asked if isinstance(self.data, DataSet) else self.data.entries)
 
     def tasks(self, run_idx: int, point: Point) -> list[Task]:
-        """What each client process does in one run."""
+        """The tasks of the client processes in one run."""
         num_requests = self.settings.num_requests(point, self.num_available)
         num_processes = self.settings.num_processes(num_cores(), point, num_requests)
         _check_files(point, num_processes)
@@ -114,7 +114,7 @@ class Load:
         return share_out(num_processes, task, num_requests, self.settings.warmup)
 
     def describe(self, point: Point) -> Row:
-        """What a row says of the load."""
+        """The columns of a row that describe the load."""
         settings = self.settings
         about: Row = {"loop": "open" if point.streams is None else "closed"}
         if point.rate is not None:
@@ -130,7 +130,7 @@ class Load:
         return about | {"temperature": settings.temperature, "warmup": settings.warmup, "seed": self.seed}
 
     def _workload(self, run_idx: int) -> Workload:
-        """Synthetic prompts are new in every run, so that no prefix cache knows them."""
+        """Synthetic prompts are different in every run, so that no prefix cache has them."""
         settings = self.settings
         if self.data is not None:
             return self.data
@@ -209,7 +209,7 @@ def _row(load: Load, case: str, point: Point, records: Records, interruption: In
 
 
 def _show(rows: list[Row], runs: list[tuple[str, Records]], load: Load, case: str, output: Output) -> None:
-    # A server on this machine runs on its GPU, if there is one; of another machine nothing is known.
+    # A local server runs on this machine's GPU, if there is one; of another machine nothing is known.
     results = collect_results(rows, device="cuda" if load.target.is_local else "cpu")
     path = write_results(results, output.folder, case)
     title = f"{case} at {load.settings.url}, {load.settings.api}"

@@ -94,7 +94,7 @@ class Conversation:
             self._messages += [turn, {"role": "assistant", "content": text}]
 
     def _generate(self, messages: list[dict[str, str]]) -> str:
-        """Show the answer and return it; what had come when Ctrl-C was pressed, too."""
+        """Show the answer and return it, or the part of it that was generated before Ctrl-C."""
         token_ids = self._llm.tokenizer.encode_chat(messages)
         room = self._limit - len(token_ids)
         if room < 1:
@@ -124,13 +124,13 @@ class Conversation:
 
 
 def _remembered(stream: Iterable[RequestOutput], texts: list[str]) -> Iterator[RequestOutput]:
-    """Pass outputs on, and keep the text so far where an interrupt cannot lose it."""
+    """Pass outputs through and keep the latest text, so that an interrupt cannot lose it."""
     for output in stream:
         texts.append(output.text)
         yield output
 
 
 def _say(line: str) -> None:
-    """A line about the conversation rather than of it: standard output holds the answers only."""
+    """A message about the conversation, on standard error: standard output holds only the answers."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``slipstream demo``: the same prompts with and without speculation, and what it gains."""
+"""``slipstream demo``: the same prompts with and without speculation, and the speed-up."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from slipstream.llm import LLM
     from slipstream.models.tokenizer import Tokenizer
 
-PROMPTS = (  # whose answers are long enough to be timed
+PROMPTS = (  # chosen for answers that are long enough to be timed
     "What is the capital of France, and what is it known for?",
     "Give me five tips for a good night's sleep.",
     "Write a short email to a colleague that moves our meeting to Friday.",
 )
 _ACCEPTED, _PLAIN = "bold green", ""
-_WARM_UP = 24  # tokens: what is done once, and how the number of drafts settles, is no part of the comparison
+_WARM_UP = 24  # tokens: one-time costs and the adaptation of the draft length are not measured
 
 
 class Answer(NamedTuple):
     token_ids: list[int]
-    rate: float  # tokens per second behind the first
+    rate: float  # tokens per second after the first
 
 
 def run(prompt: str | None, engine: EngineOptions, *, max_tokens: int) -> int:
     if prompt is not None and not prompt.strip():
         raise RequestError("the prompt is empty; give a text, or leave it out")
     options = _with_drafts(engine)
-    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # answers are shown as they are
+    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # answers are printed unformatted
     with open_model(options) as llm:
         for speculate in (False, True):
             llm.generate([encode_prompt(llm.tokenizer, PROMPTS[0], None, False)], _params(_WARM_UP, speculate))
@@ -51,7 +51,7 @@ def run(prompt: str | None, engine: EngineOptions, *, max_tokens: int) -> int:
             pairs.append(_compare(llm, text, max_tokens, out))
         out.print(_table(pairs, llm.config.weight_formats))
         if any(plain.token_ids != drafted.token_ids for plain, drafted in pairs):
-            # Two orders of summation may disagree about a tie in 16 bits; on a CPU in float32 none has been seen.
+            # In 16 bits, orders of summation may break a tie differently; in float32 this was never observed.
             out.print("An answer differs: two tokens were equally likely up to rounding.", style="yellow")
         else:
             out.print("Every answer is the same, token by token.")
@@ -67,7 +67,7 @@ def _with_drafts(engine: EngineOptions) -> EngineOptions:
     speculative = read_speculation(options)
     if speculative is not None and speculative.verify != "match":
         raise ConfigError(f"the demo shows that texts stay the same, which verify '{speculative.verify}' does not do")
-    # A drafter has not seen a prompt whose keys were cached by the answer without drafts, and would guess blindly.
+    # A drafter has no keys for a prompt that was cached by the answer without drafts.
     return replace(options, enable_prefix_caching=False)
 
 
@@ -92,7 +92,7 @@ def _compare(llm: LLM, text: str, max_tokens: int, out: Console) -> tuple[Answer
 
 
 def paint(outputs: Iterable[RequestOutput], tokenizer: Tokenizer, out: Console) -> RequestOutput:
-    """Write an answer as it comes, tokens that were drafted and accepted in a colour. Returns the last output."""
+    """Write an answer as it arrives, with accepted draft tokens in colour. Returns the last output."""
     from slipstream.engine.detokenizer import IncrementalDetokenizer
 
     detokenizer, last = IncrementalDetokenizer(tokenizer), None
@@ -101,7 +101,7 @@ def paint(outputs: Iterable[RequestOutput], tokenizer: Tokenizer, out: Console) 
         completion, last = output.outputs[0], output
         fresh = completion.token_ids[num_shown:]
         accepted = (completion.speculation.num_accepted if completion.speculation is not None else 0) - num_accepted
-        # A step brings the drafts it accepted, and behind them the target's own token.
+        # The tokens of a step are its accepted drafts, followed by the target's own token.
         for part, style in ((fresh[:accepted], _ACCEPTED), (fresh[accepted:], _PLAIN)):
             out.print(detokenizer.add(part), end="", style=style, markup=False, emoji=False)
         num_shown, num_accepted = num_shown + len(fresh), num_accepted + accepted
@@ -127,7 +127,7 @@ def _table(pairs: list[tuple[Answer, Answer]], weight_formats: str) -> Table:
 
 
 def _joint_rate(answers: Iterable[Answer]) -> float:
-    """Of answers one after another, the first token of each left out."""
+    """The rate over several answers, the first token of each left out."""
     timed = [(len(answer.token_ids) - 1, answer.rate) for answer in answers if answer.rate]
     seconds = sum(count / rate for count, rate in timed)
     return sum(count for count, _ in timed) / seconds if seconds else 0.0

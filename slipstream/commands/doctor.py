@@ -1,6 +1,6 @@
-"""``slipstream doctor``: what this machine has, what works, what is missing and how to get it.
+"""``slipstream doctor``: what this machine has, what works, and how to install what is missing.
 
-Looks at everything itself and fails at nothing: where torch is missing, that is a finding.
+Checks everything itself and never fails: a missing torch is a finding, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.hub import DEFAULT_MODEL, list_models
 
 MIN_PYTHON = (3, 11)
-# What pyproject.toml asks for; a test compares the two.
+# The requirements of pyproject.toml; a test compares the two.
 REQUIRED = {
     "torch": ">=2.11,<=2.13.0",
     "numpy": ">=1.26",
@@ -39,7 +39,7 @@ REQUIRED = {
     "typer": ">=0.12",
     "gguf": ">=0.10",
 }
-# Part of the installation, but the engine runs without: what does not work then.
+# Installed by default, but the engine runs without; the text says what does not work then.
 SPARED = {"gguf": "GGUF files, the default model among them, cannot be opened"}
 OPTIONAL = {
     "triton": "kernels for GPUs; a CPU needs none",
@@ -52,7 +52,7 @@ _COLORS: dict[Status, str] = {"ok": "green", "note": "yellow", "missing": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. ``missing`` keeps the engine from running, ``note`` does not."""
+    """The result of one check. ``missing`` keeps the engine from running, ``note`` does not."""
 
     name: str
     status: Status
@@ -79,7 +79,7 @@ def run(*, as_json: bool) -> int:
 def examine() -> list[Finding]:
     return [
         _python(),
-        *(_package(name, wanted) for name, wanted in REQUIRED.items()),
+        *(_package(name, bounds) for name, bounds in REQUIRED.items()),
         *(_optional_package(name, purpose) for name, purpose in OPTIONAL.items()),
         _cpu(),
         _memory(),
@@ -105,36 +105,36 @@ def _table(findings: list[Finding]) -> Table:
 def _python() -> Finding:
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
-        wanted = ".".join(map(str, MIN_PYTHON))
-        return Finding("python", "missing", detail, f"install Python {wanted} or newer")
+        required = ".".join(map(str, MIN_PYTHON))
+        return Finding("python", "missing", detail, f"install Python {required} or newer")
     return Finding("python", "ok", detail)
 
 
-def _package(name: str, wanted: str) -> Finding:
+def _package(name: str, bounds: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         if name in SPARED:
-            return Finding(name, "note", f"not installed: {SPARED[name]}", f"pip install '{name}{wanted}'")
-        return Finding(name, "missing", "not installed", f"pip install '{name}{wanted}'")
-    if not satisfies(version, wanted):
-        return Finding(name, "missing", f"{version}, outside {wanted}", f"pip install '{name}{wanted}'")
-    return Finding(name, "ok", f"{version} ({wanted})" if name == "torch" else version)
+            return Finding(name, "note", f"not installed: {SPARED[name]}", f"pip install '{name}{bounds}'")
+        return Finding(name, "missing", "not installed", f"pip install '{name}{bounds}'")
+    if not satisfies(version, bounds):
+        return Finding(name, "missing", f"{version}, outside {bounds}", f"pip install '{name}{bounds}'")
+    return Finding(name, "ok", f"{version} ({bounds})" if name == "torch" else version)
 
 
 def _optional_package(name: str, purpose: str) -> Finding:
     try:
         return Finding(name, "ok", f"{importlib.metadata.version(name)} ({purpose})")
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "note", f"not installed ({purpose})", f"if wanted: pip install {name}")
+        return Finding(name, "note", f"not installed ({purpose})", f"optional: pip install {name}")
 
 
-def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version lies within bounds such as ``>=2.11,<=2.13.0``. Looks at release numbers only."""
-    for bound in wanted.split(","):
+def satisfies(version: str, bounds: str) -> bool:
+    """Whether a version is within bounds such as ``>=2.11,<=2.13.0``. Compares release numbers only."""
+    for bound in bounds.split(","):
         limit = bound.strip("<>=")
-        have, want = _release(version), _release(limit)
-        if not (have >= want if bound.startswith(">=") else have <= want):
+        version_parts, limit_parts = _release(version), _release(limit)
+        if not (version_parts >= limit_parts if bound.startswith(">=") else version_parts <= limit_parts):
             return False
     return True
 
@@ -156,10 +156,10 @@ def _memory() -> Finding:
 
 
 def _torch_findings() -> Iterator[Finding]:
-    """What only torch can tell: which types and which attention backends work."""
+    """Findings that need torch: which types and which attention backends work."""
     try:
         from slipstream.device.cpu import dtype_works, free_memory_bytes
-    except Exception as error:  # a broken installation can fail in any way
+    except Exception as error:  # a broken installation may raise anything
         reason = " ".join(str(error).split())[:200]
         yield Finding(
             "import torch", "missing", f"{type(error).__name__}: {reason}", "pip install --force-reinstall torch"
@@ -213,7 +213,7 @@ def _attention() -> Iterator[Finding]:
 
 
 def _attention_choice() -> Iterator[Finding]:
-    """What auto takes here and why; what FlashInfer would do for a model of the usual shape."""
+    """The choice of ``auto`` here and its reason; what FlashInfer would do for a model of common shape."""
     import torch
 
     from slipstream.attention.choice import choose_backend

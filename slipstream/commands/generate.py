@@ -1,4 +1,4 @@
-"""``slipstream generate``: one prompt, one answer, and how fast it came."""
+"""``slipstream generate``: one prompt, one answer, and its speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(
         if as_json:
             output = check(llm.generate([token_ids], sampling)[0])
             sys.stdout.write(json.dumps(_as_dict(output, engine.model), ensure_ascii=False) + "\n")
-        elif sampling.n > 1:  # side by side they cannot stream, so one after the other
+        elif sampling.n > 1:  # several choices cannot be streamed to a terminal, so they are printed at the end
             output = check(llm.generate([token_ids], sampling)[0])
             for completion in output.outputs:
                 sys.stdout.write(f"[{completion.index + 1}] {completion.text}\n")
@@ -45,7 +45,7 @@ def run(
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, system: str | None, raw: bool) -> list[int]:
-    """Token ids of a prompt, through the chat template where the model has one and it is wanted."""
+    """Token ids of a prompt, through the chat template unless there is none or ``raw`` is set."""
     if raw or not tokenizer.has_chat_template:
         if system is not None:
             raise RequestError("this model has no chat template to put --system in; make it part of the prompt")
@@ -88,12 +88,12 @@ def _as_dict(output: RequestOutput, model: str) -> dict[str, Any]:
 
 
 def _speculation(completion: Completion) -> dict[str, Any]:
-    """Nothing where the engine does not draft."""
+    """Empty where the engine does not draft."""
     return {} if completion.speculation is None else {"speculation": completion.speculation.as_dict()}
 
 
 def _logprobs(entry: Logprobs) -> list[dict[str, Any]]:
-    """The token that stands there first, then the likeliest."""
+    """The token of the text first, then the most likely ones."""
     return [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in entry.items()]
 
 

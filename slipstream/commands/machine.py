@@ -1,4 +1,4 @@
-"""This machine in words: its processor, memory and GPUs. Asks the operating system and imports no torch."""
+"""A description of this machine: processor, memory and GPUs. Asks the operating system and imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import subprocess
 from pathlib import Path
 
-# Those that matrix products in 8, 16 or 32 bits gain from.
+# Instruction sets that speed up matrix products in 8, 16 or 32 bits.
 _INSTRUCTION_SETS = (
     "f16c",
     "avx2",

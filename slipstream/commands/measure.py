@@ -1,8 +1,8 @@
-"""Decode speed of a batch of ``LLM.generate``: by the tokens that leave the engine and when.
+"""Decode speed of a batch of ``LLM.generate``, from the times at which tokens leave the engine.
 
-The rate counts whole steps in which every request of the batch decodes. The clock starts when the last request to begin
-gets its first token and stops at that request's last token before any request ends. Prefill is outside, and so is the
-tail where requests that began earlier have ended and the batch has shrunk.
+The rate counts whole steps in which every request of the batch decodes. The clock starts when the last request gets its
+first token and stops at that request's last token before any request ends. Prefill is not included, nor is the tail in
+which earlier requests have ended and the batch has shrunk.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class BatchRun(NamedTuple):
 
     @property
     def tokens_a_step(self) -> float:
-        """That a request gets on average, with drafts or without."""
+        """Mean tokens per step and request, with or without drafts."""
         return sum(arrival.num_tokens for arrival in self.arrivals) / max(1, len(self.arrivals))
 
     @property
     def drafts(self) -> DraftStats:
-        """How drafts fared, all requests together."""
+        """Acceptance over all requests."""
         stats = DraftStats()
         for arrival in self.arrivals:
             if arrival.num_drafts:
@@ -61,13 +61,13 @@ class BatchRun(NamedTuple):
 
 
 def wait_for_graphs(client: EngineClient) -> None:
-    """Until an engine without work has recorded all it means to: figures are of one that has run a while."""
+    """Wait until an idle engine has captured all its graphs, so that the steady state is measured."""
     while client.stats.num_missing_graphs:
         time.sleep(_LOOK_EVERY_S)
 
 
 def in_turns(num_turns: int, run_each: Sequence[Callable[[], BatchRun]]) -> list[list[BatchRun]]:
-    """Runs of several engines, one of each a turn: a machine is not as fast at one time as at another."""
+    """Runs of several engines, alternating, since the speed of a machine drifts over time."""
     runs: list[list[BatchRun]] = [[] for _ in run_each]
     for _ in range(num_turns):
         for run, own in zip(run_each, runs, strict=True):
@@ -76,7 +76,7 @@ def in_turns(num_turns: int, run_each: Sequence[Callable[[], BatchRun]]) -> list
 
 
 class _Step(NamedTuple):
-    """What a run keeps of a step. Few objects: the collector of garbage looks at all that are kept."""
+    """What is recorded of a step. Few objects, since the garbage collector walks all of them."""
 
     time: float
     request_ids: Sequence[str]
@@ -86,7 +86,7 @@ class _Step(NamedTuple):
     ended: list[str]
 
     @classmethod
-    def of(cls, updates: TokenUpdates) -> _Step:
+    def from_updates(cls, updates: TokenUpdates) -> _Step:
         no_drafts = (0,) * len(updates)
         drafts = (updates.num_drafts or no_drafts, updates.num_accepted or no_drafts)
         return cls(updates.time, updates.request_ids, tuple(map(len, updates.token_ids)), *drafts, updates.ended)
@@ -99,33 +99,33 @@ def run_batch(
     on_tokens: Callable[[int], None] = lambda count: None,
     ignore_eos: bool = True,
 ) -> BatchRun:
-    """Run the prompts as one batch, greedy, to their length or to their end; ``on_tokens`` hears of progress."""
+    """Run the prompts as one batch, greedy, to their length or to their end; ``on_tokens`` reports progress."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos)
     submissions = [client.prepare(prompt, params) for prompt in prompts]
-    # The engine has ids of its own; outputs have those of the submissions.
-    place = {submission.requests[0].request_id: idx for idx, submission in enumerate(submissions)}
+    # The engine has its own ids; outputs have those of the submissions.
+    index = {submission.requests[0].request_id: idx for idx, submission in enumerate(submissions)}
     output_place = {submission.request_id: idx for idx, submission in enumerate(submissions)}
     collected: queue.SimpleQueue[_Step] = queue.SimpleQueue()
     steps: list[_Step] = []
     done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
     run = BatchRun(time.monotonic(), [], [[] for _ in submissions])
-    with client.tapped(lambda updates: collected.put(_Step.of(updates))):
+    with client.tapped(lambda updates: collected.put(_Step.from_updates(updates))):
         for submission in submissions:
             client.submit(submission, done.put, every_token=False)
         num_running = len(submissions)
         while num_running:
-            # What is not ready yet is looked for later: a reader that wakes up at every step would slow the engine.
+            # Polled rarely: a reader that wakes up at every step would slow down the engine.
             time.sleep(_LOOK_EVERY_S)
             while not collected.empty():
                 steps.append(collected.get())
                 num_running -= len(steps[-1].ended)
                 on_tokens(sum(steps[-1].num_tokens))
-        # Looked at one by one only now, when no step waits for the interpreter.
+        # Processed only now, when no step competes for the GIL.
         for step in steps:
             columns = zip(step.request_ids, step.num_tokens, step.num_drafts, step.num_accepted, strict=True)
             for request_id, num_tokens, *drafts in columns:
                 finished = request_id in step.ended
-                run.arrivals.append(Arrival(place[request_id], step.time, num_tokens, finished, *drafts))
+                run.arrivals.append(Arrival(index[request_id], step.time, num_tokens, finished, *drafts))
         for _ in submissions:
             if (output := done.get()).error is not None:
                 raise EngineError(output.error)
@@ -134,13 +134,13 @@ def run_batch(
 
 
 def decode_rate(arrivals: Sequence[Arrival]) -> float:
-    """Output tokens per second over the whole steps in which every request decodes; see the module's text."""
+    """Output tokens per second over the whole steps in which every request decodes; see the module's docstring."""
     begun: dict[int, int] = {}
     for position, arrival in enumerate(arrivals):
         begun.setdefault(arrival.request_idx, position)
     last_to_begin = max(begun, key=lambda idx: begun[idx])
     first_end = next(position for position, arrival in enumerate(arrivals) if arrival.finished)
-    # Between two tokens of one request lies a whole number of steps, in which the others have had as many turns.
+    # Between two tokens of one request there is a whole number of steps, in each of which the others took part.
     marks = [p for p, arrival in enumerate(arrivals[: first_end + 1]) if arrival.request_idx == last_to_begin]
     if len(marks) < 2:
         raise ConfigError("the first request ended before the last one had begun to decode; raise --output-len")

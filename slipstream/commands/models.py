@@ -1,4 +1,4 @@
-"""``slipstream models``: the short names, and what is in the caches."""
+"""``slipstream models``: the aliases, and the models in the caches."""
 
 from __future__ import annotations
 

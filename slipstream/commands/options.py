@@ -1,7 +1,7 @@
-"""Command-line options made from the fields of dataclasses.
+"""Command-line options from the fields of dataclasses.
 
-A command declares a parameter of type ``EngineOptions`` or ``SamplingParams``; the user sees one option a field. A
-field added to the dataclass shows up on every command that takes it.
+A command declares a parameter of type ``EngineOptions`` or ``SamplingParams``; the user sees one option per field. A
+new field of the dataclass appears on every command that takes it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _PANELS: dict[type, str] = {
     LoadSettings: "Load",
 }
 
-# What a command for one request does not need. `--speculate` is the engine's: it names a method, and without it nothing
-# is drafted. Operations from outside the package are of programs that register them.
+# Fields that a command for one request does not need. `--speculate` is the engine's: it names a method, and without it
+# nothing is drafted. Operations from outside the package belong to programs that register them.
 _WITHOUT_OPTION: dict[type, tuple[str, ...]] = {SamplingParams: ("speculate", "extra")}
 
 
 def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Spread every dataclass parameter of a command into one option a field.
+    """Expand every dataclass parameter of a command into one option per field.
 
-    ``defaults`` stand in for the fields' own. A name is used once: the command's own parameters come first, then the
-    dataclasses in the order of the signature; a field whose name is taken gets no option and keeps its default, and
-    so does one that no command needs.
+    ``defaults`` override the fields' defaults. A name is used once: the command's own parameters come first, then the
+    dataclasses in the order of the signature; a field whose name is taken gets no option and keeps its default, and so
+    does one that no command needs.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
@@ -64,7 +64,7 @@ def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., 
         def run(**given: Any) -> R:
             for group, kind in groups.items():
                 values = {name: given.pop(name) for name in names[group]}
-                # Unset means the dataclass's default. It checks what is set, and its errors are one line.
+                # An unset option keeps the dataclass's default; the dataclass checks the others.
                 given[group] = kind(**{name: _frozen(value) for name, value in values.items() if value is not None})
             return command(**given)
 
@@ -76,7 +76,7 @@ def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., 
 
 
 def refuse_options_before(context: typer.Context) -> None:
-    """A command with sub-commands has options of its own; they say nothing to a sub-command that follows."""
+    """A command with sub-commands has its own options, which do not apply to a sub-command that follows."""
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
         if source is not None and source.name == "COMMANDLINE":
@@ -94,7 +94,7 @@ def _option(field: Field[Any], annotation: Any, owner: type, default: Any) -> in
     }
     if default is MISSING or default == ():
         default = None
-    if kind is bool and default is not False:  # what depends can be switched either way
+    if kind is bool and default is not False:  # a default that depends on something can be switched either way
         flag += "/--no-" + field.name.replace("_", "-")
     elif kind is dict:
         settings |= {"parser": _parse_json, "metavar": "JSON"}
@@ -106,7 +106,7 @@ def _option(field: Field[Any], annotation: Any, owner: type, default: Any) -> in
 
 
 def _value_type(annotation: Any) -> Any:
-    """The type one value on the command line has: a scalar, a list of scalars, or ``dict`` for anything in JSON."""
+    """The type of one value on the command line: a scalar, a list of scalars, or ``dict`` for anything in JSON."""
     members = [kind for kind in get_args(annotation) if kind is not NoneType]
     if get_origin(annotation) is Literal:
         return str

@@ -1,7 +1,7 @@
-"""The reference tables of the documentation, made from the dataclasses that define options and parameters.
+"""The reference tables of the documentation, generated from the dataclasses that define options and parameters.
 
-``python -m slipstream.commands.reference`` writes them into the pages of a checkout; a test compares them, so that a
-page cannot fall behind the code. Knows Markdown and nothing of what the options do.
+``python -m slipstream.commands.reference`` writes them into the pages of a checkout; a test fails when a page is out of
+date. Knows Markdown and nothing of what the options do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
 
-# What an engine option is if nobody sets it and nothing is derived from the model and the machine.
+# Shown as the default of engine options that are derived from the model and the machine.
 _UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
 _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -35,7 +35,7 @@ def engine_options_table() -> str:
 
 
 def settings_table(owner: type) -> str:
-    """Of a command's own settings."""
+    """The table of a command's own settings."""
     rows = [
         (
             _code(_flag(option)),
@@ -64,7 +64,7 @@ def sampling_parameters_table() -> str:
 
 
 def update(page: str, table: str) -> str:
-    """The page with the table between its markers, in place of what stood there."""
+    """The page with the table between its markers replaced."""
     updated, count = _GENERATED.subn(lambda markers: markers[1] + table + markers[2], page)
     if count != 1:
         raise ConfigError(
@@ -99,13 +99,13 @@ def main() -> int:
 
 
 def _flag(option: Field[Any]) -> str:
-    """As typed. What is on already is there to be switched off."""
+    """As typed. A flag that is on by default is shown in the form that switches it off."""
     name = option.name.replace("_", "-")
     return f"--no-{name}" if option.default is True else f"--{name}"
 
 
 def _type(parameter: Field[Any]) -> str:
-    """The annotation without ``None``, which the default column tells."""
+    """The annotation without ``None``, which the default column shows."""
     return _code(str(parameter.type).removesuffix(" | None"))
 
 

@@ -1,4 +1,4 @@
-"""The result file of a benchmark: one JSON a run, with what it ran on beside the figures.
+"""The result file of a benchmark: one JSON file per run, with the hardware and versions beside the figures.
 
 The schema is described in ``benchmarks/README.md``. Used by ``slipstream bench`` and by the benchmark scripts.
 """
@@ -41,7 +41,7 @@ class Results:
 
 
 def collect_results(rows: Sequence[Row], *, device: str = "cpu") -> Results:
-    """Put rows together with the machine, the versions and the time."""
+    """Combine rows with the machine, the versions and the time."""
     for row in rows:
         if missing := {"case", "batch"} - row.keys():
             raise ValueError(f"a row lacks {', '.join(sorted(missing))}")
@@ -62,7 +62,7 @@ def prepare_folder(folder: Path) -> Path:
 
 
 def write_results(results: Results, folder: Path, case: str) -> Path:
-    """Write a new file ``<date>-<case>-<hardware>.json``; an older one is never overwritten."""
+    """Write a new file ``<date>-<case>-<hardware>.json``; an existing one is never overwritten."""
     date = results.date.removesuffix("+00:00").replace(":", "-")
     stem = f"{date}-{slug(case)}-{slug(results.hardware)}"
     for suffix in ("", *(f"-{idx}" for idx in range(2, 1000))):
@@ -79,7 +79,7 @@ def slug(text: str) -> str:
 
 
 def _checkout() -> tuple[str | None, bool | None]:
-    """The commit of the checkout this package runs from. An installed copy inside somebody's checkout has none."""
+    """The commit of the checkout this package runs from; None for an installed copy, even inside another repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         _git("ls-files", "--error-unmatch", "__init__.py")
         return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--untracked-files=no"))

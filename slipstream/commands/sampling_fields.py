@@ -1,7 +1,7 @@
-"""The fields of ``SamplingParams`` that sampling operations read, written from what the operations declare.
+"""The fields of ``SamplingParams`` that sampling operations read, generated from the operations' declarations.
 
-``python -m slipstream.commands.sampling_fields`` writes them; a test compares. Fields that are there keep their places,
-and new ones follow, so that no caller's arguments change their meaning.
+``python -m slipstream.commands.sampling_fields`` writes them; a test compares. Existing fields keep their order and new
+ones are appended, so that positional arguments of callers keep their meaning.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TYPES: dict[type, str] = {
 
 
 def update(source: str) -> str:
-    """The file's text with the fields in place of those it has."""
+    """The file's text with the generated fields replaced."""
     declared = {parameter.name: parameter for operation in packaged() for parameter in operation.parameters}
     order = dict.fromkeys((*(name for name in sampling_params.PARAMETERS if name in declared), *declared))
     written = "".join(_field(declared[name]) for name in order)
     updated, count = _GENERATED.subn(lambda markers: markers[1] + written + markers[2], source)
     if count != 1:
-        raise ConfigError("sampling_params.py has no place for generated fields; put the two comments back")
+        raise ConfigError("sampling_params.py lacks the markers of generated fields; put the two comments back")
     return updated
 
 
@@ -63,7 +63,7 @@ def _type(check: Check) -> str:
 
 
 def _call(check: Any) -> str:
-    """The check as Python makes it, without what is its default anyway."""
+    """A constructor call without the arguments that equal their defaults."""
     defaults = check._field_defaults
     given: Iterable[tuple[str, Any]] = zip(check._fields, check, strict=True)
     arguments = [

@@ -1,4 +1,4 @@
-"""A model opened for one person at the terminal: loading it, and showing an answer as it arrives."""
+"""A model for interactive commands: loading it, and showing an answer as it arrives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slipstream.config import EngineOptions
 from slipstream.engine.find_models import resolve_models
 from slipstream.errors import RequestError
 from slipstream.models.hub import with_shipped_head
-from slipstream.output import SYNTHETIC_WARNING, RequestOutput
-from slipstream.speculate.options import read_speculation
+from slipstream.output import RequestOutput
+from slipstream.speculate.options import synthetic_warning
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_model(options: EngineOptions) -> Iterator[LLM]:
-    """Fetch and load the model, with progress on standard error where that is a terminal."""
+    """Download and load the model, with progress on standard error if that is a terminal."""
     if options.max_num_seqs is None:
         # One request at a time: a KV cache for many would only take memory and start-up time.
         options = replace(options, max_num_seqs=1)
@@ -32,7 +32,7 @@ def open_model(options: EngineOptions) -> Iterator[LLM]:
     name, options = options.model, resolve_models(options)  # shows its own progress
     with Console(stderr=True).status(f"loading {name}") as status:
         from slipstream.engine.build import build_engine
-        from slipstream.llm import LLM  # with torch, which takes seconds of its own
+        from slipstream.llm import LLM  # imports torch, which takes seconds
 
         def show(share: float) -> None:
             status.update(f"loading {name}: {share:.0%}")
@@ -43,10 +43,9 @@ def open_model(options: EngineOptions) -> Iterator[LLM]:
 
 
 def warn_if_synthetic(options: EngineOptions) -> None:
-    """Before anything else is said: nobody is to read such output as a model's. Refuses what cannot be speculation."""
-    speculative = read_speculation(options)
-    if speculative is not None and speculative.is_synthetic:
-        Console(stderr=True).print(f"WARNING: {SYNTHETIC_WARNING}", style="bold red", soft_wrap=True, highlight=False)
+    """Printed before anything else, so that forced output is not taken for the model's. Refuses invalid speculation."""
+    if (warning := synthetic_warning(options)) is not None:
+        Console(stderr=True).print(f"WARNING: {warning}", style="bold red", soft_wrap=True, highlight=False)
 
 
 def show_stream(outputs: Iterable[RequestOutput]) -> RequestOutput:
@@ -58,7 +57,7 @@ def show_stream(outputs: Iterable[RequestOutput]) -> RequestOutput:
             sys.stdout.flush()
             last = output
     finally:
-        if last is not None and (last.text or last.error is None):  # nothing is to follow an error but its line
+        if last is not None and (last.text or last.error is None):  # after an error, print nothing but its line
             sys.stdout.write("\n")
             sys.stdout.flush()
     if last is None:
@@ -67,7 +66,7 @@ def show_stream(outputs: Iterable[RequestOutput]) -> RequestOutput:
 
 
 def check(output: RequestOutput) -> RequestOutput:
-    """Turn a request that failed on the way into the error it carries."""
+    """Raise the error of a request that failed on the way."""
     if output.error is not None:
         raise RequestError(output.error)
     return output

@@ -1,4 +1,4 @@
-"""``slipstream train eagle3``: a draft head for a model, trained on what the model itself writes."""
+"""``slipstream train eagle3``: a draft head for a model, trained on texts that the model itself generates."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from slipstream.train.eagle3 import Report, train_eagle3
-from slipstream.train.loop import Progress as Training
 from slipstream.train.settings import TrainSettings
+from slipstream.train.trainer import Progress as Training
 
 
 def run(settings: TrainSettings) -> int:
@@ -22,14 +22,14 @@ def run(settings: TrainSettings) -> int:
             if name not in tasks:
                 tasks[name] = bar.add_task(text, total=total)
                 if hidden and name != "training":
-                    say(f"{text}: {total:,.0f}")  # a log has no bar
+                    say(f"{text}: {total:,.0f}")  # without a terminal there is no progress bar
             bar.update(tasks[name], description=text, completed=done, total=total)
 
         def on_step(training: Training, share: float) -> None:
             text = f"step {training.step}, loss {training.losses[-1]:.3f}, held out {shares(training.acceptance[-1])}"
             show("training", text, min(1.0, share), 1.0)
             nonlocal shown
-            if training.measured_at[-1] > shown:  # a line for each measurement, which a log keeps
+            if training.measured_at[-1] > shown:  # one line per measurement, which stays in a log
                 shown = training.measured_at[-1]
                 say(text)
 

@@ -1,4 +1,4 @@
-"""``slipstream tune``: measure how the products of a model are best cut on this GPU, and remember it."""
+"""``slipstream tune``: measure the fastest tiles for a model's products on this GPU, and store them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _DTYPE, _WIDTH = torch.bfloat16, 2  # float16 has the same width, and the same t
 
 
 class _Work(NamedTuple):
-    """What is to be measured."""
+    """The products to measure."""
 
     layer: tuple[Weight, ...]
     heads: Heads
-    alone: tuple[Weight, ...]  # not between the products of a layer
-    shared: frozenset[str]  # names of weights that keep the tiles they have, where they have any
+    alone: tuple[Weight, ...]  # products outside the layers
+    shared: frozenset[str]  # names of weights whose known tiles are kept
 
 
 def run(model: str, *, head: str | None, output: Path | None, jobs: int | None) -> int:
@@ -61,24 +61,24 @@ def run(model: str, *, head: str | None, output: Path | None, jobs: int | None) 
     console = Console(stderr=True)
     table = {name: dict(sizes) for name, sizes in read_table(path, versions()).items()}
     known = {name: sizes for name, sizes in {**table_of(gpu), **table}.items() if name in work.shared}
-    wanted = [weight for weight in dict.fromkeys([*work.layer, *work.alone]) if weight.name not in known]
-    _compile_and_measure(work, wanted, known, table, jobs, console)
+    weights = [weight for weight in dict.fromkeys([*work.layer, *work.alone]) if weight.name not in known]
+    _compile_and_measure(work, weights, known, table, jobs, console)
     write_table(path, gpu, table, versions())
     forget_tables()
-    _show(wanted, table)
+    _show(weights, table)
     console.print(f"written to {path}", highlight=False, soft_wrap=True)
     return 0
 
 
 def _compile_and_measure(
     work: _Work,
-    wanted: Sequence[Weight],
+    weights: Sequence[Weight],
     known: Table,
     table: dict[str, dict[int, Measured]],  # filled for every number of tokens
     jobs: int | None,
     console: Console,
 ) -> None:
-    pairs = [(weight, tokens) for weight in wanted for tokens in MEASURED_TOKENS]
+    pairs = [(weight, tokens) for weight in weights for tokens in MEASURED_TOKENS]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         compiled = progress.add_task("compiling", total=len(pairs))
@@ -92,8 +92,8 @@ def _compile_and_measure(
         measured = progress.add_task("measuring", total=len(MEASURED_TOKENS))
         for tokens in MEASURED_TOKENS:
             tiles = {name: sizes[tokens].tile for name, sizes in known.items() if tokens in sizes}
-            found = {weight.name: measure(weight, tokens, _DTYPE) for weight in work.alone if weight in wanted}
-            if any(weight in wanted for weight in work.layer):
+            found = {weight.name: measure(weight, tokens, _DTYPE) for weight in work.alone if weight in weights}
+            if any(weight in weights for weight in work.layer):
                 found |= measure_layer(work.layer, work.heads, tokens, _DTYPE, tiles)
             for name, one in found.items():
                 table.setdefault(name, {})[tokens] = one
@@ -106,7 +106,7 @@ def _work_of(config: ModelConfig) -> _Work:
 
 
 def _head_work(head: str, target: ModelConfig) -> _Work:
-    """What a draft head multiplies with and its target does not."""
+    """The products of a draft head that its target does not have."""
     hf_config = HEAD_SHAPES.get(head) or open_head_checkpoint(resolve_model(head, is_head=True)).config
     plan, own = read_head(hf_config, target), _work_of(target)
     weights = head_weights(plan, _WIDTH)

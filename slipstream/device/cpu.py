@@ -1,4 +1,4 @@
-"""The CPU as a device: every stream is in step with the host, so events are always done and there are no graphs."""
+"""The CPU as a device: streams run in step with the host, so events are always complete and there are no graphs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CpuDevice:
         target.copy_(source)
 
     def poison(self, tensor: torch.Tensor) -> None:
-        # As 16-bit units: not a number in any float type, and far outside any index.
+        # In 16-bit units: NaN in every float type, and outside every index range.
         tensor.view(torch.int16).fill_(POISON)
 
     def graph_pool(self) -> GraphPool:
@@ -91,7 +91,7 @@ class CpuDevice:
 
 
 def free_memory_bytes() -> int:
-    """Memory a new process could take without swapping, the limit of a container included."""
+    """Memory that a new process could use without swapping, within a container's limit."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -104,7 +104,7 @@ def free_memory_bytes() -> int:
 def _read_number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such file, or the word "max"
+    except (OSError, ValueError):  # no such file, or its content is "max"
         return None
 
 

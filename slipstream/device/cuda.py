@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as a device: torch's streams, events and graphs, and the guard that proves nobody waits for them."""
+"""An NVIDIA GPU as a device: torch's streams, events and graphs, and the guard against hidden synchronisation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _OLDEST = (8, 0)  # Ampere: the first with bfloat16 in its matrix units
 
 
 def is_usable() -> bool:
-    """Whether there is a GPU that the kernels run on. Starts no context."""
+    """Whether there is a GPU that supports the kernels. Creates no context."""
     return torch.cuda.is_available() and find_spec("triton") is not None
 
 
 class _StreamScope:
-    """``torch.cuda.stream`` for one device: without looking for others, which takes longer than the change."""
+    """``torch.cuda.stream`` for one device, without the check for others, which takes longer than the switch."""
 
     __slots__ = ("_before", "_stream")
 
@@ -58,7 +58,7 @@ class CudaDevice:
         self.keeps_time, self.runs_beside = True, True
         self.sync_guard: SyncGuard = CudaSyncGuard() if sync_check_enabled() else NoGuard()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        # The default stream waits for others and others for it; graphs cannot be recorded on it.
+        # The default stream synchronises with others; graphs cannot be captured on it.
         compute: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         copy: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._clock: tuple[Any, float] | None = None
@@ -76,7 +76,7 @@ class CudaDevice:
 
     def timestamp(self) -> Timestamp | None:
         if self._clock is None:
-            # Once, and before the first step: the two clocks are brought together.
+            # Once, before the first step: aligns the two clocks.
             zero: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             zero.record()
             zero.synchronize()
@@ -127,9 +127,9 @@ class CudaDevice:
 
     @contextmanager
     def record(self, pool: Any) -> Iterator[Capture]:
-        """Without what ``torch.cuda.graph`` does around it: a full collection of garbage takes longer than a recording.
+        """Without the full garbage collection of ``torch.cuda.graph``, which takes longer than a capture.
 
-        The collector must not run inside either, for what it frees may ask the driver about events.
+        The collector must not run during capture either, since freeing objects may query events.
         """
         capture, graph = Capture(), torch.cuda.CUDAGraph()
         collects = gc.isenabled()
@@ -139,7 +139,7 @@ class CudaDevice:
             try:
                 yield capture
             except BaseException:
-                with suppress(RuntimeError):  # the first error says more
+                with suppress(RuntimeError):  # the first error is more useful
                     graph.capture_end()
                 raise
             graph.capture_end()

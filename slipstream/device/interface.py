@@ -1,7 +1,7 @@
-"""What the engine asks of a device. CPU, CUDA and the simulator answer in the same words.
+"""The interface of devices. CPU, CUDA and the simulator implement it.
 
-The engine is written as if every device were asynchronous: work is queued on streams, and the host learns that it is
-done from an event, never by looking at memory.
+The engine is written as if every device were asynchronous: work is queued on streams, and the host learns from an event
+that it is complete, never by reading memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from slipstream.config import Hardware
 from slipstream.device.sync_guard import SyncGuard
 
-# Seconds on the host's monotonic clock. Waits for the work before it, so it is asked for when nothing runs any more.
+# Seconds on the host's monotonic clock. Synchronises with the work before it, so it is read when nothing runs any more.
 Timestamp = Callable[[], float]
 
 
@@ -26,7 +26,7 @@ class Event(Protocol):
     def record(self, stream: Stream) -> None: ...
 
     def query(self) -> bool:
-        """Whether the work before the point is done. Does not wait."""
+        """Whether the work before the point is complete. Does not wait."""
         ...
 
     def synchronize(self) -> None:
@@ -50,42 +50,42 @@ class Graph(Protocol):
 
 @dataclass(slots=True)
 class Capture:
-    """A recording; its graph is there when the context around it has ended."""
+    """A capture; its graph exists when the context around it has ended."""
 
     graph: Graph | None = None
 
 
 class GraphPool(Protocol):
-    """Memory that several graphs share, because they never run at the same time. Opaque to everybody but its device."""
+    """Memory that several graphs share, because they never run at the same time. Opaque to all but its device."""
 
 
 class Device(Protocol):
-    """One accelerator, or a CPU that plays one."""
+    """One accelerator, or a CPU in its role."""
 
     name: str
     torch_device: torch.device
     compute_stream: Stream
     copy_stream: Stream
     sync_guard: SyncGuard
-    keeps_time: bool  # how long the host waits for it means something
-    runs_beside: bool  # it computes while the host goes on, step after step
+    keeps_time: bool  # host wait times are meaningful
+    runs_beside: bool  # runs asynchronously to the host
 
     def hardware(self, dtype: str) -> Hardware:
-        """What this machine has. ``dtype`` is the user's wish: only a risky one is probed, which takes seconds."""
+        """What this machine has. ``dtype`` is the requested type: only a risky one is probed, which takes seconds."""
         ...
 
     def event(self) -> Event: ...
 
     def timestamp(self) -> Timestamp | None:
-        """When the current stream gets here, to be asked for later; None where host and device are in step."""
+        """The time at which the current stream gets here, to be read later; None if host and device run in step."""
         ...
 
     def seconds_of(self, run: Callable[[], None]) -> float:
-        """How long it takes, by the device's own clock. Waits; for when nothing else runs."""
+        """The duration by the device's own clock. Synchronises; for idle times."""
         ...
 
     def memory_in_use(self) -> int:
-        """Bytes of the device's memory that somebody has; 0 where nobody counts them."""
+        """Device memory in use, in bytes; 0 if it is not counted."""
         ...
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
@@ -93,23 +93,23 @@ class Device(Protocol):
         ...
 
     def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device can copy from and to while the host goes on."""
+        """Host memory that the device can copy from and to asynchronously."""
         ...
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy on the current stream. Pinned memory on either side must stay untouched until it has run."""
+        """Queue a copy on the current stream. Pinned memory on either side must not change until the copy has run."""
         ...
 
     def poison(self, tensor: torch.Tensor) -> None:
-        """Queue an overwrite with values no computation yields, so that a read of what a step did not write shows."""
+        """Queue an overwrite with values that no computation yields, so that a stale read is detected."""
         ...
 
     def graph_pool(self) -> GraphPool: ...
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """Around the run before a recording. Ends when the device has finished it."""
+        """Context of the run before a capture. Ends when the device has finished it."""
         ...
 
     def record(self, pool: GraphPool) -> AbstractContextManager[Capture]:
-        """Record what is launched inside the context on the current stream, without running it."""
+        """Capture what is launched inside the context on the current stream, without running it."""
         ...

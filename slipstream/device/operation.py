@@ -1,11 +1,11 @@
 """Opaque device operations.
 
-A kernel is one operation: a body that computes, and a statement of what comes out, which looks at shapes alone. The
-host may look at nothing else, so a device is free to queue the body and run it later. On a device that has no queue
-of its own (the CPU; CUDA, whose launches are queued by the driver) the body is called at once.
+A kernel is one operation: a body that computes, and a declaration of its outputs' specs, which are found without
+computing. The host reads nothing else, so a device may queue the body and run it later. On a device without its own
+queue (the CPU; CUDA, whose driver queues launches) the body is called at once.
 
-Arguments that belong together travel as a bundle: a frozen dataclass or a NamedTuple of tensors. The body is given the
-bundle itself. Who queues an operation takes it apart by name (``map_tensors``): ``rows.num_tokens`` is one tensor.
+Arguments that belong together are a bundle: a frozen dataclass or a NamedTuple of tensors. The body is given the
+bundle itself. A device that queues operations flattens it by name (``map_tensors``): ``rows.num_tokens`` is a tensor.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _fields: dict[type, tuple[str, ...] | None] = {}  # by kind of argument
 class Operation(Generic[P, R]):
     """A device operation. ``writes`` names the arguments, or fields of bundles, that it changes in place.
 
-    What it returns is said by ``like``, the names of arguments that its outputs have shape and type of, or by
-    ``shape``, a function of those arguments that it names as its parameters. Without either it returns nothing.
+    Its outputs have the shapes and types of the arguments that ``like`` names, or those that ``shape`` computes from
+    the arguments named by its parameters. Without either it returns nothing.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def all_operations() -> dict[str, Operation[Any, Any]]:
 
 
 def set_launcher(device_type: str, launch: Launcher | None) -> None:
-    """Let a device take over the launch of every operation on its tensors, or hand it back."""
+    """Let a device handle the launch of every operation on its tensors, or, with None, stop doing so."""
     if launch is None:
         _launchers.pop(device_type, None)
     else:

@@ -1,4 +1,4 @@
-"""Where the host may wait for the device, and a guard that raises everywhere else.
+"""Where the host may synchronise with the device, and a guard that raises everywhere else.
 
 Between launch and collect the host only queues work. On the simulated device the guard is always on. On CUDA it is
 on in tests and under ``SLIPSTREAM_SYNC_CHECK=1``. On a CPU device memory is host memory, and nothing can wait.
@@ -14,35 +14,35 @@ from typing import Any, ClassVar
 
 import torch
 
-# Every place that may wait, and why. ``allow`` takes nothing else.
-ALLOWED_PLACES: Mapping[str, str] = MappingProxyType(
+# Every phase that may synchronise, and why. ``allow`` accepts no other.
+ALLOWED_PHASES: Mapping[str, str] = MappingProxyType(
     {
-        "build": "weights, tables and rows are made before the first step, while nobody waits for a token",
-        "capture": "graphs are recorded while nobody waits for a token, and their warm-up must have ended first",
-        "measure": "a step's cost is timed where graphs are recorded: when nobody waits for a token",
-        "collect": "the one wait of the running engine: for the event behind a step's output, oldest step first",
+        "build": "weights, tables and rows are allocated before the first step, while no request waits for a token",
+        "capture": "graphs are captured while no request waits for a token, and their warm-up must have ended first",
+        "measure": "a step's cost is timed together with capture, while no request waits for a token",
+        "collect": "the one wait of the running engine: for the event after a step's output, oldest step first",
     }
 )
 
 
 class HostSyncError(RuntimeError):
-    """The host would have waited for the device, or read its memory, where it must not."""
+    """The host would have synchronised with the device, or read its memory, where it must not."""
 
 
 class SyncGuard:
-    """Whether the host may wait right now. ``check`` is called by whatever would wait."""
+    """Whether the host may synchronise now. ``check`` is called by everything that would."""
 
     def __init__(self, forbidden: bool = False) -> None:
         self.forbidden = forbidden
         self.num_violations = 0
 
     def forbid(self) -> AbstractContextManager[None]:
-        """No waiting inside, whatever was allowed around it."""
+        """No synchronisation inside, even where it was allowed outside."""
         return self._set(True)
 
-    def allow(self, place: str) -> AbstractContextManager[None]:
-        if place not in ALLOWED_PLACES:
-            raise ValueError(f"'{place}' is not in the table of places that may wait for the device")
+    def allow(self, phase: str) -> AbstractContextManager[None]:
+        if phase not in ALLOWED_PHASES:
+            raise ValueError(f"'{phase}' is not among the phases that may synchronise with the device")
         return self._set(False)
 
     def _set(self, forbidden: bool) -> AbstractContextManager[None]:
@@ -67,7 +67,7 @@ class SyncGuard:
 
 
 class NoGuard(SyncGuard):
-    """For a CPU, and for a CUDA device whose guard is off: contexts that cost next to nothing."""
+    """For a CPU, and for a CUDA device whose guard is off: contexts at negligible cost."""
 
     _nothing: ClassVar[AbstractContextManager[None]] = nullcontext()
 
@@ -76,9 +76,9 @@ class NoGuard(SyncGuard):
 
 
 class CudaSyncGuard(SyncGuard):
-    """torch's own detector, and the calls that it lets pass."""
+    """torch's own detector, and the calls that it does not detect."""
 
-    # Waits by name are no surprise to torch, so its detector is silent about them.
+    # Explicit waits are intended as far as torch knows, so its detector does not report them.
     _MISSED: tuple[tuple[Any, str], ...] = (
         (torch.cuda, "synchronize"),
         (torch.cuda.Stream, "synchronize"),

@@ -1,1 +1,1 @@
-"""The only loop: schedule, launch, collect. Detokenising and delivery happen beside it, not in it."""
+"""The engine loop: schedule, launch, collect. Detokenising and delivery happen in other threads or processes."""

@@ -1,6 +1,6 @@
-"""The boundary of the engine: what any caller asks for is checked and resolved here, once.
+"""The boundary of the engine: every request is checked and resolved here, once.
 
-What passes is plain data within the engine's limits: no request that is admitted can end the engine.
+What is admitted is plain data within the engine's limits, so that no request can crash the engine.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ Prompt = str | Sequence[int]
 
 _PRIORITY = Bounds(-MAX_INT32 - 1, MAX_INT32, is_integer=True, may_be_none=False)
 _MAX_ID_LENGTH = 256
-_FIRST_PREFIX = "0.0:"  # an engine with one client draws the same seeds in a thread and in a process
+_FIRST_PREFIX = "0.0:"  # the default, so that an engine draws the same seeds in a thread and in a process
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A prompt that was checked and resolved: one request for each continuation."""
+    """A prompt that was checked and resolved: one request for each choice."""
 
-    request_id: str  # the caller's; the requests inside have ids of the engine's own
+    request_id: str  # the caller's; the requests have engine-internal ids
     prompt: str | None
     requests: tuple[Request, ...]
 
 
 class Admission:
-    """``info`` is asked anew for every request: an engine that was restarted may have other limits.
+    """``info`` is read for every request: an engine that was restarted may have other limits.
 
-    Of several clients of one engine, each has an ``id_prefix`` of its own, and draws seeds of its own.
+    Each client of an engine has its own ``id_prefix``, and so its own seeds.
     """
 
     def __init__(self, info: Callable[[], EngineInfo], id_prefix: str = "") -> None:
         self._info = info
         self._id_prefix = id_prefix
         self._serials = itertools.count()
-        self._name = secrets.token_hex(4)  # so that no caller has chosen an id that is made up here
+        self._name = secrets.token_hex(4)  # random, so that a generated id is never one that a caller chose
         seed = info().config.seed
         is_first = id_prefix in ("", _FIRST_PREFIX)
         self._seeds = random.Random(seed if is_first or seed is None else f"{seed} {id_prefix}")
@@ -97,7 +97,7 @@ class Admission:
         return Submission(request_id or f"request-{self._name}-{serial}", text, (first, *others))
 
     def check_again(self, submission: Submission) -> None:
-        """Just before it starts: the engine may have been restarted with less memory since it was resolved."""
+        """Called just before it starts: the engine may have been restarted with less memory since it was resolved."""
         check_fits(submission.requests[0], self._info().config.cache)
 
     def _token_ids(self, prompt: Any, info: EngineInfo) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ def _check_length(num_tokens: int, info: EngineInfo) -> None:
 
 
 def _read_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
-    """Plain integers. Those of numpy and torch are taken too; truth values, floats and texts are not."""
+    """Plain integers, also from numpy and torch. Booleans, floats and texts are refused."""
     if set(map(type, values)) == {int}:
         return tuple(values)
     found = []
@@ -151,17 +151,17 @@ def _read_ids(name: str, values: Sequence[Any]) -> tuple[int, ...]:
 def _max_total_tokens(prompt_len: int, max_tokens: int | None, info: EngineInfo) -> int:
     limit = info.config.scheduler.max_model_len
     if max_tokens is None:
-        # Nothing was promised, so take what the cache can hold, but room for one token at least.
+        # Without max_tokens take what the cache can hold, but leave room for at least one token.
         return max(prompt_len + 1, min(limit, info.config.cache.num_usable_tokens))
     return min(prompt_len + max_tokens, limit)
 
 
-def _bad_word_ids(words: Sequence[str], info: EngineInfo) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is spelled at the start of a text and after a space, which tokenizers tell apart."""
-    if words and info.tokenizer is None:
+def _bad_word_ids(bad_words: Sequence[str], info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+    """Each word with and without a space before it, which tokenizers encode differently."""
+    if bad_words and info.tokenizer is None:
         raise RequestError("bad_words need a tokenizer, which a bare shape does not have")
     found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in bad_words:
         for text in (word, " " + word.lstrip()):
             assert info.tokenizer is not None
             token_ids = tuple(info.tokenizer.encode(text, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""From user options to a running engine core: open the model, resolve the configuration, put the parts together."""
+"""From user options to a running engine core: open the model, resolve the configuration, connect the parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from slipstream.models.shapes import shape_config
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint
 from slipstream.runner.runner import Runner
-from slipstream.runner.step_graphs import OnCost
+from slipstream.runner.step_timing import OnCost
 from slipstream.sampling_params import MODEL_DEFAULTS, SamplingParams
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.scheduler import Scheduler
@@ -52,7 +52,7 @@ logger = logging.getLogger("slipstream.engine")
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the front door needs to know of an engine, wherever that runs."""
+    """What clients need to know of an engine, wherever it runs."""
 
     config: EngineConfig
     tokenizer: Tokenizer | None  # None for a bare shape with random weights
@@ -66,7 +66,7 @@ class Engine(EngineInfo):
 
 
 def build_engine(options: EngineOptions, on_loaded: OnLoaded | None = None) -> Engine:
-    read_speculation(options)  # what is said wrongly of drafts is said before a model is looked for
+    read_speculation(options)  # errors in speculative options are reported before a model is downloaded
     checkpoint = open_target(options)
     tokenizer = checkpoint.tokenizer()
     return _assemble(options, checkpoint.config, checkpoint, tokenizer, on_loaded)
@@ -77,7 +77,7 @@ def open_target(options: EngineOptions) -> Checkpoint:
 
 
 def _keep_blocks(options: EngineOptions) -> bool:
-    """Whether quantised weights of GGUF files stay in their blocks, which only the kernels for CPUs read."""
+    """Whether quantised weights of GGUF files stay in their blocks, which only the CPU kernels read."""
     if options.weight_format not in WEIGHT_FORMATS:
         hint = nearest(options.weight_format, WEIGHT_FORMATS)
         raise ConfigError(
@@ -117,7 +117,7 @@ def plan_engine(
 ) -> EnginePlan:
     """Resolve the configuration, and refuse what does not fit the target or this machine's memory.
 
-    The checkpoint and its tokenizer are those of the target, for drafters that read them.
+    The checkpoint and its tokenizer are the target's, for drafters that need them.
     """
     architecture = architecture_of(hf_config)
     device = open_device(options.device)
@@ -187,7 +187,7 @@ def _open_host_proposer(config: EngineConfig) -> HostProposer | None:
 
 
 def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength | None, OnCost | None]:
-    """Who decides how many drafts are made, if that is not settled, and who is to be told what steps cost."""
+    """The policy for the draft length and the callback that records step costs; None where the length is fixed."""
     speculative = config.speculative
     if speculative is None or not speculative.adaptive:
         return None, None
@@ -198,14 +198,14 @@ def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength |
     rehearsal = None
     if speculative.depends_on_text_alone:
         rehearsal = find_method(speculative.method).rehearse(speculative, num_rows)
-    policy = AdaptiveLength(*lengths, num_rows, costs, speculative.foresees, rehearsal)
+    policy = AdaptiveLength(*lengths, num_rows, costs, speculative.knows_acceptance, rehearsal)
     return policy, costs.record
 
 
 def _keep_memory(device: Device) -> None:
-    """A full collection of garbage walks every object that torch has made, longer than a hundred steps take.
+    """Exempt existing objects from garbage collection, since a full pass over torch's objects takes a hundred steps.
 
-    What is here now stays as long as the engine, so the collector need not look at it again.
+    They live as long as the engine, so the collector would find nothing.
     """
     if device.name == "cuda":
         gc.collect()
@@ -213,7 +213,7 @@ def _keep_memory(device: Device) -> None:
 
 
 def release_memory(device: Device) -> None:
-    """When nobody holds the engine any more: find what of it refers to itself, and let others have the memory."""
+    """Once an engine is dropped: collect its reference cycles and return the cached memory to the device."""
     if device.name == "cuda":
         gc.unfreeze()
         gc.collect()
@@ -221,8 +221,8 @@ def release_memory(device: Device) -> None:
 
 
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:
-    """The sampling part of a generation_config.json. Without do_sample the model's authors mean greedy."""
-    fields = Fields.of(generation, "generation_config.json")
+    """The sampling part of a generation_config.json. Without do_sample the default is greedy."""
+    fields = Fields.from_dict(generation, "generation_config.json")
     known = {name: fields[name] for name in MODEL_DEFAULTS if fields.has(name)}
     if not fields.flag("do_sample", True):
         known = {"temperature": 0.0, "repetition_penalty": known.get("repetition_penalty")}
@@ -235,10 +235,10 @@ def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:
 def _eos_ids(
     generation: dict[str, Any], hf_config: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config's list counts most, for chat models end on more than one token."""
+    """End-of-sequence ids. The generation config comes first, since chat models end on more than one token."""
     found: list[int] = []
     for values, name in ((generation, "generation_config.json"), (hf_config, "config.json")):
-        fields = Fields.of(values, name)
+        fields = Fields.from_dict(values, name)
         if isinstance(fields.get("eos_token_id"), list):
             found = fields.integers("eos_token_id", high=vocab_size - 1)
         elif fields.has("eos_token_id"):

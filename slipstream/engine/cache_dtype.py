@@ -1,4 +1,4 @@
-"""Which type keys and values are kept in: the engine's, or by choice a smaller one."""
+"""The type of the KV cache: the engine's dtype, or on request a smaller one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from slipstream.config import CACHE_DTYPES
 from slipstream.errors import ConfigError, nearest
 
 
-def resolve_cache_dtype(wish: str, device: str, dtype: str, backend: str) -> KeyValueType:
-    """Refuses what no kernel reads: a smaller type is for engines that compute in float32 on a CPU."""
-    if wish not in CACHE_DTYPES:
+def resolve_cache_dtype(asked: str, device: str, dtype: str, backend: str) -> KeyValueType:
+    """A smaller type is supported only where kernels read it: float32 engines on a CPU."""
+    if asked not in CACHE_DTYPES:
         raise ConfigError(
-            f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, not '{wish}'{nearest(wish, CACHE_DTYPES)}"
+            f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, not '{asked}'{nearest(asked, CACHE_DTYPES)}"
         )
-    if wish in ("auto", dtype):
+    if asked in ("auto", dtype):
         return "model"
     if device != "cpu":
-        raise ConfigError(f"kv_cache_dtype {wish} with dtype {dtype} needs device cpu, not {device}; use auto")
-    if dtype != "float32" or wish == "float32":
-        raise ConfigError(f"kv_cache_dtype {wish} needs dtype float32, not {dtype}; use auto")
+        raise ConfigError(f"kv_cache_dtype {asked} with dtype {dtype} needs device cpu, not {device}; use auto")
+    if dtype != "float32" or asked == "float32":
+        raise ConfigError(f"kv_cache_dtype {asked} needs dtype float32, not {dtype}; use auto")
     if backend not in READS_SMALLER_KEYS:
         raise ConfigError(
-            f"kv_cache_dtype {wish} needs attention_backend {' or '.join(READS_SMALLER_KEYS)}, not {backend}"
+            f"kv_cache_dtype {asked} needs attention_backend {' or '.join(READS_SMALLER_KEYS)}, not {backend}"
         )
-    return "float16" if wish == "float16" else "bfloat16"
+    return "float16" if asked == "float16" else "bfloat16"

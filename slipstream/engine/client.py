@@ -1,4 +1,4 @@
-"""The engine as its callers use it: prompts in, outputs to a sink, from any thread."""
+"""The engine for its callers: prompts in, outputs to a sink, from any thread."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["EngineClient", "Prompt", "Submission"]
 
 
 class _NoText:
-    """Stands in for a tokenizer where there is none: a bare shape has tokens but no text."""
+    """Replaces the tokenizer of a model without one: a bare shape has tokens but no text."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class EngineClient:
-    """``start`` brings an engine to life, in a thread or in a process, and is given what takes its tokens.
+    """``start`` starts an engine, in a thread or in a process, and takes the callback for its tokens.
 
-    Text is made in a thread of its own, or ``in_line``: where the engine's updates are read.
+    Outputs are detokenised in a thread, or ``in_line``: by the thread that reads the engine's updates.
     """
 
     def __init__(self, start: Callable[[Deliver], RunningEngine], *, in_line: bool = False) -> None:
@@ -45,7 +45,7 @@ class EngineClient:
 
     @classmethod
     def in_thread(cls, build: Callable[[], Engine]) -> EngineClient:
-        """``build`` is called in the engine's own thread; its errors come out here."""
+        """``build`` runs in the engine's own thread; its errors are raised here."""
         return cls(lambda deliver: EngineLoop(build, deliver))
 
     @property
@@ -75,7 +75,7 @@ class EngineClient:
         self.start(submission, reader, reader.begin)
 
     def start(self, submission: Submission, reader: Reader, begin: Callable[[list[TextStream]], None]) -> None:
-        """Start a request for a reader of its own kind; ``begin`` is told its streams before they have news."""
+        """Start a request for any kind of reader; ``begin`` receives its streams before their first update."""
         if self._closed:
             raise EngineError("the engine is closed")
         self._admission.check_again(submission)
@@ -83,13 +83,13 @@ class EngineClient:
         try:
             for request in submission.requests:
                 self.running.add(request)
-        except BaseException:  # whatever it is, nothing of the request may stay
+        except BaseException:  # also KeyboardInterrupt: no part of the request may stay
             self._output.forget(submission)
             raise
 
     @contextmanager
     def tapped(self, listener: Callable[[TokenUpdates], None]) -> Iterator[None]:
-        """Let a benchmark see every token after it was collected, whoever it is for."""
+        """Call a listener with every collected token of every request, for benchmarks."""
         self._output.taps.append(listener)
         try:
             yield
@@ -97,12 +97,12 @@ class EngineClient:
             self._output.taps.remove(listener)
 
     def abort(self, request_id: str) -> None:
-        """End a caller's request; its reader is still told the end."""
+        """End a caller's request; its reader is notified of the end."""
         if (ends := self._output.abort(request_id)) is not None:
             self._deliver(ends)
 
     def forget(self, submission: Submission) -> None:
-        """End a request of which its reader wants to hear nothing more."""
+        """End a request without notifying its reader."""
         self._output.forget(submission)
 
     def close(self) -> None:

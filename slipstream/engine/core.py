@@ -1,4 +1,4 @@
-"""The engine core: keeps the device fed with steps and hands out collected tokens. Synchronous and single-threaded."""
+"""The engine core: keeps the device fed with steps and returns collected tokens. Synchronous and single-threaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.trace import open_trace
-from slipstream.runner.async_output import InFlightStep
+from slipstream.runner.program import LaunchedStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.types import Request, TokenUpdates
@@ -19,7 +19,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._max_in_flight = steps_in_flight
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._stats = EngineStats(prefix_cache_refused=int(scheduler.prefix_caching_is_refused))
         self._trace = open_trace(runner.device)
 
@@ -29,15 +29,15 @@ class EngineCore:
         self.scheduler.add(request)
 
     def finish(self, request_id: str) -> bool:
-        """End a request from outside. Tokens of it that are still in flight are dropped."""
+        """End a request from outside. Its tokens that are still in flight are dropped."""
         return self.scheduler.finish(request_id)
 
-    def use_idle_time(self, is_wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Record a graph that was not needed to start with, or time a step; False if there is nothing left to do.
+    def use_idle_time(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Capture a graph that was deferred at startup, or time a step; False if nothing is left to do.
 
-        ``is_wanted`` says whether there is better to do meanwhile; a step that is being timed gives way to it.
+        A step that is being timed is given up once ``is_interrupted`` returns true.
         """
-        return self.runner.graphs.capture_one_more(is_wanted)
+        return self.runner.idle_work.do_next(is_interrupted)
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +50,7 @@ class EngineCore:
         self._stats.num_pages = self.scheduler.pool.num_usable
         self._stats.num_sync_violations = self.runner.device.sync_guard.num_violations
         graphs = self.runner.graphs
-        self._stats.num_graphs, self._stats.num_missing_graphs = graphs.num_recorded, graphs.num_missing
+        self._stats.num_graphs, self._stats.num_missing_graphs = graphs.num_recorded, self.runner.idle_work.num_left
         self._stats.graph_bytes, self._stats.draft_length = graphs.memory.used, now.draft_length
         self._stats.num_running, self._stats.num_waiting = now.num_running, now.num_waiting
         self._stats.num_free_pages = now.num_free_pages
@@ -72,7 +72,7 @@ class EngineCore:
         if not self._in_flight:
             return TokenUpdates()
         with trace.host("wait"):
-            self.scheduler.use_wait()
+            self.scheduler.update_draft_length()
             result = self._in_flight.popleft().collect()
         with trace.host("collect"):
             updates = self.scheduler.collect(result)
@@ -80,7 +80,7 @@ class EngineCore:
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)
         if self._max_in_flight == 1 and self.runner.device.keeps_time:
-            self.scheduler.took(result.plan, now - start)
+            self.scheduler.record_seconds(result.plan, now - start)
         updates.set_time(now)
         self._stats.count_updates(updates)
         if not self.has_work:

@@ -1,4 +1,4 @@
-"""Text from tokens as they arrive: never half a character, and stop strings found across token borders."""
+"""Incremental detokenisation: never half a character, and stop strings found across token borders."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Protocol
 from slipstream.models.token_bytes import TokenTable
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-# A character has at most four bytes, so that many replacement characters at the end may still become another one.
+# A character has at most four bytes, so up to three replacement characters at the end may still become another one.
 _MOST_OPEN = 3
-_MOST_PENDING = 16  # tokens without certain text, before the part that no token can change any more is shown
-_NUM_KEPT = 16  # then; more than the bytes of three unfinished characters and of one that is cut in two
+_MOST_PENDING = 16  # tokens without final text, after which the part that cannot change any more is shown
+_NUM_KEPT = 16  # tokens kept then: more than the bytes of three unfinished characters and one cut in two
 
 
 class Decoder(Protocol):
@@ -21,23 +21,23 @@ class Decoder(Protocol):
 
 class Detokenizer(Protocol):
     def add(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain now. Bytes of an unfinished character wait for the tokens that finish it."""
+        """Text that is final. Bytes of an unfinished character wait for the tokens that complete it."""
         ...
 
     def flush(self) -> str:
-        """The rest at the end, where an unfinished character shows as the replacement character."""
+        """The rest at the end, where an unfinished character becomes the replacement character."""
         ...
 
 
 def open_detokenizer(decoder: Decoder, skip_special_tokens: bool = True) -> Detokenizer:
-    """The cheapest one that gives what ``decoder`` gives for the whole text."""
+    """The cheapest detokenizer whose pieces add up to what ``decoder`` gives for the whole text."""
     tables: Callable[[bool], TokenTable | None] | None = getattr(decoder, "token_table", None)
     table = None if tables is None else tables(skip_special_tokens)
     return IncrementalDetokenizer(decoder, skip_special_tokens) if table is None else ByteDetokenizer(table)
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are the same bytes wherever they occur: most tokens cost a look into a table."""
+    """For vocabularies whose tokens have the same bytes everywhere: most tokens cost one table lookup."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
@@ -59,17 +59,17 @@ class ByteDetokenizer:
 class IncrementalDetokenizer:
     """Decodes a growing list of tokens by decoding only its end.
 
-    Text of a token can depend on the tokens before it (spaces, characters spread over several byte tokens), so the new
-    tokens are decoded together with the last ones whose text was shown, and what they add is the new text. The window
-    is bounded, so the cost of a text is linear in its length, whatever its bytes are.
+    The text of a token can depend on the tokens before it (spaces, characters spread over several byte tokens), so new
+    tokens are decoded together with the last ones whose text was returned, and the difference is the new text. The
+    window is bounded, so the cost of a text is linear in its length, whatever its bytes are.
     """
 
     def __init__(self, decoder: Decoder, skip_special_tokens: bool = True) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # the tokens shown last, then those that are pending
+        self._window: list[int] = []  # the last tokens whose text was returned, then pending ones
         self._num_pending = 0
-        self._num_shown = 0  # characters of the window's text that have been shown
+        self._num_shown = 0  # characters of the window's text that were returned
 
     def add(self, token_ids: Sequence[int]) -> str:
         self._window += token_ids
@@ -89,9 +89,9 @@ class IncrementalDetokenizer:
         return new
 
     def _give_up_waiting(self, new: str) -> str:
-        """Many tokens have made no certain text. All but the last few characters will not change any more."""
+        """Many tokens have produced no final text. All but the last few characters cannot change any more."""
         if not new:
-            # They have no text of their own, as special tokens that are left out: the window does without them.
+            # They have no text, as special tokens that are skipped, and are dropped from the window.
             del self._window[-self._num_pending :]
             self._num_pending = 0
             return ""
@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
         return new[: len(new) - num_open]
 
     def _show(self, num_kept: int, num_open: int) -> None:
-        """All text but the last characters is shown; the last tokens stay, for the next one's text depends on them."""
+        """Return all text but the last characters; keep the last tokens, since the next one's text depends on them."""
         if num_kept:
             del self._window[:-num_kept]
             self._num_shown = len(self._decode(self._window)) - num_open
@@ -112,16 +112,16 @@ class IncrementalDetokenizer:
 
 
 class StopStringMatcher:
-    """Holds text back while it could still become a stop string."""
+    """Withholds text while it could still become a stop string."""
 
     def __init__(self, stop: Sequence[str], include: bool = False) -> None:
         self._stop = tuple(stop)
-        self._include = include  # whether the stop string itself is shown
+        self._include = include  # whether the stop string itself is returned
         self._held = ""
         self.matched: str | None = None
 
     def add(self, text: str) -> str:
-        """Text that is safe to show. After a match ``matched`` is set and the text before the match is returned."""
+        """Text that is safe to return. After a match ``matched`` is set and only the text before it is returned."""
         if not self._stop:
             return text
         self._held += text
@@ -138,7 +138,7 @@ class StopStringMatcher:
         return safe
 
     def _length_of_open_match(self, stop: str) -> int:
-        """How many characters at the end are the beginning of this stop string."""
+        """How many characters at the end are a prefix of this stop string."""
         held = self._held
         at = held.find(stop[0], max(0, len(held) - len(stop) + 1))
         while at >= 0 and not stop.startswith(held[at:]):

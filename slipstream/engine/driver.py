@@ -1,4 +1,4 @@
-"""The loop itself: messages in, steps, collected tokens out. The same in a thread and in a process of its own."""
+"""The engine loop: messages in, steps, collected tokens out. The same in a thread and in its own process."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ class Stop:
 
 
 Message = Add | Finish | Stop
-Receive = Callable[[bool], Message]  # waits if told so, else raises queue.Empty where there is nothing
+Receive = Callable[[bool], Message]  # waits if the argument is true, else raises queue.Empty when there is none
 
 
 class Driver:
-    """Owns the core: nobody else may touch it. ``deliver`` is called between steps."""
+    """Owns the core: no other code may touch it. ``deliver`` is called between steps."""
 
     def __init__(self, core: EngineCore, receive: Receive, deliver: Deliver) -> None:
         self._core = core
         self._receive = receive
         self._deliver = deliver
-        self.known: set[str] = set()  # requests that have not been told their end
+        self.known: set[str] = set()  # requests that have not ended for their client
         self._is_preparing = True
-        self._early: deque[Message] = deque()  # that came while something was prepared
+        self._early: deque[Message] = deque()  # that arrived during idle work
 
     def run(self) -> None:
-        """Until a ``Stop`` comes."""
+        """Run until a ``Stop`` arrives."""
         with torch.inference_mode():
             while self._take_messages():
                 if self._core.has_work:
-                    self._hand_on(self._core.step())
+                    self._deliver_updates(self._core.step())
 
     def _take_messages(self) -> bool:
-        """Handle what has come; wait for a message only when there is nothing to compute. False to end."""
+        """Handle the messages that have arrived; wait for one only when there is nothing to compute. False to end."""
         while True:
             try:
-                # With nothing to compute there may be something to prepare, but a message is worth more.
+                # With nothing to compute, idle work is possible, but a message comes first.
                 is_idle = not self._core.has_work and not self._is_preparing
                 message = self._early.popleft() if self._early else self._receive(is_idle)
             except queue.Empty:
@@ -67,7 +67,7 @@ class Driver:
                 continue
             if isinstance(message, Stop):
                 ends = [TokenUpdate(i, [], "abort", error="the engine was closed") for i in sorted(self.known)]
-                self._hand_on(TokenUpdates.of(ends))
+                self._deliver_updates(TokenUpdates.from_list(ends))
                 return False
             if isinstance(message, Finish):
                 self._core.finish(message.request_id)
@@ -88,9 +88,9 @@ class Driver:
             self._core.add(request)
             self.known.add(request.request_id)
         except RequestError as error:
-            self._deliver(TokenUpdates.of([TokenUpdate(request.request_id, [], "error", error=str(error))]))
+            self._deliver(TokenUpdates.from_list([TokenUpdate(request.request_id, [], "error", error=str(error))]))
 
-    def _hand_on(self, updates: TokenUpdates) -> None:
+    def _deliver_updates(self, updates: TokenUpdates) -> None:
         if updates:
             self.known.difference_update(updates.ended)
             self._deliver(updates)

@@ -1,4 +1,4 @@
-"""The checkpoints that the options name, as paths on this machine: the target's, and the drafter's. No torch."""
+"""Resolves the checkpoints that the options name to paths on this machine, downloading them if needed. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.speculate.options import read_speculation
 
 
 def resolve_models(options: EngineOptions) -> EngineOptions:
-    """The options with paths for names, of the draft model too; fetches what is not here yet.
+    """The options with local paths of target and draft model; downloads what is missing.
 
-    What they say of speculation is checked first: a wrong word there must not cost a download.
+    Speculative options are checked first: a misspelt one must not cost a download.
     """
     speculative = read_speculation(options)
     options = replace(options, model=str(resolve_model(options.model)))

@@ -1,7 +1,7 @@
-"""A client's own connection to the engine's process: requests go out, updates come in.
+"""A client's connection to the engine's process: requests go out, updates come in.
 
-It reads when it is told to: from a thread (``process.py``) or from an event loop that watches its descriptor. What
-``deliver`` is called with comes from the thread that reads. Requests may be sent from any thread.
+It is read by its owner: from a thread (``process.py``) or from an event loop that watches its descriptor. ``deliver``
+is called in the thread that reads. Requests may be sent from any thread.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ _RESTARTING = "the engine is being restarted; try again in a moment"
 
 
 @dataclass(frozen=True)
-class LinkPlace:
-    """Which client this is, and where its engine is."""
+class LinkAddress:
+    """Which client this is, and where to find its engine."""
 
     folder: str  # of the sockets
     client: int
     generation: int  # of the engine that runs at the start
     step_timeout_s: float
-    incarnation: int = 0  # how often the client was started before
+    incarnation: int = 0  # earlier starts of this client
     is_ready: bool = True  # whether that engine takes requests
-    num_restarts: int = 0  # before, and what those engines had counted
+    num_restarts: int = 0  # before this client started, and what those engines had counted
     num_sync_violations: int = 0
 
 
 class EngineLink:
-    def __init__(self, place: LinkPlace, ready: Ready, tokenizer: Tokenizer, deliver: Deliver) -> None:
-        self._place = place
+    def __init__(self, address: LinkAddress, ready: Ready, tokenizer: Tokenizer, deliver: Deliver) -> None:
+        self._address = address
         self._tokenizer = tokenizer
         self._deliver = deliver
-        self.id_prefix = client_prefix(place.client, place.incarnation)
+        self.id_prefix = client_prefix(address.client, address.incarnation)
         self._lock = threading.Lock()
-        self._known: set[str] = set()  # requests that have not been told their end
+        self._known: set[str] = set()  # requests that have not ended here
         self._failure: str | None = None
-        self._stats = EngineStats(num_sync_violations=place.num_sync_violations)
-        self._violations_before = place.num_sync_violations  # of engines that are no more
-        self.num_restarts = place.num_restarts
-        self._generation = place.generation
-        self._monitor = PulseMonitor(place.step_timeout_s)
-        self._monitor.note_pulse(0.0)  # it has said that it is ready
+        self._stats = EngineStats(num_sync_violations=address.num_sync_violations)
+        self._violations_before = address.num_sync_violations  # of engines that have ended
+        self.num_restarts = address.num_restarts
+        self._generation = address.generation
+        self._monitor = PulseMonitor(address.step_timeout_s)
+        self._monitor.note_pulse(0.0)  # it has reported ready
         self._noted_at = time.monotonic()
         self._context = zmq.Context()
-        self._inbox = open_pull(self._context, client_address(place.folder, place.client))
-        self._outbox = open_push(self._context, engine_address(place.folder, place.generation))
+        self._inbox = open_pull(self._context, client_address(address.folder, address.client))
+        self._outbox = open_push(self._context, engine_address(address.folder, address.generation))
         self._info = self._describe(ready)
-        self._is_ready = place.is_ready
+        self._is_ready = address.is_ready
 
     def _describe(self, ready: Ready) -> EngineInfo:
         return EngineInfo(ready.config, self._tokenizer, ready.defaults, ready.eos_token_ids)
 
     @property
     def info(self) -> EngineInfo:
-        """Of the engine that runs now: another one may have found less memory, and have other limits."""
+        """Of the engine that runs now: a restarted one may have found less memory, and have other limits."""
         return self._info
 
     @property
@@ -88,26 +88,26 @@ class EngineLink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be taken now; false while a dead engine is replaced."""
+        """Whether requests can be taken now; false while a dead engine process is replaced."""
         return self._is_ready
 
     @property
     def trouble(self) -> str | None:
-        """Why requests cannot be taken now, or would not be answered; None if all is well."""
+        """Why requests cannot be taken or answered now; None if they can."""
         if not self._is_ready:
             return self._failure or _RESTARTING
         return self._monitor.find_trouble(UNWELL_S)
 
     @property
     def descriptor(self) -> int:
-        """Becomes readable when messages come; edge-triggered, so ``read`` is called until it says there are none."""
+        """Becomes readable when messages come. Edge-triggered: call ``read`` until it returns false."""
         return int(self._inbox.getsockopt(zmq.FD))
 
     def wait(self, timeout_ms: int) -> None:
         self._inbox.poll(timeout_ms)
 
     def read(self, most: int) -> bool:
-        """Handle messages that have come. Whether there may be more."""
+        """Handle up to ``most`` messages. Returns whether there may be more."""
         for _ in range(most):
             try:
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK)
@@ -118,7 +118,7 @@ class EngineLink:
         return True
 
     def note_time(self) -> None:
-        """Called about every second, after ``read``: so much time has passed without a message, if none came."""
+        """Called about every second, after ``read``: counts the time without a message, if none came."""
         now = time.monotonic()
         self._monitor.note_silence(now - self._noted_at)
         self._noted_at = now
@@ -137,7 +137,7 @@ class EngineLink:
                 self._outbox.send_multipart(encode(Finish(request_id)))
 
     def close(self) -> None:
-        """Every request that is still known ends; nothing is sent or read any more."""
+        """End every request that is still known; nothing is sent or read any more."""
         with self._lock:
             self._is_ready = False
             close_context(self._context)
@@ -163,7 +163,7 @@ class EngineLink:
 
     def _lose_engine(self, message: EngineLost) -> None:
         if message.generation < self._generation:
-            return  # it was lost before this client was there
+            return  # it was lost before this client started
         with self._lock:
             self._is_ready, self._failure = False, None
         self._violations_before = message.num_sync_violations
@@ -172,12 +172,12 @@ class EngineLink:
 
     def _take_new_engine(self, message: EngineBack) -> None:
         if self._is_ready and message.generation == self._generation:
-            return  # known from the start
+            return  # known since this client started
         with self._lock:
             self._outbox.close()
-            self._outbox = open_push(self._context, engine_address(self._place.folder, message.generation))
+            self._outbox = open_push(self._context, engine_address(self._address.folder, message.generation))
             self._info = self._describe(message.ready)
-            self._monitor = PulseMonitor(self._place.step_timeout_s)
+            self._monitor = PulseMonitor(self._address.step_timeout_s)
             self._monitor.note_pulse(0.0)
             self._generation, self.num_restarts = message.generation, message.num_restarts
             self._is_ready, self._failure = True, None
@@ -188,4 +188,4 @@ class EngineLink:
         if lost:
             # Not the requests' fault, hence "abort" and not "error".
             now = time.monotonic()
-            self._deliver(TokenUpdates.of([TokenUpdate(i, [], "abort", error=reason, time=now) for i in lost]))
+            self._deliver(TokenUpdates.from_list([TokenUpdate(i, [], "abort", error=reason, time=now) for i in lost]))

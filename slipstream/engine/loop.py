@@ -1,7 +1,7 @@
 """The engine in a thread of the caller's process.
 
-The engine is built in the thread that runs it. torch's CPU kernels keep a pool of workers for every thread that calls
-them; a second pool makes the workers sleep between kernels, which was measured to make a step three times slower.
+The engine is built in the thread that runs it. torch's CPU kernels keep a pool of workers for each thread that calls
+them; a second pool puts the workers to sleep between kernels, which makes a step three times slower.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 from slipstream.engine.build import Engine, EngineInfo, release_memory
@@ -24,13 +24,14 @@ from slipstream.errors import EngineError
 from slipstream.types import Request, TokenUpdate, TokenUpdates
 
 _EXIT_INTERRUPTED = 130
-_loading_on: list[threading.Thread] = []  # for nobody: whoever waited for the engine was interrupted
+_WAIT_SLICE_S = 0.5
+_abandoned_threads: list[threading.Thread] = []  # still loading an engine whose caller was interrupted
 
 
 def _leave_at_once() -> None:
-    """At the interpreter's end. Native code that still runs in a thread would meet the destructors of its libraries,
-    and end the process with a message of its own: so they are left out."""
-    if any(thread.is_alive() for thread in _loading_on):
+    """Leave the interpreter without running the destructors of native libraries, which would crash under a thread that
+    is still inside native code."""
+    if any(thread.is_alive() for thread in _abandoned_threads):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -38,11 +39,18 @@ def _leave_at_once() -> None:
         os._exit(_EXIT_INTERRUPTED)
 
 
-atexit.register(_leave_at_once)  # as early as can be, so that it comes behind what others do at the end
+def _wait_for_engine(built: Future[Engine]) -> Engine:
+    """Wait in slices: a signal that arrives just before the thread blocks on a lock is noticed only after that lock."""
+    while not wait((built,), timeout=_WAIT_SLICE_S).done:
+        pass
+    return built.result()  # re-raises the build's error
+
+
+atexit.register(_leave_at_once)  # registered early, so that it runs after other exit handlers
 
 
 class RunningEngine(Protocol):
-    """An engine at work, in a thread or in a process: requests go in, and ``deliver`` is called with what comes out."""
+    """An engine in a thread or in a process: requests go in, and ``deliver`` is called with its updates."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -52,13 +60,13 @@ class RunningEngine(Protocol):
 
     @property
     def id_prefix(self) -> str:
-        """What the ids of its requests begin with, where the engine has several clients."""
+        """The prefix of its requests' ids, where the engine has several clients."""
         ...
 
     def add(self, request: Request) -> None: ...
 
     def finish(self, request_id: str) -> None:
-        """Stop computing a request whose end the caller has already decided; nothing more is delivered for it."""
+        """Stop computing a request whose end the caller has decided; nothing more is delivered for it."""
         ...
 
     def close(self) -> None: ...
@@ -71,19 +79,19 @@ class EngineLoop:
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._failure: str | None = None  # why nothing is taken any more
+        self._failure: str | None = None  # why requests are refused
         built: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="slipstream-engine", daemon=True)
         try:  # an interrupt may come while the thread is being started
             self._thread.start()
-            engine = built.result()  # raises what the build raised
+            engine = _wait_for_engine(built)
         except BaseException:
-            _loading_on.append(self._thread)
+            _abandoned_threads.append(self._thread)
             raise
         self._core: EngineCore | None = engine.core
         self._stats = engine.core.stats
         self.info = EngineInfo(engine.config, engine.tokenizer, engine.defaults, engine.eos_token_ids)
-        # An interpreter that ends under a thread in the middle of CUDA calls takes the process down with it.
+        # An interpreter that exits while a thread is inside CUDA calls takes the process down.
         atexit.register(self._stop)
 
     @property
@@ -91,7 +99,7 @@ class EngineLoop:
         return self._stats if self._core is None else self._core.stats
 
     def add(self, request: Request) -> None:
-        # Under the lock: a message that arrives after the loop has emptied its inbox for the last time is never read.
+        # Under the lock: a message put after the loop has emptied its inbox for the last time would never be read.
         with self._lock:
             if self._failure:
                 raise EngineError(self._failure)
@@ -101,7 +109,7 @@ class EngineLoop:
         self._inbox.put(Finish(request_id))
 
     def close(self) -> None:
-        """End the thread, and give the device's memory back: the next engine may want all of it."""
+        """End the thread and release the device's memory: the next engine may need all of it."""
         atexit.unregister(self._stop)
         self._stop()
         if self._core is not None:
@@ -129,7 +137,7 @@ class EngineLoop:
             raise
 
     def _fail(self, reason: str, known: set[str]) -> None:
-        """The core broke: every request learns it at once, and later ones are refused."""
+        """The core failed: every request ends with the error at once, and later ones are refused."""
         with self._lock:
             self._failure = reason
             lost = set(known)
@@ -140,4 +148,4 @@ class EngineLoop:
                     break
                 if isinstance(message, Add):
                     lost.add(message.request.request_id)
-        self._deliver(TokenUpdates.of([TokenUpdate(i, [], "error", error=reason) for i in sorted(lost)]))
+        self._deliver(TokenUpdates.from_list([TokenUpdate(i, [], "error", error=reason) for i in sorted(lost)]))

@@ -1,4 +1,4 @@
-"""Limits that a caller asked for and a request cannot have: it is served nevertheless, and its caller is told."""
+"""Limits that exceed the context: the request is served with lower ones, and the caller gets a warning."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from slipstream.types import Request
 
 
 def warn_of_lowered_limits(request: Request) -> str | None:
-    """One line for the caller; None if the request has what was asked for."""
-    wanted, prompt_len = request.params.max_tokens, len(request.prompt_token_ids)
+    """One line for the caller; None if no limit was lowered."""
+    asked, prompt_len = request.params.max_tokens, len(request.prompt_token_ids)
     room = request.max_total_tokens - prompt_len
-    if wanted is None or wanted <= room:
+    if asked is None or asked <= room:
         return None
     context = f"the context holds {request.max_total_tokens} tokens, {prompt_len} are the prompt"
-    return f"max_tokens was lowered from {wanted} to {room}: {context}"
+    return f"max_tokens was lowered from {asked} to {room}: {context}"

@@ -1,6 +1,6 @@
-"""From collected tokens to text streams: detokenised, searched for stop strings, ended where they end.
+"""From collected tokens to text streams: detokenised, searched for stop strings, and ended.
 
-The reader of a stream (``reader.py`` for callers of the library, the server's own) is told when there is news of it.
+The reader of a stream (``reader.py`` for callers of the library, the server's own) is notified of new output.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slipstream.types import FinishReason, LogprobRow, TokenUpdate, TokenUpdates
 
 
 class Reader(Protocol):
-    """Who asked for a prompt's continuations. ``take`` is called where the updates are processed."""
+    """The consumer of a prompt's streams. ``take`` is called where the updates are processed."""
 
-    every_token: bool  # else only the end of a stream is told
+    every_token: bool  # else notified only at the end of a stream
 
     def take(self, stream: TextStream) -> None:
-        """There is news of this stream: tokens, text, its end."""
+        """There is new output of this stream: tokens, text or its end."""
         ...
 
 
@@ -43,8 +43,8 @@ class OutputProcessor:
         self._speculative = speculative
         self._streams: dict[str, TextStream] = {}  # by the engine's own ids
         self._submissions: dict[str, Submission] = {}  # by the callers' ids
-        self._lock = threading.Lock()  # of the callers' ids, which any thread may take and give back
-        self.taps: list[Callable[[TokenUpdates], None]] = []  # see tokens before they become a stream's
+        self._lock = threading.Lock()  # guards the callers' ids, which any thread may register and release
+        self.taps: list[Callable[[TokenUpdates], None]] = []  # see updates before they are processed
 
     def register(self, submission: Submission, reader: Reader) -> list[TextStream]:
         """The streams of a submission, in the order of its requests; the first update may come at once."""
@@ -70,23 +70,23 @@ class OutputProcessor:
         return streams
 
     def _no_drafts(self) -> DraftStats | None:
-        """Figures to begin with, where the engine drafts."""
+        """Zero counts for a new stream, where the engine drafts."""
         if self._speculative is None:
             return None
         return DraftStats(is_synthetic=self._speculative.is_synthetic)
 
     def abort(self, request_id: str) -> TokenUpdates | None:
-        """Take a caller's request from the engine; its id is free at once. To be processed: the ends to be told."""
+        """Abort a caller's request and free its id. Returns the ends of its streams to process; None if unknown."""
         with self._lock:
             submission = self._submissions.pop(request_id, None)
         if submission is None:
             return None
         for request in submission.requests:
             self._end_request(request.request_id)
-        return TokenUpdates.of([TokenUpdate(request.request_id, [], "abort") for request in submission.requests])
+        return TokenUpdates.from_list([TokenUpdate(request.request_id, [], "abort") for request in submission.requests])
 
     def forget(self, submission: Submission) -> None:
-        """Nothing of a request stays, and its reader is told nothing more."""
+        """Remove every trace of a request without notifying its reader."""
         with self._lock:
             if self._submissions.get(submission.request_id) is submission:
                 del self._submissions[submission.request_id]
@@ -95,22 +95,22 @@ class OutputProcessor:
                 self._end_request(request.request_id)
 
     def process(self, updates: TokenUpdates) -> None:
-        """Take the tokens of a step in, and tell the readers."""
+        """Append the tokens of a step to their streams and notify the readers."""
         for tap in self.taps:
             tap(updates)
         streams, others, drafts = self._streams, updates.others, updates.num_drafts
-        for place, request_id in enumerate(updates.request_ids):
+        for i, request_id in enumerate(updates.request_ids):
             stream = streams.get(request_id)
             if stream is None:
                 continue  # ended by a stop string or an abort while these tokens were in flight
-            if place in others or not stream.is_plain:
-                self._take(stream, updates.at(place))
+            if i in others or not stream.is_plain:
+                self._take(stream, updates.at(i))
                 continue
-            # The one case that must be cheap: tokens of a stream that goes on, with nothing else to say.
-            token_ids = updates.token_ids[place]
+            # The common case, which must be cheap: tokens of a stream that continues, with no logprobs or end.
+            token_ids = updates.token_ids[i]
             stream.token_ids += token_ids
-            if drafts and drafts[place]:
-                stream.checked.append((drafts[place], updates.num_accepted[place]))
+            if drafts and drafts[i]:
+                stream.checked.append((drafts[i], updates.num_accepted[i]))
             if stream.first_token_time is None and token_ids:
                 stream.first_token_time = updates.time
             if stream.is_text_late:
@@ -121,7 +121,7 @@ class OutputProcessor:
                     stream.completion.text += text
                     stream.completion.delta_text += text
                 stream.reader.take(stream)
-            except Exception as error:  # the fault of one request must not silence the others
+            except Exception as error:  # an error of one request must not affect the others
                 self._fail(stream, error)
 
     def _take(self, stream: TextStream, update: TokenUpdate) -> None:
@@ -145,18 +145,18 @@ class OutputProcessor:
         if update.prompt_logprobs is not None:
             self._take_prompt_logprobs(stream, *update.prompt_logprobs)
         if update.logprobs is not None and stream.completion.logprobs is not None:
-            wanted = stream.request.params.logprobs or 0
-            stream.completion.logprobs += [self._logprobs(row, wanted) for row in update.logprobs]
+            num_top = stream.request.params.logprobs or 0
+            stream.completion.logprobs += [self._logprobs(row, num_top) for row in update.logprobs]
         known = stream.token_ids
         num_known = len(known)
         known += update.token_ids
         self._show_text(stream, update)
         if update.num_drafts:
-            # A draft after a stop string is not accepted, as one after a stop token is not.
+            # A draft after a stop string does not count as accepted, as one after a stop token does not.
             stream.checked.append((update.num_drafts, min(update.num_accepted, len(known) - num_known)))
 
     def _show_text(self, stream: TextStream, update: TokenUpdate) -> None:
-        """Make the text of the new tokens, and end the stream where it ends."""
+        """Make the text of the new tokens, and end the stream at a stop string or its last token."""
         known, matcher = stream.token_ids, stream.matcher
         if stream.is_text_late and update.finish_reason is None:
             return
@@ -169,7 +169,7 @@ class OutputProcessor:
             stream.num_shown += 1
             stream.show(matcher.add(stream.detokenizer.add(known[stream.num_shown - 1 : stream.num_shown])))
             if matcher.matched is not None:
-                # What came after the stop string in the same update is not the request's any more.
+                # Tokens after the stop string in the same update are not part of the output.
                 del known[stream.num_shown :]
                 if stream.completion.logprobs is not None:
                     del stream.completion.logprobs[stream.num_shown :]
@@ -190,14 +190,14 @@ class OutputProcessor:
         self._finish(stream, update.finish_reason, update.stop_reason, update.error)
 
     def _take_prompt_logprobs(self, stream: TextStream, first_position: int, rows: list[LogprobRow]) -> None:
-        """Positions may come again after a preemption; the first of them is kept."""
-        wanted = stream.request.params.prompt_logprobs or 0
+        """Positions may come again after a preemption; the first value of each is kept."""
+        num_top = stream.request.params.prompt_logprobs or 0
         if stream.prompt_logprobs is None:
             stream.prompt_logprobs = [None]
         known = stream.prompt_logprobs
         for position, row in enumerate(rows, first_position):
             if position == len(known):
-                known.append(self._logprobs(row, wanted))
+                known.append(self._logprobs(row, num_top))
 
     def _logprobs(self, row: LogprobRow, num_top: int) -> Logprobs:
         token, *likeliest = row.token_ids
@@ -220,6 +220,6 @@ class OutputProcessor:
         self._streams.pop(stream.request.request_id, None)
         if not any(request.request_id in self._streams for request in submission.requests):
             with self._lock:
-                # Else the id is another request's by now.
+                # Otherwise another request has taken the id by now.
                 if self._submissions.get(submission.request_id) is submission:
                     del self._submissions[submission.request_id]

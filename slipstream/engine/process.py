@@ -1,7 +1,7 @@
-"""The engine in a process of its own for a library's caller: HTTP and tokenising never delay a step, and a crash is
-not the end.
+"""The engine in its own process for a library's caller: HTTP and tokenising never delay a step, and a crash of the
+engine does not end the caller.
 
-If the process dies or hangs, every request it had is told so at once, and another one is started.
+If the process dies or hangs, every request it had fails at once, and another one is started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import EngineInfo
 from slipstream.engine.driver import Deliver
 from slipstream.engine.find_models import resolve_models
-from slipstream.engine.link import EngineLink, LinkPlace
+from slipstream.engine.link import EngineLink, LinkAddress
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.supervisor import EngineSupervisor
 from slipstream.models.tokenizer import Tokenizer
@@ -28,23 +28,23 @@ _MESSAGES_A_TURN = 64
 def open_supervisor(
     options: EngineOptions, num_clients: int = 1, step_timeout_s: float = 300.0
 ) -> tuple[EngineSupervisor, Tokenizer]:
-    """Start the engine's process; the models are fetched here, where progress can be shown."""
+    """Start the engine's process; models are downloaded here, where progress can be shown."""
     options = resolve_models(options)
     supervisor = EngineSupervisor(options, num_clients, step_timeout_s)
     try:
         return supervisor, open_checkpoint(Path(options.model)).tokenizer()
-    except BaseException:  # Ctrl-C too: nothing may be left over
+    except BaseException:  # also KeyboardInterrupt: no process or file may be left over
         supervisor.close()
         raise
 
 
 class EngineProcess:
-    """A ``RunningEngine`` whose core is elsewhere. ``deliver`` is called from a thread of its own."""
+    """A ``RunningEngine`` in another process. ``deliver`` is called from a thread of this object."""
 
     def __init__(self, options: EngineOptions, deliver: Deliver, step_timeout_s: float = 300.0) -> None:
         self._supervisor, tokenizer = open_supervisor(options, 1, step_timeout_s)
-        place = LinkPlace(str(self._supervisor.folder), 0, self._supervisor.state().generation, step_timeout_s)
-        self._link = EngineLink(place, self._supervisor.ready, tokenizer, deliver)
+        address = LinkAddress(str(self._supervisor.folder), 0, self._supervisor.state().generation, step_timeout_s)
+        self._link = EngineLink(address, self._supervisor.ready, tokenizer, deliver)
         self._closing = False
         self._watching = threading.Thread(target=self._supervisor.run, name="slipstream-engine-watch", daemon=True)
         self._reading = threading.Thread(target=self._read, name="slipstream-engine-read", daemon=True)

@@ -1,4 +1,4 @@
-"""What callers of the library read: whole outputs, handed to a sink from a thread that delays no step."""
+"""For callers of the library: complete outputs, given to a sink from a thread that delays no step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sink = Callable[[RequestOutput], None]
 
 
 class OutputReader:
-    """One prompt and all its continuations as a ``RequestOutput``, for every update or at the end."""
+    """One prompt and all its choices as a ``RequestOutput``, for every update or at the end."""
 
     def __init__(self, submission: Submission, sink: Sink, every_token: bool) -> None:
         self.every_token = every_token
@@ -27,11 +27,11 @@ class OutputReader:
         self._sink = sink
         self._streams: list[TextStream] = []
         self._timings = RequestTimings()
-        self._prompt_token_ids = list(submission.requests[0].prompt_token_ids)  # one list for all outputs
+        self._prompt_token_ids = list(submission.requests[0].prompt_token_ids)  # one list shared by all outputs
         self._num_finished = 0
 
     def begin(self, streams: list[TextStream]) -> None:
-        """Before any of them has news."""
+        """Called before the first update of any stream."""
         self._streams = streams
 
     def take(self, stream: TextStream) -> None:
@@ -63,7 +63,7 @@ class OutputReader:
 
 
 def _copy(stream: TextStream) -> Completion:
-    """The stream as it is now; it goes on while a caller looks at the copy."""
+    """The stream as it is now; it continues while the caller reads the copy."""
     stream.count_drafts()
     c = stream.completion
     logprobs = None if c.logprobs is None else c.logprobs[:]
@@ -74,7 +74,7 @@ def _copy(stream: TextStream) -> Completion:
 
 
 class OutputThread:
-    """Processes updates in a thread of its own."""
+    """Processes updates in its own thread."""
 
     def __init__(self, processor: OutputProcessor) -> None:
         self._processor = processor

@@ -1,4 +1,4 @@
-"""From wishes, machine and model to the one configuration that the engine runs with."""
+"""From options, machine and model to the one configuration that the engine runs with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slipstream.errors import ConfigError, nearest
 from slipstream.speculate.options import read_speculation
 from slipstream.speculative_config import NO_NEEDS, Needs, SpeculativeConfig
 
-_SMALL_TABLE_BYTES = 256 << 20  # of what has a row for each position of the context: rotary tables, tokens of requests
+_SMALL_TABLE_BYTES = 256 << 20  # of tables with a row per position: rotary tables, tokens of requests
 
 
 def resolve(
@@ -41,7 +41,7 @@ def resolve(
     size: NetworkSize = UNMEASURED,
     draft: DraftModel | None = None,
 ) -> EngineConfig:
-    """Turn wishes, machine and model into the one configuration the engine runs with."""
+    """Turn options, machine and model into the one configuration the engine runs with."""
     _check_choice("device", options.device, ("auto", "cpu", "cuda", "sim"))
     _check_choices(options)
     dtype = resolve_dtype(options.dtype, hardware, model)
@@ -107,9 +107,9 @@ def resolve(
 
 
 def _limit_context(model: ModelConfig, scheduler: SchedulerConfig, cache: CacheConfig) -> SchedulerConfig:
-    """The model's context, but where its tables are large no more of it than the cache can hold.
+    """The model's context; where its tables are large, no more of it than the cache can hold.
 
-    No request can be longer, and the context is the one number of a checkpoint that no tensor bears out.
+    No longer request fits the cache, and no tensor of a checkpoint confirms the context length that it states.
     """
     tables = [model.rope] if model.window_rope is None else [model.rope, model.window_rope]
     position_bytes = 4 * (sum(rope.rotary_dim for rope in tables) + scheduler.max_num_seqs + 1)
@@ -124,7 +124,7 @@ def _check_choices(options: EngineOptions) -> None:
 
 
 def _resolve_needs(speculative: SpeculativeConfig | None, backend: str) -> Needs:
-    """The drafter's, as it runs."""
+    """The drafter's requirements with this configuration."""
     if speculative is None:
         return NO_NEEDS
     needs = speculative.needs
@@ -137,15 +137,15 @@ def _resolve_needs(speculative: SpeculativeConfig | None, backend: str) -> Needs
 
 
 def _drafts_beside_prompts(speculative: SpeculativeConfig | None, graph_mode: str, backend: str) -> int | None:
-    # Others run mixed batches in pieces at most, with drafts made behind them.
+    # Without full graphs for mixed batches, drafts are proposed after the step, one launch at a time.
     in_graphs = graph_mode == "full" and backend in RECORDS_PROMPTS
     if speculative is None or not speculative.adaptive or not in_graphs:
         return None
-    return speculative.num_made(speculative.initial_length)
+    return speculative.num_proposed(speculative.initial_length)
 
 
 def _prefix_refusal(options: EngineOptions, model: ModelConfig) -> str:
-    """Why pages cannot be shared, if they were to be."""
+    """Why prefix caching is off although it was enabled; empty if it is not."""
     reasons = dict.fromkeys(spec.prefix_refusal for spec in model.cache_specs if spec.prefix_refusal)
     if not reasons or not options.enable_prefix_caching:
         return ""
@@ -153,7 +153,7 @@ def _prefix_refusal(options: EngineOptions, model: ModelConfig) -> str:
 
 
 def _resolve_budget(options: EngineOptions, max_num_seqs: int, num_drafts: int, usual: int) -> int:
-    """Tokens of a step: everybody who runs has at least one, and places for drafts."""
+    """Tokens of a step: at least one and its drafts for every running request."""
     least = max_num_seqs * (1 + num_drafts)
     budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(usual, least))
     if budget < least:
@@ -167,7 +167,7 @@ def _resolve_budget(options: EngineOptions, max_num_seqs: int, num_drafts: int, 
 
 
 def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype: str, graph_mode: str) -> int | None:
-    """From how many tokens on a common beginning is read once; None: never, for nothing can do it or nobody shares."""
+    """From how many saved tokens on cascade attention pays; None where it is impossible or disabled."""
     if options.cascade == "always" and backend not in CASCADING:
         raise ConfigError(
             f"cascade always needs attention_backend {' or '.join(CASCADING)}, not {backend}; use cascade auto"
@@ -184,46 +184,47 @@ def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype
 
 
 def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> SpeculativeConfig | None:
-    """A draft length that adapts stays within the tokens that a step may have."""
+    """The speculative configuration, an adaptive draft length limited to the tokens that a step may have."""
     speculative = read_speculation(options)
     if speculative is None or options.max_num_batched_tokens is None:
         return speculative
     return speculative.lowered(options.max_num_batched_tokens // max_num_seqs - 1)
 
 
-def resolve_dtype(wish: str, hardware: Hardware, model: ModelConfig) -> DTypeName:
-    """The type of weights and caches."""
-    _check_choice("dtype", wish, ("auto", *DTYPE_BYTES))
+def resolve_dtype(asked: str, hardware: Hardware, model: ModelConfig) -> DTypeName:
+    """The type of weights and activations."""
+    _check_choice("dtype", asked, ("auto", *DTYPE_BYTES))
     if hardware.device == "cuda":
-        if wish == "float64":
+        if asked == "float64":
             raise ConfigError("dtype float64 runs on a CPU only; use bfloat16, float16 or float32")
-        # A checkpoint in float16 may have weights that bfloat16 would round; every other one fits.
-        return ("float16" if model.dtype == "float16" else "bfloat16") if wish == "auto" else wish  # type: ignore[return-value]
-    if wish == "auto":
-        return "float32"  # the safe and, without matrix units, the fast choice on a CPU
+        # A float16 checkpoint may have weights that bfloat16 would round; every other type fits.
+        default = "float16" if model.dtype == "float16" else "bfloat16"
+        return default if asked == "auto" else asked  # type: ignore[return-value]
+    if asked == "auto":
+        return "float32"  # safe, and fast on a CPU without matrix units
     if not hardware.dtype_works:
-        raise ConfigError(f"{wish} matrix products crash on this CPU; use dtype float32")
-    return wish  # type: ignore[return-value]
+        raise ConfigError(f"{asked} matrix products crash on this CPU; use dtype float32")
+    return asked  # type: ignore[return-value]
 
 
-def _resolve_graph_mode(wish: str, hardware: Hardware) -> str:
+def _resolve_graph_mode(asked: str, hardware: Hardware) -> str:
     if hardware.device != "cpu":
-        return "full" if wish == "auto" else wish
-    if wish not in ("auto", "none"):
-        raise ConfigError(f"cudagraph_mode {wish} needs a GPU; a CPU has no graphs, use auto or none")
+        return "full" if asked == "auto" else asked
+    if asked not in ("auto", "none"):
+        raise ConfigError(f"cudagraph_mode {asked} needs a GPU; a CPU has no graphs, use auto or none")
     return "none"
 
 
 def _resolve_graph_sizes(
-    wish: tuple[int, ...] | None, max_num_tokens: int, max_num_seqs: int, num_params: int
+    asked: tuple[int, ...] | None, max_num_tokens: int, max_num_seqs: int, num_params: int
 ) -> tuple[int, ...]:
-    """Close together where batches are small, because padding is a share of the batch."""
-    # The full batch has a size of its own.
+    """Capture sizes: close together where batches are small, because padding is a share of the batch."""
+    # The full batch always has a graph.
     decodes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs + 1, 32), max_num_seqs)
-    # Launches one by one take 10 ms and more. So long a large model computes for 512 tokens, a small one for many more.
+    # Launching kernel by kernel takes 10 ms and more; so long a large model computes 512 tokens, a small one many more.
     most = int(4e12 / max(1, num_params))
     mixed = (size for power in range(9, 20) for size in (1 << power, 3 << (power - 1)) if max_num_seqs < size <= most)
-    sizes: Iterable[int] = wish or (*decodes, *mixed)
+    sizes: Iterable[int] = asked or (*decodes, *mixed)
     for size in sizes:
         _positive("cudagraph_capture_sizes", size, 1)
     return tuple(sorted({size for size in sizes if size <= max_num_tokens}))
@@ -252,10 +253,10 @@ def _resolve_cache(
     if options.num_gpu_blocks_override is not None:
         num_pages = _positive("num_gpu_blocks_override", options.num_gpu_blocks_override, 0)
     else:
-        wish = min(hardware.free_memory_bytes // 4, 4 * GIB)
+        default = min(hardware.free_memory_bytes // 4, 4 * GIB)
         if hardware.device == "cuda" and options.kv_cache_memory_bytes is None:
-            wish = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, size, draft)
-        memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, wish)
+            default = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, size, draft)
+        memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, default)
         memory = _without_rows(memory, of_a_page, of_a_row, scheduler)
         pages_per_request = -(-scheduler.max_model_len // options.block_size)
         num_pages = min(memory // of_a_page, scheduler.max_num_seqs * pages_per_request)
@@ -267,7 +268,7 @@ def _resolve_cache(
 
 
 def _without_rows(memory: int, of_a_page: int, of_a_row: int, scheduler: SchedulerConfig) -> int:
-    """What is left for pages when every request row, the scratch row included, has the states of its layers."""
+    """Memory left for pages after every request row, the scratch row included, has its recurrent states."""
     taken = (scheduler.max_num_seqs + 1) * of_a_row
     if taken == 0 or taken + of_a_page <= memory:
         return memory - taken
@@ -288,7 +289,7 @@ def _gpu_cache_bytes(
     size: NetworkSize,
     draft: DraftModel | None,
 ) -> int:
-    """What is left of the share of the GPU's memory that the engine may use, others' use of it subtracted."""
+    """What is left of the GPU memory share that the engine may use, other processes' use of it subtracted."""
     share = options.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
@@ -296,11 +297,11 @@ def _gpu_cache_bytes(
     weights = size.num_bytes + (draft.size.num_bytes if draft else 0)
     working = working_memory_bytes(model, dtype, scheduler)
     if draft is not None:
-        # Its activations, and the logits of all drafts where they are kept.
+        # The drafter's activations, and the logits of all drafts where they are kept.
         working += working_memory_bytes(draft.config, dtype, scheduler) - GIB
         working += (scheduler.max_num_seqs + 1) * scheduler.num_drafts * draft.config.vocab_size * 4
         needs = scheduler.needs
-        if needs.follows:  # notes of what a few layers of the target thought
+        if needs.follows:  # tapped hidden states of the target
             notes = (needs.noted_steps + 1) * scheduler.max_num_seqs
             working += notes * needs.taps * model.hidden_size * DTYPE_BYTES[dtype]
     left = int(hardware.total_memory_bytes * share) - others - weights - working
@@ -315,7 +316,7 @@ def _gpu_cache_bytes(
 
 
 def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerConfig) -> int:
-    """An upper bound of what a step needs beside weights and cache: activations, logits, rows, and torch's own."""
+    """An upper bound of a step's memory beside weights and cache: activations, logits, rows, and torch's own."""
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     widest = 2 * model.intermediate_size
     if model.experts is not None:
@@ -323,7 +324,7 @@ def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerCon
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     heads = max(heads, *(spec.working_values() for spec in set(model.cache_specs)))
     activations = tokens * (4 * model.hidden_size + heads + 2 * widest) * DTYPE_BYTES[dtype]
-    # Float32, and copies that sampling parameters make.
+    # Logits in float32, and the copies that sampling parameters make.
     logits = 6 * rows * (1 + scheduler.num_drafts) * model.vocab_size * 4
     return activations + logits + rows * scheduler.max_model_len * 8 + GIB
 

@@ -1,6 +1,6 @@
 """A step's updates by client: each gets those of its own requests.
 
-A batch that decodes keeps its composition for many steps, so whose request is at which place is found once for each
+A decode batch keeps its composition for many steps, so the indices of each client's requests are found once for each
 composition, and a step costs one pick from each column.
 """
 
@@ -17,11 +17,11 @@ Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class _Share(NamedTuple):
-    """What one client has of a composition."""
+    """One client's part of a composition."""
 
     client: int
     request_ids: Sequence[str]
-    places: dict[int, int]  # from a place in the step to the place in the client's part
+    own_index: dict[int, int]  # from the index in the step to the index in the client's part
     pick: Pick
 
 
@@ -40,24 +40,25 @@ class UpdateSplitter:
         if updates.request_ids is not self._known_ids:
             self._shares = self._share_out(updates.request_ids)
             self._known_ids = updates.request_ids
-        for client, request_ids, places, pick in self._shares:
-            others = {places[at]: update for at, update in updates.others.items() if at in places}
+        for client, request_ids, own_index, pick in self._shares:
+            others = {own_index[i]: update for i, update in updates.others.items() if i in own_index}
             drafts = (pick(updates.num_drafts), pick(updates.num_accepted)) if updates.num_drafts else ((), ())
             yield client, TokenUpdates(request_ids, pick(updates.token_ids), *drafts, others, updates.time)
 
     def _share_out(self, request_ids: Sequence[str]) -> list[_Share]:
         found: dict[int, list[int]] = {}
-        for place, request_id in enumerate(request_ids):
-            found.setdefault(client_of(request_id), []).append(place)
-        return [
-            _Share(client, [request_ids[at] for at in places], {at: i for i, at in enumerate(places)}, _picker(places))
-            for client, places in sorted(found.items())
-        ]
+        for i, request_id in enumerate(request_ids):
+            found.setdefault(client_of(request_id), []).append(i)
+        shares = []
+        for client, indices in sorted(found.items()):
+            own_index = {step_idx: own_idx for own_idx, step_idx in enumerate(indices)}
+            shares.append(_Share(client, [request_ids[i] for i in indices], own_index, _picker(indices)))
+        return shares
 
 
-def _picker(places: list[int]) -> Pick:
-    """``itemgetter`` gives a bare item for a single place."""
-    if len(places) == 1:
-        (only,) = places
+def _picker(indices: list[int]) -> Pick:
+    """``itemgetter`` gives a bare item for a single index."""
+    if len(indices) == 1:
+        (only,) = indices
         return lambda column: (column[only],)
-    return itemgetter(*places)
+    return itemgetter(*indices)

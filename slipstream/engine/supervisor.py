@@ -1,7 +1,7 @@
 """Starts the engine's process, watches it, and starts another one when it dies or hangs.
 
-Knows nothing of requests: clients talk to the engine themselves (``link.py``), and are told here when it is lost and
-when there is another. Sockets are in a folder that only this user can enter.
+Knows nothing of requests: clients talk to the engine themselves (``link.py``), and are notified here when it is lost
+and when another one is ready. The sockets are in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ logger = logging.getLogger("slipstream.engine")
 _POLL_MS = 50  # how soon a death is noticed
 _STOP_S = 5.0
 _CONTEXT_END_S = 1.0
-_LONGEST_PAUSE_S = 60.0  # between tries to restart it
+_LONGEST_PAUSE_S = 60.0  # between attempts to restart it
 
 
 def open_push(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A socket that sends without waiting; the queue limit is the server's business."""
+    """A socket that sends without waiting; limiting the queue is up to the server."""
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -72,15 +72,15 @@ def open_pull(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Sock
 
 
 def close_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Close its sockets and end it. A signal while a socket was made may have left one that cannot be closed, and for
-    which the context would wait for ever."""
+    """Close its sockets and terminate it. A signal during the creation of a socket may have left one that cannot be
+    closed, and for which the context would wait for ever."""
     ending = threading.Thread(target=context.destroy, name="slipstream-zmq-end", daemon=True)
     ending.start()
     ending.join(_CONTEXT_END_S)
 
 
 class _Child:
-    """One engine process and what the supervisor hears of it."""
+    """One engine process and what the supervisor knows of it."""
 
     def __init__(
         self, options: EngineOptions, folder: Path, generation: int, num_clients: int, step_timeout_s: float
@@ -96,20 +96,20 @@ class _Child:
             self._outbox = open_push(self._context, engine_address(folder, generation))
             self.process = self._start(folder, num_clients)
             assert self.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # died at once: the wait for it will see
+            with contextlib.suppress(BrokenPipeError):  # it died at once, which waiting for it will show
                 self.process.stdin.write(msgspec.json.encode(options))
                 self.process.stdin.close()
-        except BaseException:  # Ctrl-C too: nothing may stay
+        except BaseException:  # also KeyboardInterrupt: no process may stay
             self.end()
             raise
 
     def _start(self, folder: Path, num_clients: int) -> subprocess.Popen[bytes]:
-        # The worker compares its parent with this process, and ends when it has another.
-        place = [str(folder), str(self.generation), str(num_clients), str(os.getpid())]
-        command = [sys.executable, "-m", "slipstream.engine.worker", *place, *registry.modules()]
+        # The worker compares its parent with this process, and exits when it has another.
+        arguments = [str(folder), str(self.generation), str(num_clients), str(os.getpid())]
+        command = [sys.executable, "-m", "slipstream.engine.worker", *arguments, *registry.modules()]
         # torch's own pool must not spin on the cores that the C kernels' threads need next.
         environment = child_environment(OMP_WAIT_POLICY="passive")
-        # In a group of its own: a terminal's Ctrl-C goes to the server, which decides what becomes of it.
+        # In its own process group: a terminal's Ctrl-C goes to the server, which decides how the engine ends.
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0)
 
     def send(self, message: Any) -> None:
@@ -118,7 +118,7 @@ class _Child:
                 self._outbox.send_multipart(encode(message))
 
     def receive(self) -> Any:
-        """The next message, or None if none came for a moment. Pulses and figures are noted here."""
+        """The next message, or None if none came for a moment. Pulses and statistics are recorded here."""
         start = time.monotonic()
         if not self._inbox.poll(_POLL_MS):
             self.monitor.note_silence(min(time.monotonic() - start, 2 * _POLL_MS / 1000))
@@ -133,8 +133,8 @@ class _Child:
             return None
         return message
 
-    def note_last_words(self) -> None:
-        """What a process that is dead had sent before."""
+    def read_last_messages(self) -> None:
+        """Read what a process that has ended had sent before."""
         while self._inbox.poll(0):
             self.receive()
 
@@ -147,7 +147,7 @@ class _Child:
         return None if self.process is None else self.process.poll()
 
     def end(self, timeout_s: float = 0.0) -> None:
-        """Let the process end by itself for a while, then make it."""
+        """Let the process exit for a while, then kill it."""
         if self.process is not None:
             try:
                 self.process.wait(timeout_s)
@@ -160,31 +160,31 @@ class _Child:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Which engine there is, and what became of those before it."""
+    """The current engine, and totals of those before it."""
 
     generation: int
-    is_ready: bool  # false while it is started, or could not be
+    is_ready: bool  # false while it starts, or when it could not be started
     num_restarts: int
-    num_sync_violations: int  # of engines that are no more
-    ready: Ready  # of the last one that was
+    num_sync_violations: int  # of engines that have ended
+    ready: Ready  # of the last one that was ready
 
 
 class EngineSupervisor:
-    """``run`` watches, in a thread of the caller's choice, until ``close``.
+    """``run`` watches the process, in a thread of the caller's choice, until ``close``.
 
-    ``clients`` are the numbers of those that may send requests; each binds its own socket (``link.py``).
+    ``clients`` are the numbers of the clients that may send requests; each binds its own socket (``link.py``).
     """
 
     def __init__(self, options: EngineOptions, num_clients: int = 1, step_timeout_s: float = 300.0) -> None:
         self._options = options
-        self.model = options.model  # its folder, as the options are those of a model that was found
+        self.model = options.model  # a local folder, since the model was resolved before
         self.num_clients = num_clients
         self.step_timeout_s = step_timeout_s
         self.folder = Path(tempfile.mkdtemp(prefix="slipstream-"))  # mode 0700
         self._closing = False
         self._pause = threading.Event()  # set to end a pause early
         self._lock = threading.Lock()
-        self._num_violations = 0  # of engines that are no more
+        self._num_violations = 0  # of engines that have ended
         self._num_restarts = 0
         self._is_ready = False
         self._context = zmq.Context()
@@ -195,7 +195,7 @@ class EngineSupervisor:
             self._child = _Child(options, self.folder, 0, num_clients, step_timeout_s)
             self.ready = self._wait_until_ready(self._child)
             self._is_ready = True
-        except BaseException:  # Ctrl-C too: nothing may be left over
+        except BaseException:  # also KeyboardInterrupt: no process or file may be left over
             self._end()
             raise
 
@@ -205,7 +205,7 @@ class EngineSupervisor:
         return self._child
 
     def state(self) -> EngineState:
-        """As it is now, for a client that was not told what happened before it was there."""
+        """The state now, for a client that starts later and received no earlier messages."""
         with self._lock:
             return EngineState(
                 self.child.generation, self._is_ready, self._num_restarts, self._num_violations, self.ready
@@ -230,11 +230,11 @@ class EngineSupervisor:
                 child = self._replace(child, trouble)
 
     def end_client(self, client: int, incarnation: int) -> None:
-        """A client's process has ended: nothing more is computed for it."""
+        """A client's process has ended: its requests are no longer computed."""
         self.child.send(Leave(client_prefix(client, incarnation)))
 
     def stop(self) -> None:
-        """Ask the engine to end; ``run`` returns when it has."""
+        """Ask the engine to exit; ``run`` returns when it has."""
         with self._lock:
             self._closing = True
             self.child.send(Stop())
@@ -273,10 +273,10 @@ class EngineSupervisor:
                 raise EngineError(f"{trouble} while it was starting")
 
     def _replace(self, child: _Child, reason: str) -> _Child:
-        """The process is dead or hung: say so to its clients, and start another."""
+        """Report a dead or hung process to its clients, and start another."""
         logger.error("%s; starting another", reason)
         if not child.is_alive:
-            child.note_last_words()
+            child.read_last_messages()
         with self._lock:
             self._is_ready = False
             self._num_violations += child.num_sync_violations
@@ -290,7 +290,7 @@ class EngineSupervisor:
                 with self._lock:
                     self._child = child
                 ready = self._wait_until_ready(child)
-            except Exception as error:  # whatever it is, the next try may do better
+            except Exception as error:  # of any kind: the next attempt may succeed
                 child.end()
                 failure = f"the engine cannot be restarted: {error}"
                 self._tell_clients(RestartFailed(failure))
@@ -300,7 +300,7 @@ class EngineSupervisor:
                 continue
             with self._lock:
                 if self._closing:
-                    child.send(Stop())  # the one that `stop` sent went to the dead
+                    child.send(Stop())  # `stop` sent its message to the process that has ended
                 self.ready, self._is_ready = ready, True
                 self._num_restarts += 1
             self._tell_clients(EngineBack(generation, self._num_restarts, ready))

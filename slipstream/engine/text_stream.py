@@ -1,8 +1,7 @@
-"""One continuation of a prompt on its way from tokens to text."""
+"""One choice of a prompt, from tokens to text."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +22,17 @@ class TextStream:
     completion: Completion
     detokenizer: Detokenizer
     matcher: StopStringMatcher | None
-    num_shown: int = 0  # tokens whose text has been made
+    num_shown: int = 0  # tokens that were detokenised
     first_token_time: float | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[Logprobs | None] | None = None
     error: str | None = None
-    state: Any = None  # the reader's own
-    checked: list[tuple[int, int]] = field(default_factory=list)  # drafts and how many were accepted, not yet counted
-    token_ids: list[int] = field(init=False)  # the completion's own
-    # The text is read at the end alone, by the reader and by no search for stop strings: it is made in one go.
+    state: Any = None  # for the reader's use
+    checked: list[tuple[int, int]] = field(default_factory=list)  # (drafts, accepted) of verifications not yet counted
+    token_ids: list[int] = field(init=False)  # shared with the completion
+    # The text is read only at the end, and no stop string is searched for: it is detokenised in one go.
     is_text_late: bool = field(init=False)
-    is_plain: bool = field(init=False)  # tokens of a stream that goes on are all there is to its updates
+    is_plain: bool = field(init=False)  # updates have nothing but tokens, until the end
 
     def __post_init__(self) -> None:
         self.token_ids = self.completion.token_ids
@@ -49,8 +48,7 @@ class TextStream:
         self.completion.delta_text += text
 
     def count_drafts(self) -> None:
-        """Bring the completion's figures of speculation up to date."""
+        """Bring the completion's speculation statistics up to date."""
         if self.checked and (figures := self.completion.speculation) is not None:
-            for drafts, times in Counter(self.checked).items():
-                figures.add(*drafts, times)
+            figures.add_all(self.checked)
         self.checked.clear()

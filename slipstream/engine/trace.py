@@ -1,4 +1,4 @@
-"""What host and device do when, as a file that Perfetto and chrome://tracing open. SLIPSTREAM_TRACE turns it on."""
+"""A timeline of host and device as a file for Perfetto and chrome://tracing. SLIPSTREAM_TRACE turns it on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.device.interface import Device, Timestamp
 from slipstream.errors import ConfigError
 from slipstream.types import StepPlan
 
-_MAX_STEPS = 100_000  # a trace nobody can open helps nobody
+_MAX_STEPS = 100_000  # larger traces cannot be opened
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -28,18 +28,18 @@ class NoTrace:
 
 
 class Trace:
-    """Ranges are kept in memory and written when the process ends; the device's times are asked for only then."""
+    """Ranges are kept in memory and written at exit; the device's times are read only then."""
 
     def __init__(self, path: Path, device: Device) -> None:
         try:
-            path.write_text("", encoding="utf-8")  # what cannot be written is said now, not when all is done
+            path.write_text("", encoding="utf-8")  # fails now, not at the end, if it cannot be written
         except OSError as error:
             raise ConfigError(f"SLIPSTREAM_TRACE names {path}, which cannot be written: {error.strerror}") from error
         self._path = path
         self._device = device
         self._host: list[tuple[str, float, float]] = []
         self._steps: list[tuple[str, dict[str, int], Timestamp, Timestamp]] = []
-        self._stamp()  # sets the clocks, which waits
+        self._stamp()  # aligns the clocks, which synchronises
         atexit.register(self.write)
 
     @contextmanager
@@ -51,7 +51,7 @@ class Trace:
 
     @contextmanager
     def device(self, plan: StepPlan) -> Iterator[None]:
-        """The step's own work on the compute stream, from its first launch to its last."""
+        """The step's work on the compute stream, from its first launch to its last."""
         begin = self._stamp()
         yield
         end = self._stamp()

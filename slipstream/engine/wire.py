@@ -1,6 +1,6 @@
-"""What travels between the engine's process, its supervisor and its clients, and how: msgpack over ZeroMQ.
+"""The messages between the engine's process, its supervisor and its clients: msgpack over ZeroMQ.
 
-A message is its kind and its content. All ends are ours and of one version, so there is no negotiation.
+A message is its kind and its content. All ends are of one version, so there is no negotiation.
 
     supervisor  -- Stop, Leave ------------------->  engine     socket engine-<generation>, bound by the engine
     client i    -- Add, Finish ------------------->  engine     the same
@@ -35,7 +35,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine could not be built, for a reason the user can act on."""
+    """The engine could not be built, for a reason that the user can act on."""
 
     kind: str  # the name of the error's class
     message: str
@@ -48,14 +48,14 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The engine's process is alive; said every second, whatever its main thread does."""
+    """The engine's process is alive; sent every second, whatever its main thread does."""
 
-    stuck_s: float  # how long the main thread has been at one thing; 0 while it loads, which may take any time
+    stuck_s: float  # since the main thread last made progress; 0 while it loads, which may take any time
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A client is gone: its requests, whose ids begin with ``prefix``, are for no reader."""
+    """A client is gone: its requests, whose ids begin with ``prefix``, have no reader any more."""
 
     prefix: str
 
@@ -78,15 +78,15 @@ class RestartFailed:
 
 @dataclass(frozen=True, slots=True)
 class EngineBack:
-    """Another engine takes requests."""
+    """Another engine is ready for requests."""
 
     generation: int
     num_restarts: int
     ready: Ready
 
 
-class MalformedRequest(Exception):  # noqa: N818  says what arrived
-    """A request that is not of the form both ends agree on. It is that request's end, not the engine's."""
+class MalformedRequest(Exception):  # noqa: N818  describes the message
+    """A request that does not have the agreed format. It fails alone; the engine continues."""
 
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(reason)
@@ -144,10 +144,10 @@ def client_address(folder: Path | str, client: int) -> str:
 
 
 def client_prefix(client: int, incarnation: int) -> str:
-    """What the ids of a client's requests begin with. One that is started again does not use its old ids."""
+    """The prefix of the ids of a client's requests. A client that is started again has a new one."""
     return f"{client}.{incarnation}:"
 
 
 def client_of(request_id: str) -> int:
-    """The client that a request's updates go to."""
+    """The client that receives a request's updates."""
     return int(request_id[: request_id.index(".")])

@@ -1,8 +1,8 @@
-"""The engine's own process: ``python -m slipstream.engine.worker FOLDER GENERATION CLIENTS PARENT [OPERATION ...]``.
+"""The engine's process: ``python -m slipstream.engine.worker FOLDER GENERATION CLIENTS PARENT [OPERATION ...]``.
 
-``engine.supervisor`` starts it. The engine has one thread: torch's pool of workers belongs to it, and nothing can
-delay a step but the messages it takes in between. A second thread says every second that the process is alive, and
-ends it when its parent is gone.
+``engine.supervisor`` starts it. The engine has one thread, which owns torch's pool of workers; only the messages that
+it takes between steps can delay a step. A second thread sends a pulse every second, and exits the process when its
+parent is gone.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from slipstream.types import TokenUpdate, TokenUpdates
 
 _STATS_EVERY_S = 0.1
 _PULSE_EVERY_S = 1.0
-_WAIT_MS = 500  # for a message, before the main thread says again that it is not stuck
+_WAIT_MS = 500  # for a message, before the main thread reports progress again
 _EXIT_ORPHAN = 3
 
 
-class Place:
-    """The folder of the sockets, which engine this process is, how many clients it has, and who started it.
+class WorkerArgs:
+    """The folder of the sockets, the engine's generation, the number of clients, and the parent's process id.
 
-    Last the modules of sampling operations that are not of the package.
+    Last come the modules of registered sampling operations.
     """
 
     def __init__(self, folder: str, generation: str, num_clients: str, parent: str, *operations: str) -> None:
@@ -71,17 +71,17 @@ class Place:
 
 def _open_push(context: zmq.Context[zmq.Socket[bytes]], address: str, linger_ms: int) -> zmq.Socket[bytes]:
     outbox = context.socket(zmq.PUSH)
-    outbox.setsockopt(zmq.SNDHWM, 0)  # a client that is slow for a while must not stop the engine
+    outbox.setsockopt(zmq.SNDHWM, 0)  # no limit: a slow client must not stop the engine
     outbox.setsockopt(zmq.LINGER, linger_ms)
     outbox.connect(address)
     return outbox
 
 
 class _Pulse:
-    """Tells the supervisor and the clients that this process is alive, from the first moment on."""
+    """Reports to supervisor and clients that this process is alive, from its start."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, args: WorkerArgs) -> None:
+        self._args = args
         self._at_work_since: float | None = None  # None while it loads, which may take minutes
         threading.Thread(target=self._run, name="slipstream-pulse", daemon=True).start()
 
@@ -90,12 +90,12 @@ class _Pulse:
 
     def _run(self) -> None:
         context = zmq.Context()  # a socket belongs to one thread
-        addresses = [self._place.watch_address, *self._place.client_addresses]
+        addresses = [self._args.watch_address, *self._args.client_addresses]
         outboxes = [_open_push(context, address, 0) for address in addresses]
         while True:
-            if os.getppid() != self._place.parent:
-                # The parent had no time to end this process, which may be in the middle of loading.
-                shutil.rmtree(self._place.folder, ignore_errors=True)
+            if os.getppid() != self._args.parent:
+                # The parent could not end this process, which may be in the middle of loading.
+                shutil.rmtree(self._args.folder, ignore_errors=True)
                 os._exit(_EXIT_ORPHAN)
             since = self._at_work_since
             frames = encode(Pulse(0.0 if since is None else time.monotonic() - since))
@@ -105,22 +105,22 @@ class _Pulse:
 
 
 class Worker:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, args: WorkerArgs) -> None:
         context = zmq.Context()
         self._inbox = context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._inbox.bind(engine_address(place.folder, place.generation))
-        self._pulse = _Pulse(place)  # after the last file that is made in the folder, which it may have to remove
+        self._inbox.bind(engine_address(args.folder, args.generation))
+        self._pulse = _Pulse(args)  # last, since it may remove the folder: no file may be created in it after
         # What is queued when the process ends is still sent, but not for ever.
-        self._watch = _open_push(context, place.watch_address, 1000)
-        self._clients = [_open_push(context, address, 1000) for address in place.client_addresses]
-        self._splitter = UpdateSplitter(place.num_clients)
+        self._watch = _open_push(context, args.watch_address, 1000)
+        self._clients = [_open_push(context, address, 1000) for address in args.client_addresses]
+        self._splitter = UpdateSplitter(args.num_clients)
         self._context = context
-        self._operations = place.operations
+        self._operations = args.operations
         self._core: EngineCore | None = None
         self._driver: Driver | None = None
-        self._early: deque[Message] = deque()  # from a message that means several
-        self._gone: tuple[str, ...] = ()  # prefixes of clients that have left
+        self._early: deque[Message] = deque()  # the rest of a message that stands for several
+        self._gone: tuple[str, ...] = ()  # prefixes of clients that are gone
         self._stats_sent_at = 0.0
 
     def run(self, options: EngineOptions) -> int:
@@ -136,7 +136,7 @@ class Worker:
         try:
             self._driver.run()
         except HostSyncError:
-            self._send_stats()  # the violation is counted, and the count outlives this process
+            self._send_stats()  # the violation is counted, and the count must outlive this process
             raise
         return 0
 
@@ -144,7 +144,7 @@ class Worker:
         self._context.destroy()
 
     def _receive(self, wait: bool) -> Message:
-        if wait or self._stats_are_due:  # while graphs are recorded too, which may take a minute
+        if wait or self._stats_are_due:  # also during graph capture, which may take a minute
             self._send_stats()
         while True:
             self._pulse.note_progress()
@@ -157,12 +157,12 @@ class Worker:
                 raise queue.Empty
 
     def _take_message(self) -> Message | None:
-        """The next message for the engine; None where it was not for the engine."""
+        """The next message for the engine; None if it was not for the engine."""
         try:
             message: Message | Leave = decode(self._inbox.recv_multipart())
         except MalformedRequest as error:
             reason = f"the engine cannot read this request: {error}"
-            self._deliver(TokenUpdates.of([TokenUpdate(error.request_id, [], "error", error=reason)]))
+            self._deliver(TokenUpdates.from_list([TokenUpdate(error.request_id, [], "error", error=reason)]))
             return None
         if isinstance(message, Leave):
             assert self._driver is not None
@@ -170,7 +170,7 @@ class Worker:
             self._early += [Finish(known) for known in self._driver.known if known.startswith(message.prefix)]
             return None
         if isinstance(message, Add) and message.request.request_id.startswith(self._gone):
-            return None  # the client's last words came by another way than the word of its end, and later
+            return None  # sent before the client ended, but received after Leave, which took another socket
         return message
 
     def _deliver(self, updates: TokenUpdates) -> None:
@@ -192,15 +192,15 @@ class Worker:
 
 
 def main() -> int:
-    # The server decides what becomes of a Ctrl-C.
+    # The server decides how to end after Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    place = Place(*sys.argv[1:])
+    args = WorkerArgs(*sys.argv[1:])
     if not (given := sys.stdin.buffer.read()):
-        # The server ended before it had said anything.
-        shutil.rmtree(place.folder, ignore_errors=True)
+        # The server ended before it sent the options.
+        shutil.rmtree(args.folder, ignore_errors=True)
         return _EXIT_ORPHAN
     options = msgspec.json.decode(given, type=EngineOptions)
-    worker = Worker(place)
+    worker = Worker(args)
     try:
         return worker.run(options)
     finally:

@@ -1,1 +1,1 @@
-"""Recorded steps: which batches have a graph, how graphs are made, and which one a batch takes."""
+"""CUDA graphs: which batches have one, how graphs are captured, and which graph a batch runs in."""

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from slipstream.graphs.mode import CUDAGraphMode
 
-# What of sampling is inside the graph: all of it (greedy, temperature, noise), or nothing, because Python cannot branch
-# inside a graph on what the requests of the day ask for.
+# Whether sampling is inside the graph: all of it (greedy, temperature, noise), or nothing, because Python cannot branch
+# inside a graph on the requests' parameters.
 Tier = Literal["fast", "full"]
 
 
@@ -27,13 +27,13 @@ class BatchExecutionDescriptor:
     mode: CUDAGraphMode
     num_tokens: int
     num_reqs: int
-    query_len: int | None = None  # of every request, where all have the same; None for mixed batches
+    query_len: int | None = None  # of every request; None for mixed batches
     tier: Tier = "full"
-    num_drafts: int = 0  # made inside, behind the step; 0 where none are or where they have graphs of their own
+    num_drafts: int = 0  # drafts proposed in the graph after the step; 0 if none, or if drafting has its own graphs
 
     def __post_init__(self) -> None:
         if self.query_len is not None and self.num_reqs * self.query_len != self.num_tokens:
-            # Tokens padded and requests not: attention would look for the missing requests' lengths.
+            # With padded tokens but no padded requests, attention would read lengths of missing requests.
             raise ValueError(f"{self.num_tokens} tokens are not {self.num_reqs} requests of {self.query_len}")
 
     @property
@@ -43,14 +43,14 @@ class BatchExecutionDescriptor:
 
 @dataclass(slots=True)
 class AttentionState:
-    """What a forward pass holds for its attention backend. Filled by the backend when the pass first needs it."""
+    """The attention backend's state of a forward pass. Filled by the backend when the pass first needs it."""
 
     inputs: Any  # the batch, at fixed addresses
     metadata: Any = None
 
 
 class AttentionStatePair(NamedTuple):
-    """A backend may initialise itself when first run; a recording must contain that, so it has a state of its own."""
+    """A backend may initialise itself in its first run; a graph must contain that, so it has its own state."""
 
     warmup: AttentionState
     captured: AttentionState

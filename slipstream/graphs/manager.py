@@ -1,4 +1,4 @@
-"""Making graphs before the first step, and finding the one a batch fits into."""
+"""Captures graphs before the first step, and finds the graph that a batch fits into."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DECODES_AND_MIXED = (GraphKind(1), GraphKind(None))
 
 
 class GraphMemory:
-    """What recordings have taken of the device's memory, as measured, and how much they may take."""
+    """Device memory used by graphs, as measured, and its limit."""
 
     def __init__(self, device: Device, limit: int | None = None) -> None:
         self._device, self.limit = device, limit
@@ -55,22 +55,22 @@ class Forward(NamedTuple):
 
 class CreateForwardFn(Protocol):
     def __call__(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
-        """A pass with an attention state of its own: called once for the warm-up and once more for the recording."""
+        """A pass with its own attention state: called once for the warm-up and once more for the capture."""
         ...
 
 
 class CudaGraphManager:
-    """All graphs of one forward pass, largest first, in one pool of memory: they never run at the same time."""
+    """All graphs of one forward pass, largest first, in one memory pool, since they never run at the same time."""
 
     def __init__(
         self,
         device: Device,
         mode: CUDAGraphMode,
-        sizes: Sequence[int],  # to record: requests of batches of decodes, tokens of mixed ones
+        sizes: Sequence[int],  # to capture: requests of decode batches, tokens of mixed ones
         max_num_reqs: int,
         kinds: Sequence[GraphKind] = DECODES_AND_MIXED,
         pool: GraphPool | None = None,
-        # 0: before the first step; larger ones later, when idle; None: never
+        # 0: capture before the first step; larger values later, when idle, in this order; None: never
         order: Callable[[BatchExecutionDescriptor], int | None] = lambda _desc: 0,
         memory: GraphMemory | None = None,
     ) -> None:
@@ -80,14 +80,14 @@ class CudaGraphManager:
         self._memory = memory or GraphMemory(device)
         self._graphs: dict[BatchExecutionDescriptor, Graph] = {}
         self.states: dict[BatchExecutionDescriptor, AttentionStatePair] = {}  # for passes that share them
-        places = {desc: order(desc) for desc in _descriptors(mode, sorted(set(sizes)), max_num_reqs, kinds)}
-        ranked = [(place, desc) for desc, place in places.items() if place is not None]
+        ranks = {desc: order(desc) for desc in _descriptors(mode, sorted(set(sizes)), max_num_reqs, kinds)}
+        ranked = [(rank, desc) for desc, rank in ranks.items() if rank is not None]
         self.descriptors = [desc for _, desc in ranked]
         # Largest first: later graphs then fit into the memory of earlier ones.
         ranked.sort(key=lambda item: (item[0], -item[1].num_tokens))
-        self._urgent = [desc for place, desc in ranked if place == 0]
-        self._missing = [desc for place, desc in ranked if place != 0]
-        self._num_compiled = 0  # of the missing ones, the first, whose kernels are there
+        self._urgent = [desc for rank, desc in ranked if rank == 0]
+        self._missing = [desc for rank, desc in ranked if rank != 0]
+        self._num_compiled = 0  # leading entries of the missing ones whose kernels are compiled
         self._by_kind: dict[GraphKind, list[BatchExecutionDescriptor]] = {}  # sorted by size
         for desc in self._urgent:
             self._offer(desc)
@@ -105,7 +105,7 @@ class CudaGraphManager:
         query_len: int | None,
         tier: Tier = "full",
         num_drafts: int = 0,
-        attention_inside: bool = True,  # whether a graph may hold the batch's attention
+        attention_inside: bool = True,  # whether a graph may contain the batch's attention
     ) -> BatchExecutionDescriptor:
         """The smallest graph the batch fits into; mode NONE, at the batch's own size, if there is none."""
         for length in (query_len, None) if query_len is not None else (None,):
@@ -119,9 +119,9 @@ class CudaGraphManager:
     def capture(
         self, create_forward_fn: CreateForwardFn, progress_bar_desc: str
     ) -> dict[BatchExecutionDescriptor, AttentionStatePair]:
-        """Warm up and record what is urgent. The states come back for passes that share them.
+        """Warm up and capture the urgent graphs. Returns their states for passes that share them.
 
-        A pass in pieces records itself: it alone knows where its attention layers are.
+        A piecewise pass captures itself, since it alone knows where its attention layers are.
         """
         self._compile(self._urgent, create_forward_fn)
         return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
@@ -135,11 +135,11 @@ class CudaGraphManager:
         return len(self._missing)
 
     def capture_one_more(self, create_forward_fn: CreateForwardFn) -> BatchExecutionDescriptor | None:
-        """Record the next graph that is still missing; None if none is. For when there is nothing else to do."""
+        """Capture the next missing graph; None if none is missing. Called when the engine is idle."""
         if not self._missing:
             return None
         if self._memory.is_spent:
-            logger.info("graphs have taken %d MiB; %d more are left out", self._memory.used >> 20, len(self._missing))
+            logger.info("graphs use %d MiB; %d more are skipped", self._memory.used >> 20, len(self._missing))
             self._missing.clear()
             return None
         desc = self._missing[0]
@@ -155,7 +155,7 @@ class CudaGraphManager:
             self._missing.clear()
             return None
         self._offer(desc)
-        # Only now: whoever waits until none is missing may want the device for himself.
+        # Only now: a caller that waits until no graph is missing may need the device for itself.
         self._missing.pop(0)
         return desc
 
@@ -166,7 +166,7 @@ class CudaGraphManager:
         self._graphs[desc].replay()
 
     def _compile(self, descs: Sequence[BatchExecutionDescriptor], create_forward_fn: CreateForwardFn) -> None:
-        """The kernels of these, where kernels are compiled: one after the other would take as long as all of them."""
+        """Compile the kernels of these graphs in parallel, which takes far less time than one by one."""
         device = self._device
         if not descs or not compiles_ahead(device.torch_device):
             return
@@ -208,10 +208,10 @@ def _num_tokens(desc: BatchExecutionDescriptor) -> int:
 def _descriptors(
     mode: CUDAGraphMode, sizes: Sequence[int], max_num_reqs: int, kinds: Sequence[GraphKind]
 ) -> Iterator[BatchExecutionDescriptor]:
-    """Smallest first. Batches of decodes pad requests and tokens together; mixed ones may have a token a request.
+    """Smallest first. Decode batches pad requests and tokens together; mixed ones may have one token per request.
 
-    A size that no batch of decodes has is for mixed ones. Of the others those have the smaller ones only, for there are
-    many.
+    A size that no decode batch has is for mixed batches. Of the other sizes mixed batches have only the smaller ones,
+    to limit their number.
     """
     decode, mixed = mode.decode_mode(), mode.mixed_mode()
     for size in sizes:

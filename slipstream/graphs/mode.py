@@ -9,7 +9,7 @@ from slipstream.attention.backend import Caps
 
 
 class CUDAGraphMode(enum.Enum):
-    """A mode for all batches, or one for batches of decodes and another for mixed ones."""
+    """A mode for all batches, or one for decode batches and another for mixed ones."""
 
     NONE = "none"
     PIECEWISE = "piecewise"  # graphs between attention layers, attention itself launched
@@ -34,26 +34,28 @@ class CUDAGraphMode(enum.Enum):
     def for_draft_decodes(self) -> CUDAGraphMode:
         """Drafts are decoded in full graphs or in none.
 
-        A piecewise graph pads tokens, not requests, and a decode's attention wants one token a request.
+        A piecewise graph pads tokens but not requests, and attention of a decode needs one token per request.
         """
         return CUDAGraphMode.FULL_DECODE_ONLY if self.decode_mode() is CUDAGraphMode.FULL else CUDAGraphMode.NONE
 
 
 class DraftModes(NamedTuple):
-    """How a drafter's passes run: the first over what the target has computed, the rest a token a request."""
+    """The modes of a drafter's passes: the first over the tokens of the target's step, the others one per request."""
 
     first: CUDAGraphMode
     rest: CUDAGraphMode
 
 
 def draft_modes(mode: CUDAGraphMode, num_drafts: int) -> DraftModes:
-    """From the user's mode, of which the backend's attention can do this much."""
-    rest = mode.for_draft_decodes() if num_drafts > 1 else CUDAGraphMode.NONE  # one draft has no rest
+    """From the user's mode, as far as the backend's attention supports it."""
+    rest = (
+        mode.for_draft_decodes() if num_drafts > 1 else CUDAGraphMode.NONE
+    )  # with one draft there are no further passes
     return DraftModes(mode, rest)
 
 
 def usable_mode(mode: CUDAGraphMode, caps: Caps) -> CUDAGraphMode:
-    """The part of the mode that the backend's attention can be recorded for."""
+    """The part of the mode that the backend's attention supports."""
     if caps.graph_support == "always" or mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return mode
     if caps.graph_support == "decode":

@@ -1,6 +1,6 @@
-"""A forward pass in pieces: what is between attention layers is recorded, attention is launched anew in each step.
+"""A piecewise forward pass: what is between attention layers is captured, attention is launched in every step.
 
-For backends whose attention no graph can hold, and for batches whose attention must know the step's true shape.
+For backends whose attention cannot be captured, and for batches whose attention needs the step's true shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Break(NamedTuple):
 
 @dataclass(slots=True)
 class _SplittingContext(AttentionContext):
-    """Ends a piece where a layer begins that is launched anew in every step, and starts the next one after it."""
+    """Ends a piece before a layer that is launched in every step, and starts the next one after it."""
 
     recorder: PiecewiseForward | None = None
 
@@ -52,7 +52,7 @@ class PiecewiseForward:
         self.output: Tensor | None = None
 
     def record(self, forward: Callable[[AttentionContext], Tensor], context: AttentionContext) -> None:
-        """Record a pass. Attention does not run, so neither do its inputs need to be there."""
+        """Capture a pass. Attention does not run, so its inputs need not exist."""
         splitting = _SplittingContext(
             context.group_steps,
             context.group_of_layer,
@@ -83,7 +83,7 @@ class PiecewiseForward:
         self._pieces.append(capture.graph)
 
     def replay(self, context: AttentionContext) -> Tensor:
-        """The pass over this step's inputs; ``context`` is the step's own."""
+        """Run the pass on this step's inputs; ``context`` is the step's own."""
         for i, piece in enumerate(self._pieces):
             piece.replay()
             if i < len(self.breaks):

@@ -117,7 +117,7 @@ class HeadNorms(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """A step's tokens in one layer, on their way into the cache. Heads are their own axis."""
+    """A step's tokens in one layer, before they are in the cache. Heads are a separate axis."""
 
     q: Tensor  # [num_tokens, num_heads, head_dim]
     k: Tensor  # [num_tokens, num_kv_heads, head_dim]

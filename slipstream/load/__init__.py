@@ -1,4 +1,4 @@
-"""A load generator for any OpenAI-compatible server: what is sent, when, from where, and what came back.
+"""A load generator for any OpenAI-compatible server: workloads, arrivals, client processes and measurements.
 
-Knows HTTP/1.1 and server-sent events as far as they are needed, and nothing of the engine; imports no torch.
+Speaks as much HTTP/1.1 and SSE as needed, and knows nothing of the engine; imports no torch.
 """

@@ -1,6 +1,6 @@
-"""Requests sent and answers read by one process: many connections, one thread, no event loop but its own.
+"""Requests sent and responses read by one process: many connections, one thread, its own event loop.
 
-asyncio takes 13 microseconds for a read of one event; reading the sockets that are ready takes 4, the system's share
+asyncio takes 13 microseconds for a read of one event; reading the ready sockets directly takes 4, system time
 included. Times are those of the reads.
 """
 
@@ -19,19 +19,19 @@ from slipstream.load.response import Response
 from slipstream.load.target import Target
 
 READ_BYTES = 65536
-# A connection that was idle and is lost sooner than this after sending was closed by the server before it knew of it.
+# An idle connection that is lost sooner than this after sending was closed by the server before it saw the request.
 _STALE_S = 0.1
-TICK_S = 0.25  # between looks for silent servers, and reports of progress
+TICK_S = 0.25  # between checks for silent servers, and progress reports
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What to send: bodies in their order, and either how many streams send them or when each is due."""
+    """What to send: request bodies in order, and either the number of streams or the time at which each is due."""
 
     bodies: Sequence[bytes]
-    streams: int | None = None  # closed loop: the next request follows when one has ended
+    streams: int | None = None  # closed loop: each stream sends its next request when one has ended
     due: Sequence[float] = ()  # open loop: seconds after the start, ascending
 
 
@@ -70,7 +70,7 @@ class LoadClient:
     def __init__(
         self,
         target: Target,
-        head: bytes,  # of every request, up to the number of its Content-Length
+        head: bytes,  # of every request, up to the value of Content-Length
         script: Script,
         *,
         timeout_s: float,
@@ -90,13 +90,13 @@ class LoadClient:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Send nothing more and count what is under way as unfinished."""
+        """Send nothing more and count requests under way as unfinished."""
         self._is_stopped = True
 
     def run(self, origin: float, on_tick: Callable[[Recorder], None] | None = None, control: int | None = None) -> None:
-        """Send everything and read every answer. ``on_tick`` is called now and then, and when ``control`` is readable.
+        """Send everything and read every response. ``on_tick`` is called regularly, and when ``control`` is readable.
 
-        ``origin`` is the time that the script's times count from.
+        The script's times count from ``origin``.
         """
         if control is not None:
             self._poller.register(control, READ)
@@ -120,7 +120,7 @@ class LoadClient:
             self._close_all()
 
     def _poll(self, wait: float, control: int | None, on_tick: Callable[[Recorder], None] | None) -> None:
-        """The one loop that counts: every read of every stream passes through it."""
+        """The hot path: every read of every stream goes through this loop."""
         connections, clock = self._connections, self._clock
         for fd, mask in self._poller.poll(wait):
             connection = connections.get(fd)
@@ -128,7 +128,7 @@ class LoadClient:
                 if fd == control and on_tick is not None:
                     on_tick(self.recorder)
                 continue
-            if mask == WRITE:  # else there is something to read first: an answer to what is still being sent, an error
+            if mask == WRITE:  # otherwise read first: an early response or an error
                 self._write(connection)
                 continue
             try:
@@ -143,20 +143,20 @@ class LoadClient:
             if not data:
                 self._end_of_file(connection, now)
             elif response is None:
-                self._close(connection)  # bytes that no request asked for
+                self._close(connection)  # bytes without a request
             else:
                 connection.last_read = now
                 response.feed(data, now)
                 if response.is_complete:
                     self._finish(connection, now)
         self._fill_streams()
-        # Not before: a new connection with an old one's number would get the events of that one.
+        # Only now: a new connection that reuses a closed one's number would receive its events.
         for own in self._closed:
             own.close()
         self._closed.clear()
 
     def _send_due(self, origin: float, now: float) -> float:
-        """Send what is due by now, and return when the next one is."""
+        """Send what is due by now, and return when the next request is due."""
         due, count = self._script.due, len(self._script.bodies)
         while self._next < count and origin + due[self._next] <= now:
             self._begin(origin + due[self._next])
@@ -170,7 +170,7 @@ class LoadClient:
         self._send(self._idle.popitem()[1] if self._idle else None, idx, start, start if due is None else due)
 
     def _fill_streams(self) -> None:
-        """In a closed loop every stream has a request while there are any."""
+        """In a closed loop, give every free stream a request."""
         while self._num_free and self._next < len(self._script.bodies) and not self._is_stopped:
             self._num_free -= 1
             self._begin()
@@ -206,7 +206,7 @@ class LoadClient:
         return connection
 
     def _write(self, connection: Connection) -> None:
-        """Send what the socket takes."""
+        """Send as much as the socket takes."""
         try:
             if connection.is_connecting:
                 if code := connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -289,7 +289,7 @@ class LoadClient:
 
 
 def _reason(error: OSError) -> str:
-    """In words that are the same for all failures of a kind."""
+    """A text that is the same for all failures of a kind."""
     names = {
         errno.ECONNREFUSED: "connection refused",
         errno.ECONNRESET: "connection reset",

@@ -1,8 +1,8 @@
-"""Token events of one stream, counted and time-stamped without parsing the ordinary ones.
+"""Token events of one stream, counted and timestamped without parsing the ordinary ones.
 
-Server-sent events are lines that begin with ``data:``. JSON has no raw line break, so a line is an event. Of an
-ordinary event nothing is read: it is one more arrival of text. Parsed are those before the first text and those that
-say more: the reason of the end, usage, an error.
+Server-sent events are lines that begin with ``data:``. JSON has no raw line break, so a line is an event. Ordinary
+events are only counted, each as one more piece of text. Events before the first text are parsed, and those with a
+finish reason, usage or an error.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from array import array
 from typing import Any
 
 MAX_LINE_BYTES = 4 << 20
-# Fields whose text a reader sees arrive, in the deltas of chat completions.
-# How a server writes its reason for the end: JSON with or without a space after the colon.
+# Fields of chat deltas whose text a user would see.
+# How servers write a finish reason: JSON with or without a space after the colon.
 _END_MARKERS = (b'"finish_reason":"', b'"finish_reason": "')
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
 
 class TokenEvents:
-    """What one stream has said so far.
+    """What one stream has sent so far.
 
-    ``times`` has the arrival of every event with text, the first one included; events of one read share a time.
+    ``times`` has the arrival of every event with text, the first included; events of one read share a time.
     """
 
     __slots__ = (
@@ -39,7 +39,7 @@ class TokenEvents:
     def __init__(self) -> None:
         self.times = array("d")
         self._append_time = self.times.append
-        self.is_finished = False  # the server gave a reason for the end, or said [DONE]
+        self.is_finished = False  # the server sent a finish reason or [DONE]
         self.failure: str | None = None
         self.prompt_tokens = -1  # -1: no usage was sent
         self.output_tokens = -1
@@ -48,7 +48,7 @@ class TokenEvents:
         self._end_marker = _END_MARKERS[0]
 
     def feed(self, text: bytes, now: float) -> None:
-        """Take the next bytes of the stream, cut anywhere."""
+        """Process the next bytes of the stream, which may be cut anywhere."""
         if self._rest:
             text = self._rest + text
             self._rest = b""
@@ -60,7 +60,7 @@ class TokenEvents:
                 self.failure = f"an event of the stream is longer than {MAX_LINE_BYTES:,} bytes"
             if not text:
                 return
-        # In a JSON string these would have backslashes before their quotes.
+        # Inside a JSON string these would have backslashes before their quotes.
         if (
             not self._has_text
             or self._end_marker in text
@@ -114,7 +114,7 @@ class TokenEvents:
 
 
 def error_message(body: dict[str, Any]) -> str:
-    """Of an error in OpenAI's shape, or of those that other servers send."""
+    """The message of an error in OpenAI's format, or in those of other servers."""
     error = body.get("error", body)
     message = error.get("message", error.get("detail", error)) if isinstance(error, dict) else error
     return shown(str(message).encode())

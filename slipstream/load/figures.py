@@ -1,7 +1,7 @@
-"""Figures of a run from its columns: rates, and the distributions of times. All times that leave here are in ms.
+"""Metrics of a run from its columns: rates, and the distributions of latencies. All times returned are in ms.
 
-TTFT is from the beginning of sending to the first event with text, a gap the time between two such events of one
-answer, TPOT the mean time of a token after the first one, and e2e the time to the complete answer.
+TTFT is from the start of sending to the first event with text, an inter-token gap the time between two such events of
+one response, TPOT the mean time per token after the first one, and e2e the time to the complete response.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.load.records import FLOATS, INTS, UNFINISHED, Records
 
 METRICS = ("ttft", "itl", "tpot", "e2e")
 PERCENTILES = (50, 95, 99)
-# A process that computes for more of its time than this may well have read tokens late.
+# A process that is busy for more of its time than this may have read tokens late.
 BUSY = 0.85
 
 Row = dict[str, Any]
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Times in ms. Of ``itl`` one a gap; of the others one a request, NaN where a request has none."""
+    """Times in ms. ``itl`` has one per gap; the others have one per request, NaN where a request has none."""
 
     ttft: FLOATS
     itl: FLOATS
@@ -35,7 +35,7 @@ class Samples:
 
 
 def take_samples(records: Records) -> Samples:
-    """Of the requests that ended well."""
+    """Of the requests that succeeded."""
     ok = records.is_ok
     start, end, num_events = records.start[ok], records.end[ok], records.num_events[ok]
     tokens = output_tokens(records)
@@ -46,7 +46,7 @@ def take_samples(records: Records) -> Samples:
     last[has_text] = records.event_times[stops[has_text] - 1]
     gaps = np.diff(records.event_times)
     within = np.ones(len(gaps), bool)
-    # Between the last event of one answer and the first of the next there is no gap.
+    # There is no gap between the last event of one response and the first of the next.
     within[stops[has_text][:-1] - 1] = False
     many = has_text & (tokens > 1)
     tpot = np.full(len(start), np.nan)
@@ -55,14 +55,14 @@ def take_samples(records: Records) -> Samples:
 
 
 def output_tokens(records: Records) -> INTS:
-    """Of the requests that ended well: what the server says, else one for each event."""
+    """Of the requests that succeeded: as the server counted, else one for each event."""
     ok = records.is_ok
     told = records.output_tokens[ok]
     return np.where(told >= 0, told, records.num_events[ok])
 
 
 def measure(records: Records, limits: Mapping[str, float]) -> Row:
-    """The figures of one run. Rates count requests that ended well, from the first start to the last end of these."""
+    """The metrics of one run. Rates count successful requests, from the first start to the last end of these."""
     ok, samples = records.is_ok, take_samples(records)
     num_ok = int(ok.sum())
     seconds = float(records.end[ok].max() - records.start[ok].min()) if num_ok else 0.0
@@ -100,12 +100,12 @@ def most_at_once(records: Records) -> int:
     """The largest number of requests under way at one time."""
     times = np.concatenate([records.start, records.end])
     steps = np.concatenate([np.ones(len(records.start), np.int64), -np.ones(len(records.end), np.int64)])
-    # One that ends as another starts makes room for it.
+    # A request that ends when another starts does not overlap it.
     return int(np.cumsum(steps[np.lexsort((steps, times))]).max(initial=0))
 
 
 def keeps_limits(samples: Samples, limits: Mapping[str, float]) -> Any:
-    """Whether each request kept all limits; one without a time for a limit, such as TPOT of one token, keeps it."""
+    """Whether each request kept all limits. One without a value for a limit, such as TPOT of one token, keeps it."""
     good = np.ones(len(samples.ttft), bool)
     for name, limit in limits.items():
         good &= ~(getattr(samples, name) > limit)
@@ -122,7 +122,7 @@ def _goodput(samples: Samples, limits: Mapping[str, float], seconds: float, num_
 
 
 def _client(records: Records) -> Row:
-    """What the load cost the client: the share of a core of each process, and microseconds for each event."""
+    """The client's own load: CPU share of each process, and microseconds for each event."""
     shares = [round(process["cpu_s"] / process["wall_s"], 3) if process["wall_s"] else 0.0 for process in records.cpu]
     events = sum(process["num_events"] for process in records.cpu)
     spent = sum(process["cpu_s"] for process in records.cpu)

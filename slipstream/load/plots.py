@@ -1,4 +1,4 @@
-"""A picture of a measurement: distributions of times to the first token and between tokens, and the rate over time."""
+"""A plot of a measurement: distributions of TTFT and of the time between tokens, and throughput over time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slipstream.load.figures import output_tokens, take_samples
 from slipstream.load.records import FLOATS, Records
 
 _BINS = 60
-# Events of one read have no time between them, which a logarithm cannot show: they are drawn here.
+# Events of one read have no time between them, which a logarithmic axis cannot show: they are drawn at this value.
 _LEAST_MS = 0.01
-_MOST_POINTS = 2000  # of one curve; more cannot be seen
+_MOST_POINTS = 2000  # of one curve; more cannot be distinguished
 
 
 def check_plots(path: Path) -> None:
-    """Before anything is measured: whether a picture can be made and written."""
+    """Check before the measurement that a plot can be drawn and written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -31,9 +31,9 @@ def check_plots(path: Path) -> None:
 
 
 def rate_over_time(records: Records, num_bins: int = _BINS) -> tuple[FLOATS, FLOATS]:
-    """Edges of equal spans of time, in seconds, and output tokens per second in each.
+    """Edges of equal time bins, in seconds, and output tokens per second in each.
 
-    Events have the weight that makes those of a request add up to its tokens.
+    Events are weighted so that those of a request add up to its tokens.
     """
     num_events = records.num_events[records.is_ok]
     tokens = output_tokens(records)
@@ -44,7 +44,7 @@ def rate_over_time(records: Records, num_bins: int = _BINS) -> tuple[FLOATS, FLO
 
 
 def distribution(values: FLOATS) -> tuple[FLOATS, FLOATS]:
-    """Sorted values, and the share of all that is at most each; thinned out evenly where there are very many."""
+    """Sorted values and their cumulative share, thinned out evenly where there are very many."""
     values = np.sort(values[~np.isnan(values)])
     shares = np.arange(1, len(values) + 1) / max(len(values), 1)
     if len(values) > _MOST_POINTS:

@@ -1,4 +1,4 @@
-"""Which of many file descriptors can be read or written: epoll where there is one, else what ``selectors`` has."""
+"""Readiness of many file descriptors: epoll where available, else ``selectors``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-READ, WRITE = 1, 4  # as epoll numbers them; errors and hang-ups come as other bits
+READ, WRITE = 1, 4  # epoll's values; errors and hang-ups are other bits
 
 
 class Poller(Protocol):
-    """What a client needs of one; epoll's object has these methods."""
+    """The methods that a client needs; epoll's object has them."""
 
     def register(self, fd: int, eventmask: int, /) -> None: ...
     def modify(self, fd: int, eventmask: int, /) -> None: ...

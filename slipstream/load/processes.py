@@ -1,4 +1,4 @@
-"""The load from several processes: started, told to begin at the same moment, and their columns put together."""
+"""Load from several processes: started, released at the same moment, and their columns joined."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slipstream.errors import RequestError
 from slipstream.load.records import Records
 from slipstream.load.worker import Task
 
-# From the word to begin until the first request: every process has it by then.
+# From the start signal to the first request: long enough for every process to receive the signal.
 _HEAD_START_S = 0.05
 _POLL_S = 0.1
-_END_S = 10.0  # for a process to hand in what it has, once told to stop
+_END_S = 10.0  # for a process to return its records, once told to stop
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Progress:
 def share_out(
     num_processes: int, task: Callable[[int, range, range], Task], num_requests: int, warmup: int
 ) -> list[Task]:
-    """The tasks of all processes: ``task`` makes one from its number, its requests and its warm-up requests."""
+    """The tasks of all processes: ``task`` makes one from its rank, its requests and its warm-up requests."""
     return [
         task(rank, range(rank, num_requests, num_processes), range(rank, warmup, num_processes))
         for rank in range(num_processes)
@@ -46,7 +46,7 @@ class ClientProcesses:
         self._workers = [_Process(task) for task in tasks]
 
     def warm_up(self, is_stopped: Callable[[], bool]) -> bool:
-        """Wait until all have their requests and have warmed up. False if stopped before."""
+        """Wait until all have built their requests and have warmed up. False if stopped before."""
         ready = self._collect("ready", lambda *_: None, is_stopped)
         if ready is None:
             return False
@@ -55,7 +55,7 @@ class ClientProcesses:
         return True
 
     def measure(self, on_progress: Callable[[Progress], None], is_stopped: Callable[[], bool]) -> Records:
-        """Begin everywhere at once, and wait for the end or for ``is_stopped``."""
+        """Start all processes at the same time, and wait for the end or for ``is_stopped``."""
         origin = time.monotonic() + _HEAD_START_S
         counts = [(0, 0, 0)] * len(self._workers)
 
@@ -73,7 +73,7 @@ class ClientProcesses:
             worker.close()
 
     def _collect(self, what: str, on_other: Callable[..., None], is_stopped: Callable[[], bool]) -> list[Any] | None:
-        """One message of this kind from each process. Once stopped, those of a measurement still hand in theirs."""
+        """One message of this kind from each process. Once stopped, the processes still return their records."""
         found: dict[int, Any] = {}
         deadline = None
         ranks = {worker.connection: rank for rank, worker in enumerate(self._workers)}
@@ -104,7 +104,7 @@ class _Process:
     def __init__(self, task: Task) -> None:
         self.connection, theirs = Pipe()
         command = [sys.executable, "-m", "slipstream.load.worker", str(theirs.fileno())]
-        # In a session of its own: Ctrl-C is for the parent, which then asks for what there is.
+        # In its own session: Ctrl-C is for the parent, which then collects the records.
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -112,7 +112,7 @@ class _Process:
         self.send(task)
 
     def send(self, message: object) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # receiving says what is wrong
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next receive raises the error
             self.connection.send(message)
 
     def receive(self) -> tuple[Any, ...]:
@@ -124,7 +124,7 @@ class _Process:
         return message
 
     def close(self) -> None:
-        self.connection.close()  # which ends it, whatever it does
+        self.connection.close()  # which makes it exit
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What came of every request, in columns: a few arrays instead of an object for each token."""
+"""The results of all requests in columns: a few arrays instead of an object for each token."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Records:
     """Of all requests that were sent; times in seconds since the start of the measurement."""
 
     start: FLOATS  # when sending began
-    due: FLOATS  # when it was to begin; the same in a closed loop
-    end: FLOATS  # when the answer was complete, or had failed
+    due: FLOATS  # when it should begin; equal to start in a closed loop
+    end: FLOATS  # when the response was complete or had failed
     outcome: INTS  # OK, UNFINISHED (the run was stopped), or an index into failures
     num_events: INTS  # of text; 0 unless OK
-    prompt_tokens: INTS  # as the server counted; -1 if it did not say
+    prompt_tokens: INTS  # as the server counted; -1 if it did not
     output_tokens: INTS
     event_times: FLOATS  # of all requests, one after another
-    failures: list[str]  # why requests failed, by kind: the first message of each
+    failures: list[str]  # the first message of each kind of failure
     cpu: list[dict[str, float]]  # of each client process: cpu_s, wall_s, num_events
 
     @property
@@ -40,7 +40,7 @@ class Records:
 
     @classmethod
     def joined(cls, parts: Sequence[Records]) -> Records:
-        """Of several processes; the same failure in two of them is one."""
+        """The records of several processes; equal failures are merged."""
         failures: list[str] = []
         outcomes = []
         for part in parts:
@@ -69,7 +69,7 @@ class Recorder:
         self._ints = {name: array("q") for name in ("outcome", "num_events", "prompt_tokens", "output_tokens")}
 
     def add(self, start: float, due: float, end: float, response: Response) -> None:
-        """A request that came to its end, well or not."""
+        """A request that succeeded or failed."""
         events = response.events
         if response.failure is not None:
             outcome = self._failure_idx(response.failure)
@@ -115,5 +115,5 @@ class Recorder:
 
 
 def kind_of(reason: str) -> str:
-    """Failures of a kind are counted together; what follows the colon may differ each time, such as an id."""
+    """Failures of a kind are counted together; the text after the colon may differ each time, such as an id."""
     return reason.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Rows shown to a person: one run as a table, two runs side by side, and what they should be warned of."""
+"""Results for the terminal: one run as a table, two runs side by side, and warnings about the measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METRIC_NAMES = {
 }
 _RATES = (("output tokens per second", "tok_s", "{:,.1f}"), ("requests per second", "request_s", "{:,.2f}"))
 _STATISTICS = ("mean", *(f"p{percent}" for percent in PERCENTILES))
-# A request sent later than this after it was due is another load than was asked for.
+# Requests sent later than this after they were due are not the load that was asked for.
 _LATE_MS = 20.0
 
 
@@ -54,7 +54,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
-    """What keeps the figures from being those of the server alone."""
+    """Conditions under which the figures are not those of the server alone."""
     found = []
     for row in rows:
         name = point_name(row)
@@ -74,7 +74,7 @@ def warnings(rows: Sequence[Row]) -> list[str]:
 
 
 def compare(first: Sequence[Row], second: Sequence[Row], names: tuple[str, str]) -> Table:
-    """Both runs side by side, with ratios of the second to the first, for each load that either has."""
+    """Both runs side by side, with ratios of the second to the first, for each load in either."""
     shown = Table("load", title=f"a is {names[0]}, b is {names[1]}")
     shown.add_column("figure", no_wrap=True)
     for name in ("a", "b", "b to a"):

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 response, from bytes cut anywhere. Knows chunks, lengths and bodies that end with the connection."""
+"""One HTTP/1.1 response, parsed from bytes cut anywhere: chunked, with a length, or ended by the connection."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from slipstream.load.events import TokenEvents, error_message, shown
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNK_HEAD_BYTES = 1024
-MAX_BODY_BYTES = 64 << 10  # of what is kept to explain a failure
+MAX_BODY_BYTES = 64 << 10  # kept to explain a failure
 
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?")
-# How the body ends: as chunks, after so many bytes, with the connection.
+# What ends the body: the last chunk, a number of bytes, or the end of the connection.
 _CHUNKED, _LENGTH, _CLOSE = range(3)
 
 
 class Response:
-    """The response to one request. ``failure`` says why it is none that counts, once ``is_complete``."""
+    """The response to one request. Once ``is_complete``, ``failure`` says why it does not count, if it does not."""
 
     __slots__ = (
         "_framing",
@@ -40,7 +40,7 @@ class Response:
         self.events = TokenEvents()
         self.status = 0
         self.content_type = ""
-        self.body = bytearray()  # of responses that are no stream of events
+        self.body = bytearray()  # of responses that are not event streams
         self.is_complete = False
         self.keeps_connection = False  # whether another request may follow on it
         self.failure: str | None = None
@@ -48,18 +48,18 @@ class Response:
         self._is_stream = False
         self._framing = _CLOSE
         self._left = 0  # bytes of the body, or of the chunk and its line break, still to come
-        self._is_between_chunks = False  # of a stream of events, with nothing left over
+        self._is_between_chunks = False  # in an event stream, with no partial line
         self._in_trailer = False
-        self._rest = b""  # an unfinished head, line of a chunk's length, or trailer
+        self._rest = b""  # an unfinished head, chunk size line or trailer
 
     @property
     def has_begun(self) -> bool:
         return self._has_head or bool(self._rest)
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take the next bytes from the connection."""
+        """Process the next bytes from the connection."""
         if self._is_between_chunks and data[-4:] == b"\n\n\r\n":
-            # The usual case at a tenth of the work: one whole chunk. What is not goes the long way.
+            # The fast path at a tenth of the work: one whole chunk. Anything else takes the general path.
             end = data.find(b"\r\n", 0, 16)
             try:
                 if int(data[:end], 16) == len(data) - end - 4 > 0:
@@ -106,7 +106,7 @@ class Response:
             self._fail("closed before the end of the stream")
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """What follows the head; None while there is more of it to come."""
+        """The bytes after the head; None while the head is incomplete."""
         while True:
             end = data.find(b"\r\n\r\n")
             line = _STATUS_LINE.match(data)
@@ -121,7 +121,7 @@ class Response:
             assert line is not None
             head, data = data[:end], data[end + 4 :]
             self.status = int(line[1])
-            if self.status >= 200:  # others, such as 100 Continue, precede the answer
+            if self.status >= 200:  # others, such as 100 Continue, precede the response
                 self._read_fields(head)
                 return data
 
@@ -210,13 +210,13 @@ class Response:
     def _complete(self, now: float, *, keeps_connection: bool) -> None:
         self.is_complete = True
         self.events.end(now)
-        # Bytes after the answer belong to none of our requests: the connection is of no further use.
+        # Bytes after the response belong to no request: the connection is not used again.
         self.keeps_connection = self.keeps_connection and keeps_connection
         if self.failure is None:
             self.failure = self.events.failure or self._fault()
 
     def _fault(self) -> str | None:
-        """Why a complete response is not a stream that ended well."""
+        """Why a complete response is not a stream that ended normally; None if it is."""
         if self.status != 200:
             return f"HTTP {self.status}: {self._error_text()}"
         if not self._is_stream:
@@ -238,7 +238,7 @@ class Response:
 
 
 def _chunk_size(line: bytes) -> int:
-    """Of a line with extensions; -1 if it has no size."""
+    """The size in a chunk's first line, which may have extensions; -1 if it has none."""
     size = line.partition(b";")[0].strip()
     return int(size, 16) if re.fullmatch(rb"[0-9a-fA-F]{1,15}", size) else -1
 

@@ -1,28 +1,25 @@
-"""What ``slipstream bench serve`` may be told; the command line makes an option of every field."""
+"""The settings of ``slipstream bench serve``; the command line has an option for every field."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from slipstream.config import option
 from slipstream.errors import ConfigError, nearest
 
 CONCURRENCY = "1,8,32"
-# Requests of a run, if neither --requests nor a data set says.
+# Requests of a run, if neither --requests nor a data set gives a number.
 _REQUESTS_A_STREAM, _LEAST_REQUESTS, _OPEN_REQUESTS = 4, 16, 200
 LIMITS = ("ttft", "tpot", "e2e")
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measurement: a closed loop of so many streams, an open loop of a rate, or neither for a trace."""
+    """One measurement: a closed loop of some streams, an open loop of some rate, or neither for a trace."""
 
     streams: int | None = None
     rate: float | None = None
@@ -35,57 +32,56 @@ class Point:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    url: str = _option("http://127.0.0.1:8000", "Where the server listens.")
-    model: str | None = _option(None, "Name of the model there; the first one that the server lists if unset.")
-    api: str = _option("chat", "What is asked: chat or completions.")
-    api_key: str | None = _option(None, "Key to send as a bearer token.")
-    concurrency: str | None = _option(
+    url: str = option("http://127.0.0.1:8000", "Address of the server.")
+    model: str | None = option(None, "Model name in the API; the first one listed if unset.")
+    api: str = option("chat", "API to use: chat or completions.")
+    api_key: str | None = option(None, "Key to send as a bearer token.")
+    concurrency: str | None = option(
         None,
-        "Closed loop: streams that send their next request when one has ended; several, separated by commas, are run "
+        "Closed loop: streams that each send their next request when one has ended; several numbers, with commas, run "
         f"one after another. {CONCURRENCY} if neither this nor --rate nor --trace.",
     )
-    rate: str | None = _option(
-        None, "Open loop: requests a second, however many are under way; several, separated by commas; inf for all."
+    rate: str | None = option(
+        None,
+        "Open loop: requests per second, however many are under way; several, separated by commas; inf for all.",
     )
-    burstiness: float = _option(
-        1.0, "How even the arrivals of an open loop are: 1 is a Poisson process, less comes in bursts."
+    burstiness: float = option(1.0, "Burstiness of an open loop's arrivals: 1 is a Poisson process, less is burstier.")
+    trace: str | None = option(
+        None, "Open loop from a JSONL file: timestamp, and a prompt or lengths; Mooncake's traces work."
     )
-    trace: str | None = _option(
-        None, "Open loop as in a JSONL file: timestamp, and a prompt or lengths; Mooncake's traces are known."
-    )
-    trace_unit: str = _option("auto", "Unit of a trace's timestamps: s, ms, or auto (ms where it has hash_ids).")
-    trace_speed: float = _option(1.0, "Play a trace so many times as fast.")
-    requests: int | None = _option(
+    trace_unit: str = option("auto", "Unit of a trace's timestamps: s, ms, or auto (ms where it has hash_ids).")
+    trace_speed: float = option(1.0, "Replay a trace this many times as fast.")
+    requests: int | None = option(
         None,
         "Requests of each run; 4 for each stream and at least 16, 200 in an open loop, or all of a data set or trace "
         "if unset.",
     )
-    warmup: int = _option(1, "Requests before each run that are not counted.")
-    prompt_len: int = _option(128, "Random words in each prompt, the shared ones included.")
-    output_len: int = _option(128, "Most tokens of an answer, where a data set does not say.")
-    len_spread: float = _option(0.0, "Draw both lengths evenly from this share below to this share above.")
-    prefix_len: int = _option(0, "Words that all prompts begin with.")
-    vocab_size: int | None = _option(
-        None, "Prompts of token ids below this instead of words; exact lengths, with --api completions."
+    warmup: int = option(1, "Warm-up requests before each run.")
+    prompt_len: int = option(128, "Random words in each prompt, the shared ones included.")
+    output_len: int = option(128, "Output tokens of each request, where a data set does not say.")
+    len_spread: float = option(0.0, "Draw both lengths uniformly from this fraction below to this fraction above.")
+    prefix_len: int = option(0, "Words of a prefix shared by all prompts.")
+    vocab_size: int | None = option(
+        None, "Random token ids below this instead of words: exact lengths, with --api completions."
     )
-    dataset: str | None = _option(
+    dataset: str | None = option(
         None, "JSONL with messages or prompt, and max_tokens if it differs; or Spec-Bench's question.jsonl."
     )
-    temperature: float = _option(0.0, "Randomness of the answers; 0 is greedy.")
-    ignore_eos: bool | None = _option(
-        None, "Send ignore_eos, an extension, so that every answer has its full length; on unless a data set is read."
+    temperature: float = option(0.0, "Randomness of the answers; 0 is greedy.")
+    ignore_eos: bool | None = option(
+        None, "Send ignore_eos, an extension, so that every response has its full length; on unless a data set is used."
     )
-    include_usage: bool = _option(True, "Ask for the numbers of tokens; without them events are counted.")
-    extra_body: Mapping[str, Any] | None = _option(None, "More fields of every request, as JSON; null takes one away.")
-    timeout_s: float = _option(600.0, "Longest silence of the server during a request, in seconds.")
-    processes: int | None = _option(None, "Client processes; one for each four cores, at most eight, if unset.")
-    goodput: tuple[str, ...] = _option(
-        (), "Limits in ms a request has to keep to count as good, such as: ttft:200 tpot:20 e2e:5000."
+    include_usage: bool = option(True, "Ask for token counts; without them events are counted.")
+    extra_body: Mapping[str, Any] | None = option(None, "More fields of every request, as JSON; null removes one.")
+    timeout_s: float = option(600.0, "Longest silence of the server during a request, in seconds.")
+    processes: int | None = option(None, "Client processes; one for every four cores, at most eight, if unset.")
+    goodput: tuple[str, ...] = option(
+        (), "Goodput: limits in ms that a request must keep, such as: ttft:200 tpot:20 e2e:5000."
     )
-    seed: int | None = _option(
-        None, "Seed of prompts and arrivals; drawn if unset, so that no server knows prompts of an earlier run."
+    seed: int | None = option(
+        None, "Seed of prompts and arrivals; random if unset, so that no prompt is cached from an earlier run."
     )
-    case: str | None = _option(None, "Name of the rows in the result; MODEL+serve if unset.")
+    case: str | None = option(None, "Name of the rows in the result; MODEL+serve if unset.")
 
     def __post_init__(self) -> None:
         if self.api not in ("chat", "completions"):
@@ -131,7 +127,7 @@ class LoadSettings:
             )
 
     def points(self) -> list[Point]:
-        """What is measured, one after another."""
+        """The measurements of this command, in order."""
         if self.trace is not None:
             return [Point()]
         if self.rate is not None:
@@ -144,7 +140,7 @@ class LoadSettings:
         return [Point(streams=int(part)) for part in dict.fromkeys(parts)]
 
     def with_limits(self, more: Sequence[str]) -> LoadSettings:
-        """More limits of goodput, which may follow the first one without the option's name."""
+        """Adds goodput limits, which may follow the first one without the option's name."""
         if not more:
             return self
         if not self.goodput:
@@ -166,7 +162,7 @@ class LoadSettings:
         return found
 
     def num_requests(self, point: Point, available: int | None) -> int:
-        """Of one run. ``available`` is how many a data set or trace has."""
+        """Requests of one run. ``available`` is the size of a data set or trace."""
         if self.requests is not None:
             return self.requests if point != Point() else min(self.requests, available or self.requests)
         if available is not None:

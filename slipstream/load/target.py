@@ -18,7 +18,7 @@ _CHECK_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go. ``address`` is resolved once: no name is looked up during a measurement."""
+    """Where requests go. ``address`` is resolved once, so that no DNS lookup falls into a measurement."""
 
     family: int
     address: tuple[Any, ...]
@@ -34,7 +34,7 @@ class Target:
         except ValueError as error:
             raise ConfigError(f"--url {url} is no address: {error}") from error
         if parts.scheme == "https":
-            raise ConfigError(f"--url {url}: https is not spoken here; use the server's own port or a local proxy")
+            raise ConfigError(f"--url {url}: https is not supported; use the server's own port or a local proxy")
         if parts.scheme != "http" or not host:
             raise ConfigError(f"--url must be such as http://127.0.0.1:8000, not '{url}'")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -52,12 +52,12 @@ class Target:
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on this machine, as far as the address says."""
+        """Whether the server runs on this machine, judged by its address."""
         host = str(self.address[0])
         return host.startswith("127.") or host == "::1"
 
     def head(self, api: str) -> bytes:
-        """Of every request, up to the length of its body."""
+        """The head of every request, up to the length of its body."""
         fields = [
             f"POST {self.base}{PATHS[api]} HTTP/1.1",
             f"Host: {self.host}",
@@ -95,7 +95,7 @@ class Target:
 
 
 def _first_that_listens(found: list[Any], url: str) -> Any:
-    """The first of a host's addresses that takes connections; ``localhost`` has one of either kind."""
+    """The first of a host's addresses that accepts connections; ``localhost`` has an IPv4 and an IPv6 one."""
     failure: OSError | None = None
     for entry in found:
         family, kind, protocol, _, address = entry

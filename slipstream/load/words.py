@@ -1,4 +1,4 @@
-"""Words of synthetic prompts: common and short, so that most vocabularies have each, with its space, as one token."""
+"""Words of synthetic prompts: common and short, so that most vocabularies have each as one token with its space."""
 
 from __future__ import annotations
 

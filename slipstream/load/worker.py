@@ -1,4 +1,4 @@
-"""One client process: makes its share of the requests, says it is ready, sends them when all begin, returns columns.
+"""One client process: builds its share of the requests, reports ready, sends them at the start signal, returns columns.
 
 Started by ``slipstream.load.processes`` with the number of a socket to its parent.
 """
@@ -22,7 +22,7 @@ from slipstream.load.workload import FIRST_WARMUP, BodyFormat, Workload
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one process does. Requests are dealt out in turn: this one's are ``indices``."""
+    """What one process does. Requests are distributed round-robin: this one's are ``indices``."""
 
     target: Target
     body_format: BodyFormat
@@ -41,7 +41,7 @@ class Task:
 
 
 class Worker:
-    """Carries out one task, in conversation with the parent."""
+    """Carries out one task, controlled by the parent."""
 
     def __init__(self, parent: Connection) -> None:
         self._parent = parent
@@ -55,7 +55,7 @@ class Worker:
             return
         origin = message[1]
         client = task.client(Script(bodies, task.streams, task.due))
-        # Collecting garbage would hold up the reading of tokens; there is none to speak of.
+        # Garbage collection would delay reading tokens, and there is hardly any garbage.
         gc.freeze()
         gc.disable()
         time.sleep(max(0.0, origin - time.monotonic()))
@@ -73,7 +73,7 @@ class Worker:
         return client.recorder.records(origin, spent | {"num_events": client.recorder.num_events})
 
     def _warm_up(self, task: Task) -> str | None:
-        """Send requests that do not count; why none succeeded, if so."""
+        """Send requests that do not count; returns why none succeeded, or None."""
         bodies = [task.body_format.encode(task.workload.request(FIRST_WARMUP + idx)) for idx in task.warmups]
         if not bodies:
             return None
@@ -82,7 +82,7 @@ class Worker:
         return None if client.recorder.num_ok or self._stopped else client.recorder.failures[0]
 
     def _listen(self, client: LoadClient) -> None:
-        """Stop when the parent says so, or is gone."""
+        """Stop when the parent says so or has exited."""
         with contextlib.suppress(EOFError, OSError):
             while self._parent.poll():
                 if self._parent.recv()[0] == "stop":
@@ -104,7 +104,7 @@ class Worker:
 
 
 def allow_many_files() -> int:
-    """Raise this process's limit of open files as far as it may; returns it."""
+    """Raise this process's limit of open files as far as possible; returns it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -112,10 +112,10 @@ def allow_many_files() -> int:
 
 
 def main(argv: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     allow_many_files()
     parent = Connection(int(argv[0]))
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+    with contextlib.suppress(EOFError, OSError):  # the parent has exited
         Worker(parent).run(parent.recv())
     return 0
 

@@ -1,7 +1,7 @@
-"""What is asked: prompts of random words or ids, a data set, or the lengths of a trace; each as the body of a request.
+"""Request bodies with prompts of random words or ids, from a data set, or with the lengths of a trace.
 
-A workload gives the request of any index, so that every process makes those it sends, and the same ones for the same
-seed however many processes there are.
+A workload returns the request of any index, so that each process builds its own requests, and the same seed gives the
+same requests however many processes there are.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol
 from slipstream.errors import ConfigError
 from slipstream.load.words import WORDS
 
-# Requests with these indices on are for warming up: never the same as one that counts.
+# Indices from here on are for warming up, so that no warm-up request equals a measured one.
 FIRST_WARMUP = 1 << 40
-# Mooncake's traces name blocks of so many tokens that prompts share.
+# Mooncake's traces give ids of blocks of this many tokens that prompts share.
 _BLOCK_LEN = 512
 
 Message = dict[str, Any]
 
 
 class Asked(NamedTuple):
-    """One request, whatever the API."""
+    """One request, independent of the API."""
 
     prompt: str | list[int] | list[Message]  # text, token ids or a conversation
     max_tokens: int
@@ -37,12 +37,12 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Prompts of random words, or of random token ids; ``prefix_len`` of them are the same in every prompt."""
+    """Prompts of random words or token ids; the first ``prefix_len`` of them are the same in every prompt."""
 
     seed: str
     prompt_len: int
     output_len: int
-    spread: float = 0.0  # lengths are drawn evenly from this share below to this share above
+    spread: float = 0.0  # lengths are uniform from this fraction below to this fraction above
     prefix_len: int = 0
     vocab_size: int | None = None  # token ids below it instead of words
 
@@ -76,15 +76,15 @@ class DataSet:
 
 class TraceEntry(NamedTuple):
     at: float  # seconds after the first one
-    asked: Asked | None  # None: words of these lengths
+    asked: Asked | None  # None: random words with these lengths
     prompt_len: int = 0
     output_len: int = 0
-    blocks: tuple[int, ...] = ()  # ids of what the prompt begins with; prompts that share ids share text
+    blocks: tuple[int, ...] = ()  # ids of the prompt's first blocks; prompts that share ids share text
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a trace asks for, made of words where it has lengths alone."""
+    """The requests of a trace, with prompts of random words where it gives only lengths."""
 
     entries: tuple[TraceEntry, ...]
     seed: str
@@ -104,14 +104,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class BodyFormat:
-    """How a request is written for the server."""
+    """How a request is encoded for the server."""
 
     api: str  # chat or completions
     model: str
     temperature: float
     ignore_eos: bool
     include_usage: bool
-    extra: dict[str, Any] = field(default_factory=dict)  # null takes a field away
+    extra: dict[str, Any] = field(default_factory=dict)  # null removes a field
 
     def encode(self, asked: Asked) -> bytes:
         fields: dict[str, Any] = {"model": self.model, self._prompt_name: self._prompt(asked.prompt)}
@@ -137,11 +137,11 @@ class BodyFormat:
 
 def read_data_set(path: Path, output_len: int) -> DataSet:
     """JSONL of ``messages``, ``prompt`` or Spec-Bench's ``turns`` (the first one), and in any line ``max_tokens``."""
-    return DataSet(tuple(_asked(entry, place, output_len) for entry, place in read_lines(path, "--dataset")))
+    return DataSet(tuple(_asked(entry, location, output_len) for entry, location in read_lines(path, "--dataset")))
 
 
 def read_lines(path: Path, option: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The objects of a JSONL file, and where each is."""
+    """The objects of a JSONL file with their locations."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -150,43 +150,43 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[dict[str, Any], str]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
+        location = f"{path}, line {number}"
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{place} is not JSON ({error})") from error
+            raise ConfigError(f"{location} is not JSON ({error})") from error
         if not isinstance(entry, dict):
-            raise ConfigError(f"{place} is no JSON object")
+            raise ConfigError(f"{location} is no JSON object")
         found = True
-        yield entry, place
+        yield entry, location
     if not found:
         raise ConfigError(f"{path} has no requests")
 
 
-def _asked(entry: dict[str, Any], place: str, output_len: int) -> Asked:
-    prompt = find_prompt(entry, place)
+def _asked(entry: dict[str, Any], location: str, output_len: int) -> Asked:
+    prompt = find_prompt(entry, location)
     if prompt is None:
-        raise ConfigError(f"{place} has neither messages nor prompt nor turns")
-    return Asked(prompt, positive(entry.get("max_tokens", output_len), "max_tokens", place))
+        raise ConfigError(f"{location} has neither messages nor prompt nor turns")
+    return Asked(prompt, positive(entry.get("max_tokens", output_len), "max_tokens", location))
 
 
-def find_prompt(entry: dict[str, Any], place: str) -> str | list[Message] | None:
-    """What an entry of a data set or trace asks; None if it does not say."""
+def find_prompt(entry: dict[str, Any], location: str) -> str | list[Message] | None:
+    """The prompt in an entry of a data set or trace; None if it has none."""
     if (messages := entry.get("messages")) is not None:
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise ConfigError(f"{place}: messages must be a list of objects")
+            raise ConfigError(f"{location}: messages must be a list of objects")
         return messages
     text = entry.get("prompt")
     if text is None and (turns := entry.get("turns")) is not None:
         if not isinstance(turns, list) or not turns:
-            raise ConfigError(f"{place}: turns must be a list of texts")
+            raise ConfigError(f"{location}: turns must be a list of texts")
         text = turns[0]
     if text is not None and (not isinstance(text, str) or not text):
-        raise ConfigError(f"{place}: the prompt must be a text")
+        raise ConfigError(f"{location}: the prompt must be a text")
     return text
 
 
-def positive(value: Any, name: str, place: str) -> int:
+def positive(value: Any, name: str, location: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{place}: {name} must be a positive integer, not {value!r}")
+        raise ConfigError(f"{location}: {name} must be a positive integer, not {value!r}")
     return value

@@ -58,7 +58,7 @@ class ChatTemplate:
             return template.render(names)
         except RecursionError:
             raise RequestError("the chat template recurses without end; use another template or a raw prompt") from None
-        except Exception as error:  # a template may fail in any way its author left open
+        except Exception as error:  # a template may raise anything
             reason = one_line(error)
             raise RequestError(f"the model's chat template rejects this conversation: {reason}") from error
 
@@ -78,7 +78,7 @@ class ChatTemplate:
 
 
 def _tests_for_none(source: nodes.Template) -> bool:
-    """Whether a template asks somewhere if ``content`` is none: then that is how it knows a message of tool calls."""
+    """Whether a template tests if ``content`` is none, which is how it recognises a message with tool calls."""
     return any(_named(test.node) == "content" for test in source.find_all(nodes.Test) if test.name == "none")
 
 
@@ -164,7 +164,7 @@ def one_line(error: BaseException) -> str:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks the assistant's words for trainers; here its body is rendered as if it were absent."""
+    """``{% generation %}`` marks the assistant's text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 

@@ -1,4 +1,4 @@
-"""Whether a decoder's layers can run as one operation on a CPU, and their weights in the order it wants them."""
+"""Whether a decoder's layers can run as one operation on a CPU, and their weights in the order that it takes them."""
 
 from __future__ import annotations
 

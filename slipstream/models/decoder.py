@@ -47,13 +47,13 @@ class DecoderLayer(Layer):
 
     @classmethod
     def make_mixer(cls, config: ModelConfig, idx: int) -> nn.Module:
-        """What mixes tokens. An architecture with layers of other kinds overrides this."""
+        """The token mixer. An architecture with layers of other kinds overrides this."""
         return Attention(config, idx)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, context: AttentionContext, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The layer's contribution and the residual stream it is still to be added to."""
+        """The layer's output, and the residual stream that it is not yet added to."""
         if residual is None:
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
@@ -74,7 +74,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model. Build it under the device and type it is to live in; weights come from ``load``."""
+    """A causal language model. Build it under its device and type; ``load`` fills in the weights."""
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     source: ClassVar[str] = "the checkpoint"
@@ -85,8 +85,8 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config, self.layer_class)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, {"lm_head": config.vocab_size})
-        self._output: Matrix | None = None  # of a tied embedding, in a layout for products
-        self._stack: DecoderStack | None = None  # all layers as one operation, where that can be had
+        self._output: Matrix | None = None  # a tied embedding in a layout for products
+        self._stack: DecoderStack | None = None  # all layers as one operation, where possible
         self._fused: FusedLayers | None = None  # the same layers for steps of few tokens
         self.cos_sin = layer_tables(config, max_position, self.device)
         open_weights(self, scheme_of(config.quantization))
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
             return normed
         hidden: Tensor = embed(input_ids)
         if self._stack is not None:
-            step = cast(GroupedQueryStep, context.group_steps[0])  # layers of a stack all keep the same
+            step = cast(GroupedQueryStep, context.group_steps[0])  # all layers of a stack have the same cache
             if (common := step.in_place()) is not None:
                 return self._forward_at_once(self._stack, hidden, context, step, common)
         residual: Tensor | None = None
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
         turn = step.rotation(self.cos_sin[0], hidden.dtype)
         tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
         arrays = (step.caches.in_order, *turn, *step.slots, *tables)
-        # In one go, or up to each layer that a drafter wants to look behind.
+        # In one call, or in one up to each layer whose output a drafter taps.
         begin, num_layers = 0, self.config.num_layers
         residual: Tensor | None = None
         for end in [*sorted(idx for idx in context.taps if 0 <= idx < num_layers), num_layers]:
@@ -147,15 +147,15 @@ class Decoder(nn.Module):
 
     @property
     def output(self) -> Matrix:
-        """What makes logits of the last hidden state."""
+        """The matrix that computes logits from the last hidden state."""
         if self.lm_head is not None:
             return self.lm_head.matrix
         return self.model.embed_tokens.matrix if self._output is None else self._output
 
     def finish_weights(self, device: torch.device | None = None) -> None:
-        """After loading: bring every weight into the layout that multiplies fastest on the device it is on.
+        """After loading: convert every weight to the layout that multiplies fastest on its device.
 
-        Another device is named where a network without memory is only measured.
+        Another device is given where a network without memory is only measured.
         """
         device = device or self.device
         finish_weights(self, device)
@@ -170,9 +170,9 @@ class Decoder(nn.Module):
         return checkpoint_slots(self)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """What a tensor of the checkpoint brings, by the names of ``slots``.
+        """The network's tensors that a checkpoint's tensor holds, by the names of ``slots``.
 
-        An architecture whose checkpoints name, join or shift tensors in a way of their own undoes that here.
+        An architecture whose checkpoints name, join or shift tensors differently undoes that here.
         """
         if self.config.experts is not None and ".experts." in name:
             return split_experts(name, tensor, self.config.experts)
@@ -182,12 +182,12 @@ class Decoder(nn.Module):
         return {}
 
     def adopt(self, name: str, file_name: str, tensor: Tensor) -> None:
-        raise AssertionError(f"nothing is optional, {name} neither")
+        raise AssertionError(f"no tensor is optional, {name} included")
 
-    def passes_over(self, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
         if name == "lm_head.weight":
             return self.lm_head is None
-        # MTP layers draft; whoever wants them reads them by itself.
+        # MTP layers are a drafter, which loads them itself.
         return name.endswith(COMPUTED_TENSORS) or is_mtp_tensor(name, self.config.num_layers)
 
     def finish_loading(self) -> None:

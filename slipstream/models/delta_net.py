@@ -1,4 +1,4 @@
-"""A gated delta net, in the place of a layer's attention: a product, convolution and delta rule, a product back."""
+"""A gated delta net in place of attention: input projection, convolution, delta rule, output projection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GatedDeltaNet(Layer):
         assert isinstance(net, DeltaNetSpec)
         self.idx, self.heads = idx, (net.num_v_heads, net.v_dim)
         size = net.num_v_heads * net.v_dim
-        # One product makes all of a token: what is convolved, the gate behind, how much is learnt and forgotten.
+        # One projection computes all inputs of a token: what is convolved, the output gate, and the gates of the state.
         parts = {
             "in_proj_qkv": net.num_channels,
             "in_proj_z": size,
@@ -33,7 +33,7 @@ class GatedDeltaNet(Layer):
         self.sizes = list(parts.values())
         self.in_proj = Linear(config.hidden_size, parts)
         self.conv_weight = nn.Parameter(torch.empty(net.num_channels, net.conv_width), requires_grad=False)
-        # These are exponents: rounded to 16 bits they would be another pace of forgetting.
+        # These are exponents: rounded to 16 bits they would change the decay rate.
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.a_log = nn.Parameter(torch.empty(net.num_v_heads, dtype=wide), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(net.num_v_heads, dtype=wide), requires_grad=False)
@@ -51,16 +51,16 @@ class GatedDeltaNet(Layer):
         return out
 
     def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """What is neither a product nor a norm."""
+        """Tensors that belong to neither a projection nor a norm."""
         yield f"{name}.conv1d.weight", self.conv_weight
         yield f"{name}.A_log", self.a_log
         yield f"{name}.dt_bias", self.dt_bias
 
 
 def split_projection(name: str, tensor: Tensor, net: DeltaNetSpec) -> Iterator[tuple[str, Tensor]]:
-    """A product that some checkpoints store by key head, queries beside keys beside values, by kind.
+    """Split a projection that some checkpoints store by key head, queries beside keys beside values, into its parts.
 
-    Any other tensor of a delta net passes through.
+    Any other tensor of a delta net is returned unchanged.
     """
     prefix, _, kind = name.removesuffix(".weight").rpartition(".")
     per_key = net.num_v_heads // net.num_k_heads

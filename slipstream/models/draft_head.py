@@ -1,8 +1,8 @@
-"""Draft heads: small networks that continue from the target's hidden states. What they share, and how they are made.
+"""Draft heads: small networks that continue from the target's hidden states. Their common parts and their loading.
 
-A head is read (``read_head``, from its config alone), built (``build_head``) and loaded (``load_weights``, as any
-network). The networks themselves are in ``eagle_head``, ``eagle3_head`` and ``mtp_head``. Nothing here knows when a
-head is run.
+A head is described (``read_head``, from its config alone), built (``build_head``) and loaded (``load_weights``, as any
+network). The networks are in ``eagle_head``, ``eagle3_head`` and ``mtp_head``. When a head runs is decided in
+``speculate``.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ _ARCHITECTURES: dict[str, Kind] = {
     "EagleLlamaForCausalLM": "eagle",
     "EagleSpeculator": "eagle",
 }
-# The decoder layers a head may be made of, by ``model_type``. The first EAGLE heads bear these names themselves.
+# The decoder layers a head may consist of, by ``model_type``. The first EAGLE heads use these names for themselves.
 _BODIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# How many MTP layers a target carries: as DeepSeek says it, and as Qwen does.
+# The number of MTP layers of a target: the key that DeepSeek uses, and Qwen's.
 DEEPSEEK_COUNT, QWEN_COUNT = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 
 _SHOWN = 60  # characters of a value in a message
-# Keys with these words in them describe variants of the network. One that is not known must not be passed over.
+# Keys with these parts in their names describe variants of the network. An unknown one must not be ignored.
 _VARIANT_WORDS = ("norm", "eagle", "draft", "fusion", "aux_hidden", "fc_")
-# Checkpoints may carry these; they are computed here, or only served training.
+# Checkpoints may carry these; they are computed here, or were only used in training.
 _IGNORED = (*COMPUTED_TENSORS, "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Everything a head's config says, checked against the target."""
+    """Everything in a head's config, checked against the target."""
 
     kind: Kind
     config: ModelConfig  # of the head's decoder layers; its vocabulary is the draft vocabulary
@@ -84,12 +84,12 @@ class HeadPlan:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    fc_bias: bool = False  # promised by the config; a bias that comes without a promise is taken as well
+    fc_bias: bool = False  # required by the config; a bias that the config does not mention is used as well
     mtp_style: Literal["deepseek", "qwen3_next"] | None = None
 
     @property
     def needs_embedding(self) -> bool:
-        """Whether the target's embedding cannot stand in for a missing one."""
+        """Whether the head must bring an embedding because the target's cannot replace it."""
         return self.config.hidden_size != self.target_hidden_size
 
     @property
@@ -99,7 +99,7 @@ class HeadPlan:
 
 
 class Borrowed(NamedTuple):
-    """The target, in a wrapping that keeps its weights out of the head's own."""
+    """The target, wrapped so that its weights do not count as the head's."""
 
     target: Decoder
 
@@ -109,12 +109,12 @@ class Borrowed(NamedTuple):
 
     @property
     def like(self) -> Tensor:
-        """Of the device and type that the target computes in."""
+        """A tensor of the device and type that the target computes in."""
         return self.target.model.norm.weight
 
     @property
     def head(self) -> Tensor | None:
-        """The matrix that the target's logits are made with, unless it is kept in another layout only."""
+        """The weight of the target's logits, unless it is kept in another layout only."""
         output = self.target.output
         return output.dequantised() if isinstance(output, DenseWeight) else None
 
@@ -123,7 +123,7 @@ class DraftHead(nn.Module, ABC):
     """One pass drafts one token for each sequence. Build it under the device and type of the target."""
 
     source: ClassVar[str] = "the draft head"
-    cos_sin: list[Tensor]  # tables of rotations, by layer or by module
+    cos_sin: list[Tensor]  # rotary tables, by layer or by module
 
     def __init__(self, plan: HeadPlan, target: Decoder, embedding_scale: float = 1.0) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class DraftHead(nn.Module, ABC):
         self.num_modules = config.num_layers if plan.kind == "mtp" else 1
         self.borrowed = Borrowed(target)
         self.embedding_scale = embedding_scale
-        self.fused: list[FusedLayers | None] = []  # by module, where a pass of few tokens gains by it
+        self.fused: list[FusedLayers | None] = []  # by module, where it makes a pass of few tokens faster
         self.hints: dict[str, str] = {}
         size = config.hidden_size
         self.embed_tokens = Embedding(plan.target_vocab_size, size) if plan.needs_embedding else None
@@ -144,7 +144,7 @@ class DraftHead(nn.Module, ABC):
             self.target_ids = torch.arange(config.vocab_size, dtype=torch.int32)
 
     def combine(self, features: Tensor) -> Tensor:
-        """[n, max(1, taps) * target_hidden_size] from the target -> [n, hidden], what the first pass takes."""
+        """[n, max(1, taps) * target_hidden_size] from the target -> [n, hidden], the input state of the first pass."""
         return features
 
     @abstractmethod
@@ -154,19 +154,19 @@ class DraftHead(nn.Module, ABC):
         input_ids: Tensor,  # [n] int32, ids of the target: the tokens at p + 1
         hidden: Tensor,  # [n, hidden], the states at p
         context: AttentionContext,
-    ) -> Tensor:  # [n, hidden], what the next pass takes
+    ) -> Tensor:  # [n, hidden], the input state of the next pass
         """One pass at the context's positions p."""
         ...
 
     @property
     def keeps_keys_alone(self) -> bool:
-        """Whether what the first module keeps of a token is made of that token alone."""
+        """Whether the first module's keys and values depend on one token each, not on the module's earlier layers."""
         return self.only_attention() is not None
 
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
-        """What the first module's pass leaves in its cache, and nothing else."""
+        """Write the first module's keys and values to its cache, and compute nothing else."""
         attention, cos_sin = self.only_attention(), self.cos_sin[0]
-        if attention is None:  # what the next layer keeps comes out of the whole of this one
+        if attention is None:  # the next layer's keys need this layer's full output
             self.forward(0, input_ids, hidden, context)
             return
         if few := self.fused_for(0, hidden) is not None:
@@ -175,18 +175,18 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def only_attention(self) -> Attention | None:
-        """That of the first module, if it has one layer."""
+        """The attention of the first module, if it has one layer."""
 
     @abstractmethod
     def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
-        """What that attention takes its keys from. ``few`` tokens have kernels of their own."""
+        """The input of that attention's projection. ``few`` tokens have kernels of their own."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, draft_vocab], in float32 at least, from what ``forward`` returned."""
+        """[n, draft_vocab], in float32 at least, from the output of ``forward``."""
         return self.project_logits(hidden)
 
     def project_logits(self, hidden: Tensor) -> Tensor:
-        """By the head's own matrix, else by the target's."""
+        """Logits by the head's own output matrix, else by the target's."""
         if self.lm_head is None:
             return self.borrowed.target.compute_logits(hidden)
         return self.lm_head.matrix.project_wide(hidden)
@@ -194,9 +194,9 @@ class DraftHead(nn.Module, ABC):
     def join(
         self, input_ids: Tensor, hidden: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, positions: Tensor | None = None
     ) -> Tensor:
-        """[n, 2 * hidden]: the tokens' embeddings and the states side by side, each normed where there are norms.
+        """[n, 2 * hidden]: the tokens' embeddings and the states concatenated, each normed where there are norms.
 
-        With ``positions`` the embedding at position 0 is left out.
+        With ``positions`` the embedding at position 0 is zeroed.
         """
         embedding = self.borrowed.embedding if self.embed_tokens is None else self.embed_tokens
         gains = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
@@ -210,12 +210,12 @@ class DraftHead(nn.Module, ABC):
         return join_states(hidden, table, input_ids, gains[0], gains[1], self.config.rms_norm_eps, positions)
 
     def fused_for(self, module_idx: int, x: Tensor) -> FusedLayers | None:
-        """The module's layers for so few tokens, where that is faster."""
+        """The module's fused layers, where they are faster for this number of tokens."""
         fused = self.fused[module_idx] if self.fused else None
         return fused if fused is not None and x.shape[0] <= fused.max_tokens else None
 
     def finish_weights(self, device: torch.device | None = None) -> None:
-        """After loading: as a decoder's, for the head's own weights."""
+        """After loading: convert the head's own weights to the layout that multiplies fastest."""
         finish_weights(self, next(self.parameters()).device if device is None else device)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
@@ -241,7 +241,7 @@ class DraftHead(nn.Module, ABC):
         return weights | {name: torch.empty(n, dtype=torch.int64, device="meta") for name, n in maps.items()}
 
     def count_adopted(self, file_names: Iterable[str]) -> int:
-        """Numbers of the weights that it would adopt at most; what the target has too is left out then."""
+        """An upper bound of the parameters in optional weights; copies of the target's are dropped in ``adopt``."""
         given = {self.rename(name) for name in file_names}
         weights = [tensor for name, tensor in self.optional().items() if name in given and tensor.is_floating_point()]
         return sum(weight.numel() for weight in weights)
@@ -252,7 +252,7 @@ class DraftHead(nn.Module, ABC):
             return
         own = self.own_copy(tensor)
         if name == "embed_tokens.weight":
-            # Many bring a copy of the target's, and one is enough, unless it is to be the output matrix as well.
+            # A copy of the target's embedding, as many heads bring, is dropped unless it is the output matrix as well.
             if self.config.tie_embeddings or not torch.equal(own, self.borrowed.embedding.matrix.dequantised()):
                 self.embed_tokens = _embedding_of(own)
         else:
@@ -261,20 +261,20 @@ class DraftHead(nn.Module, ABC):
                 self.lm_head = _linear_of("lm_head", own)
 
     def own_copy(self, tensor: Tensor) -> Tensor:
-        """In the memory and type of the target's weights."""
+        """A copy on the device and in the type of the target's weights."""
         return self.borrowed.like.new_empty(tensor.shape).copy_(tensor)
 
-    def passes_over(self, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
         return name.endswith(_IGNORED)
 
     def finish_loading(self) -> None:
         if self.config.tie_embeddings and self.lm_head is None and self.embed_tokens is not None:
-            # An embedding of the head's own is its output matrix too.
+            # The head's own embedding is its output matrix too.
             self.lm_head = _linear_of("lm_head", self.embed_tokens.weight)
         self.target_ids = self._read_target_ids()
 
     def _read_target_ids(self) -> Tensor | None:
-        """What ``d2t`` says, checked against ``t2d``; None where draft ids are the target's."""
+        """The target's id of each draft id, by ``d2t`` checked with ``t2d``; None where draft ids are the target's."""
         size, target_size = self.config.vocab_size, self.plan.target_vocab_size
         d2t, t2d = self._maps.get("d2t"), self._maps.get("t2d")
         if d2t is None:
@@ -287,17 +287,17 @@ class DraftHead(nn.Module, ABC):
         drafts = torch.arange(size, device="cpu")
         target_ids = drafts + d2t.long()
         if target_ids.min() < 0 or target_ids.max() >= target_size:
-            raise ModelError(f"tensor 'd2t' leads to tokens that the target, with {target_size}, does not have")
+            raise ModelError(f"tensor 'd2t' maps to tokens that the target, with {target_size}, does not have")
         if len({*target_ids.tolist()}) != size:
-            raise ModelError("tensor 'd2t' leads from two draft tokens to one of the target")
+            raise ModelError("tensor 'd2t' maps two draft tokens to one of the target")
         if t2d is not None and (int(t2d.bool().sum()) != size or not bool(t2d.bool()[target_ids].all())):
-            raise ModelError("tensor 't2d' does not mark the tokens that 'd2t' leads to")
+            raise ModelError("tensor 't2d' does not mark the tokens that 'd2t' maps to")
         if size == target_size and torch.equal(target_ids, drafts):
             return None
         return target_ids.to(self.borrowed.like.device, torch.int32)
 
     def rope_tables(self, max_position: int) -> list[Tensor]:
-        """One for each decoder layer."""
+        """One table for each decoder layer."""
         return layer_tables(self.config, max_position, next(self.parameters()).device)
 
 
@@ -317,45 +317,46 @@ def _linear_of(name: str, weight: Tensor) -> Linear:
 
 
 def read_head(hf_config: dict[str, Any], target: ModelConfig, kind: Kind | None = None) -> HeadPlan:
-    """What kind of head a config describes, and all that it says of it.
+    """Which kind of head a config describes, and all its settings.
 
-    ``kind`` is the method the user named. It decides where the config does not: the first EAGLE heads bear the name of
-    their decoder layer, and MTP layers are described by the config of the target that carries them.
+    ``kind`` is the method that the user named. It decides where the config does not: the first EAGLE heads have the
+    name of their decoder layer, and MTP layers are described by the config of the target that carries them.
     """
-    hf = Fields.of(hf_config, "the head's config.json")
+    hf = Fields.from_dict(hf_config, "the head's config.json")
     if is_speculators(hf):
         hf = plain_config(hf)
     elif hf.get("model_type") == "eagle" and isinstance(hf.get("model"), dict):
-        # So vLLM's first converter wrote it: the head's config inside another.
+        # vLLM's first converter wrote it like this: the head's config inside another.
         hf = hf.changed(**{"model": None, **hf["model"], "architectures": ["EagleLlamaForCausalLM"]})
-    for key, kind_of_value, words in (("architectures", list, "a list of names"), ("eagle_config", dict, "an object")):
-        if hf.get(key) is not None and not isinstance(hf[key], kind_of_value):
-            raise ModelError(f"'{key}' in the head's config.json must be {words}, not {describe_value(hf[key])}")
+    expectations = (("architectures", list, "a list of names"), ("eagle_config", dict, "an object"))
+    for key, value_type, expected in expectations:
+        if hf.get(key) is not None and not isinstance(hf[key], value_type):
+            raise ModelError(f"'{key}' in the head's config.json must be {expected}, not {describe_value(hf[key])}")
     plan: HeadPlan = importlib.import_module(_MODULES[_kind_of(hf, kind)]).read(hf, target)
     return plan
 
 
 def build_head(plan: HeadPlan, target_model: Decoder, max_position: int) -> DraftHead:
-    """The network, its weights not yet there. Call it under the device and the type it is to live in."""
+    """The network without its weights. Call it under the device and the type it runs with."""
     head: DraftHead = importlib.import_module(_MODULES[plan.kind]).build(plan, target_model, max_position)
     open_weights(head, scheme_of(plan.config.quantization))
     return head
 
 
-def _kind_of(hf: Fields, wanted: Kind | None) -> Kind:
+def _kind_of(hf: Fields, named: Kind | None) -> Kind:
     name = read_architecture_name(hf)
     found = _ARCHITECTURES.get(name)
-    if found is None and wanted is None and (hf.get(DEEPSEEK_COUNT) or hf.get(QWEN_COUNT)):
+    if found is None and named is None and (hf.get(DEEPSEEK_COUNT) or hf.get(QWEN_COUNT)):
         return "mtp"
-    if found is None and (wanted == "mtp" or name in _BODIES.values()):
-        found = wanted
+    if found is None and (named == "mtp" or name in _BODIES.values()):
+        found = named
     if found is None:
         raise ModelError(
             f"architecture {describe_value(name)} is not that of a draft head{nearest(name, _ARCHITECTURES)} "
             f"(supported: {', '.join(_ARCHITECTURES)})"
         )
-    if wanted not in (None, found):
-        raise ModelError(f"architecture '{name}' is that of a head for the method {found}, not for {wanted}")
+    if named not in (None, found):
+        raise ModelError(f"architecture '{name}' is that of a head for the method {found}, not for {named}")
     return found
 
 
@@ -368,15 +369,15 @@ def read_body(hf: Fields) -> ModelConfig:
         )
     config = architecture_of({"architectures": [_BODIES[model_type]]}).read_config(hf)
     if hf.texts("layer_types"):
-        # Trained heads may have a window where the architecture itself knows none.
+        # Trained heads may have a window where the architecture itself has none.
         config = replace(config, windows=layer_windows(hf, lambda _: False))
     return config
 
 
 def read_flag(hf: Fields, key: str, default: bool = False) -> bool:
     """A flag of the head's network, at top level or in ``eagle_config``."""
-    for place in (hf, hf.get("eagle_config") or {}):
-        if (value := place.get(key)) is not None:
+    for fields in (hf, hf.get("eagle_config") or {}):
+        if (value := fields.get(key)) is not None:
             if not isinstance(value, bool):
                 raise ModelError(
                     f"'{key}' in the head's config.json must be true or false, not {describe_value(value)}"
@@ -386,27 +387,27 @@ def read_flag(hf: Fields, key: str, default: bool = False) -> bool:
 
 
 def check_variant(hf: Fields, known: Collection[str], fixed: dict[str, Any]) -> None:
-    """Refuse what would be another network: silently ignored, a flag only lowers acceptance.
+    """Refuse settings of another network: ignoring a flag silently would only lower acceptance.
 
-    ``known`` keys are read; those in ``fixed`` have one value that is what this network does.
+    ``known`` keys are read; keys in ``fixed`` must have the one value that this network implements.
     """
-    for place, inner in (("", hf), ("eagle_config.", hf.get("eagle_config") or {})):
+    for prefix, inner in (("", hf), ("eagle_config.", hf.get("eagle_config") or {})):
         for key, value in inner.items():
             if key in fixed and value is not None and value != fixed[key]:
                 raise ModelError(
-                    f"'{place}{key}' in the head's config.json is {describe_value(value)}; "
+                    f"'{prefix}{key}' in the head's config.json is {describe_value(value)}; "
                     f"only {fixed[key]!r} is supported"
                 )
-            suspicious = bool(place) or any(word in key for word in _VARIANT_WORDS)
+            suspicious = bool(prefix) or any(word in key for word in _VARIANT_WORDS)
             if value and suspicious and key not in (*known, *fixed, "rms_norm_eps", "eagle_config"):
                 raise ModelError(
-                    f"{describe_value(place + key)} in the head's config.json is a variant that is not known"
+                    f"{describe_value(prefix + key)} in the head's config.json is a variant that is not known"
                     f"{nearest(key, known)}"
                 )
 
 
 def check_num_layers(plan: HeadPlan, names: Collection[str]) -> None:
-    """Before any layer is built: each has more than one tensor."""
+    """Called before any layer is built: each layer has more than one tensor."""
     if plan.config.num_layers > max(1, len(names)):
         raise ModelError(
             f"the draft head has {len(names)} tensors, too few for the {plan.config.num_layers} layers of its config"

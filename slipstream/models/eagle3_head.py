@@ -1,7 +1,7 @@
 """EAGLE-3: a decoder layer over the token's embedding and a mix of hidden states from several depths of the target.
 
-The mix (``fc``) is made once, from the target; afterwards the layer's own output takes its place. The layer norms
-embedding and state each by its own norm and attends from both side by side.
+The mix (``fc``) is computed once, from the target; in later passes the layer's own output replaces it. The layer
+normalises embedding and state separately and attends from their concatenation.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _check_hidden_size(hf: Fields, config: ModelConfig, target: ModelConfig) -> 
 
 
 def _read_taps(hf: Fields, num_layers: int) -> tuple[int, ...]:
-    """After how many of its layers the target is tapped. Every engine taps in the order of layers."""
+    """The number of layers before each tap of the target. Every engine concatenates taps in the order of layers."""
     ids = hf.get(_TAPS) or (hf.get("eagle_config") or {}).get(_TAPS)
     if not ids:
         ids = [2, num_layers // 2, num_layers - 3]
@@ -96,7 +96,7 @@ def _read_taps(hf: Fields, num_layers: int) -> tuple[int, ...]:
         raise ModelError(
             f"'{_TAPS}' in the head's config.json must be different numbers of layers, not {describe_value(ids)}"
         )
-    # SpecForge and SGLang count the layer whose output is tapped. Their first is 1, which nobody means otherwise.
+    # SpecForge and SGLang give the index of the layer whose output is tapped. Only they write 1 for the first tap.
     shift = 1 if ids[0] == 1 else 0
     taps = tuple(sorted(i + shift for i in ids))
     if taps[-1] > num_layers:
@@ -107,7 +107,7 @@ def _read_taps(hf: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 class WideAttention(Attention):
-    """Attention that reads an embedding and a state side by side."""
+    """Attention over the concatenation of an embedding and a state."""
 
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__(config, idx)
@@ -137,7 +137,7 @@ class Eagle3Head(DraftHead):
         config, eps = plan.config, plan.config.rms_norm_eps
         num_features = max(1, len(plan.taps))
         width = num_features * plan.target_hidden_size
-        # A head without taps takes the target's hidden state as it is, if that has the right size.
+        # A head without taps uses the target's hidden state directly if the size is right.
         mixes = bool(plan.taps) or plan.target_hidden_size != config.hidden_size
         self.fc = Linear(width, {"fc": config.hidden_size}) if mixes else None
         self.hints["fc.weight"] = f": {num_features} taps ('{_TAPS}') of the target's size {plan.target_hidden_size}"

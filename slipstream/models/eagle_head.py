@@ -1,7 +1,7 @@
 """EAGLE-1: one decoder layer over the token's embedding and the target's last hidden state, joined by ``fc``.
 
-The state is the target's after its final norm, and so is what the layer learnt to produce: the target's own output
-matrix makes logits of it, with no norm between.
+The state is the target's after its final norm, and the layer's output has the same form: the target's output matrix
+computes logits of it, with no norm between.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read(hf: Fields, target: ModelConfig) -> HeadPlan:
             raise ModelError(f"the head's config.json says '{key}' {getattr(config, key)}, the target has {value}")
     return HeadPlan(
         kind="eagle",
-        config=replace(config, tie_embeddings=False),  # the output matrix is the target's, whatever its embedding is
+        config=replace(config, tie_embeddings=False),  # the output matrix is the target's
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         target_num_layers=target.num_layers,
@@ -50,7 +50,7 @@ def read(hf: Fields, target: ModelConfig) -> HeadPlan:
 
 
 class FirstLayer(Layer):
-    """A decoder layer without the norm before its attention: ``fc`` gives it what it wants."""
+    """A decoder layer without a norm before its attention, since its input comes from ``fc``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ class EagleHead(DraftHead):
         self.fused = [fuse_parts(parts, self.fc)]
 
     def rename(self, name: str) -> str:
-        # As the speculators library calls them.
+        # Names in the speculators library.
         for theirs, ours in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
         return super().rename(name)
 
     def optional(self) -> dict[str, Tensor]:
-        # Published heads differ in the bias, and their configs often do not say so.
+        # Published heads differ in the bias, often without saying so in their configs.
         bias = {"fc.bias": torch.empty(self.config.hidden_size, device="meta")} if self.fc.bias is None else {}
         return super().optional() | bias
 

@@ -25,7 +25,7 @@ class ExpertWeights(Layer):
     def __init__(self, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         self.shape = ExpertShape(experts.num_experts, hidden_size, experts.intermediate_size)
-        self.stored: StoredExperts | None = None  # until the weights are finished
+        self.stored: StoredExperts | None = None  # None once the weights are finished
 
     def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return self.matrices.run(x, weights, expert_ids)
@@ -33,7 +33,7 @@ class ExpertWeights(Layer):
     def open_weights(self, scheme: WeightScheme, name: str) -> None:
         self.stored = scheme.format_of([name]).open_experts(self.shape)
         if isinstance(self.stored, ExpertMatrices):
-            self.matrices = self.stored  # usable as it is
+            self.matrices = self.stored  # can be multiplied with before it is finished
 
     def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """One expert after another."""
@@ -46,7 +46,7 @@ class ExpertWeights(Layer):
 
 
 class Experts(Layer):
-    """In the place where a dense layer has its ``FeedForward``."""
+    """Replaces the ``FeedForward`` of a dense layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Experts(Layer):
         self.config = config.experts
         self.gate = Linear(config.hidden_size, {"gate": self.config.num_experts})
         self.experts = ExpertWeights(self.config, config.hidden_size)
-        self.reduction: Reduction | None = None  # as that of ``Linear``
+        self.reduction: Reduction | None = None  # see ``Linear``
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: Linear | None = None
         if self.config.shared_size:
@@ -72,7 +72,7 @@ class Experts(Layer):
 
 
 def split_experts(name: str, tensor: Tensor, experts: ExpertsConfig) -> Iterator[tuple[str, Tensor]]:
-    """A tensor that holds all experts of a layer, expert by expert; any other passes through."""
+    """Split a tensor that holds all experts of a layer; any other is returned unchanged."""
     prefix, _, kind = name.rpartition(".")
     if kind not in ("gate_up_proj", "down_proj"):
         yield name, tensor

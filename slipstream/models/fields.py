@@ -1,6 +1,6 @@
 """Fields of a model's configuration, read by type and range: a damaged file is one line that names file and key.
 
-Nothing here knows what a field means. The reader of a field says which values it may have; null is the same as nothing.
+Nothing here knows what a field means. The caller says which values are valid; null counts as absent.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _MAX_NUMBER = 1e30  # far beyond every setting, and its square is still a float
 
 
 class Fields(dict[str, Any]):
-    """What a file says, as JSON or GGUF gave it, and how to read it."""
+    """The content of a JSON or GGUF file, with typed readers."""
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json", prefix: str = "") -> None:
-        """``source`` is the file in messages; ``prefix`` is where in it the fields are, such as ``rope_scaling.``."""
+        """``source`` is the file in messages; ``prefix`` is the path of the fields in it, such as ``rope_scaling.``."""
         super().__init__(values)
         self.source, self.prefix = source, prefix
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], source: str = "config.json") -> Fields:
-        """The fields themselves if they know their file, else those of ``source``."""
+    def from_dict(cls, values: Mapping[str, Any], source: str = "config.json") -> Fields:
+        """The fields themselves if they know their file, else new ones with ``source``."""
         return values if isinstance(values, Fields) else cls(values, source)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """The same with values for keys that are not there at all; null stays null."""
+        """The same with values for absent keys; null stays null."""
         return Fields({**defaults, **self}, self.source, self.prefix)
 
     def changed(self, /, **values: Any) -> Fields:
@@ -39,7 +39,7 @@ class Fields(dict[str, Any]):
         return self.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT32) -> int:
-        """Without a default it must be there, as everywhere below."""
+        """An integer in a range. Without a default the key must be present, as in the other readers."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise self.refuse(key, f"an integer from {low} to {high}")
@@ -78,29 +78,29 @@ class Fields(dict[str, Any]):
 
     def integers(self, key: str, *, low: int = 0, high: int = MAX_INT32) -> list[int]:
         """Empty where there are none."""
-        words = f"integers from {low} to {high}"
-        found: list[int] = self._list(key, words, {int})
+        expected = f"integers from {low} to {high}"
+        found: list[int] = self._list(key, expected, {int})
         if found and not (low <= min(found) and max(found) <= high):
-            raise self.refuse(key, f"a list of {words}")
+            raise self.refuse(key, f"a list of {expected}")
         return found
 
     def numbers(self, key: str, *, above: float = -math.inf) -> list[float]:
         """Empty where there are none."""
-        words = f"numbers above {above:g}" if above > -math.inf else "numbers"
-        found: list[float] = self._list(key, words, {int, float})
+        expected = f"numbers above {above:g}" if above > -math.inf else "numbers"
+        found: list[float] = self._list(key, expected, {int, float})
         if not all(above < value <= _MAX_NUMBER for value in found):
-            raise self.refuse(key, f"a list of {words}")
+            raise self.refuse(key, f"a list of {expected}")
         return [float(value) for value in found]
 
     def section(self, key: str) -> Fields:
-        """The fields of an object inside; empty where there is none."""
+        """The fields of a nested object; empty where there is none."""
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self.refuse(key, "an object")
         return Fields(value, self.source, f"{self.prefix}{key}.")
 
     def refuse(self, key: str, needed: str) -> ModelError:
-        """The error for a value that is not what is needed."""
+        """The error for an invalid value."""
         return ModelError(
             f"{self.source} has no valid '{self.prefix}{key}': {describe_value(self.get(key))} is not {needed}; "
             "is the file damaged?"
@@ -113,13 +113,13 @@ class Fields(dict[str, Any]):
             raise ModelError(f"{self.source} has no valid '{self.prefix}{key}'; is the model folder complete?")
         return default
 
-    def _list(self, key: str, words: str, types: set[type]) -> list[Any]:
+    def _list(self, key: str, expected: str, types: set[type]) -> list[Any]:
         value = self._value(key, [])
         if not isinstance(value, list | tuple) or not types.issuperset(map(type, value)):
-            raise self.refuse(key, f"a list of {words}")
+            raise self.refuse(key, f"a list of {expected}")
         return list(value)
 
 
 def _is_number(value: Any) -> bool:
-    """Integers of any size are compared with a bound before they become a float, which the largest cannot."""
+    """Integers of any size are compared with a bound before they become a float, which would overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Draft heads as few launches: their decoder layers by ``fused_layer``, and what stands before and behind those."""
+"""Draft heads in few launches: their decoder layers by ``fused_layer``, and the products before and after them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from slipstream.models.fused_layer import layer_weights
 
 
 class HeadWeights(NamedTuple):
-    """What a head multiplies with."""
+    """The weights that a head multiplies with."""
 
     layer: tuple[Weight, ...]  # its first decoder layer
-    mix: tuple[Weight, ...]  # in front of that: ``fc``, where there is one
+    mix: tuple[Weight, ...]  # before it: ``fc``, where there is one
     logits: Weight
 
 
 def head_weights(plan: HeadPlan, width: int) -> HeadWeights:
-    """``width`` is that of a number, in bytes."""
+    """``width`` is the size of a number in bytes."""
     config = plan.config
     size, (qkv, *rest) = config.hidden_size, layer_weights(config, width)
     num_features, mixes = 2, True

@@ -19,9 +19,9 @@ from slipstream.models.layers import Attention, Embedding, FeedForward, Linear, 
 
 
 class FusedLayer(NamedTuple):
-    """The parts of a layer, in the order they run."""
+    """The parts of a layer, in execution order."""
 
-    before: RMSNorm | None  # none where it attends from something else
+    before: RMSNorm | None  # None where the input of attention is not the norm of the stream
     attention: Attention
     between: RMSNorm
     mlp: FeedForward
@@ -32,13 +32,13 @@ class FusedLayers(NamedTuple):
     max_tokens: int
 
     def prepare(self, context: AttentionContext, cos_sin: Iterable[Tensor], dtype: torch.dtype) -> None:
-        """What all layers share, before the first product: nothing of it is to be launched between two."""
+        """What all layers share, computed before the first product, so that nothing is launched between two layers."""
         prepare_attention(context, [layer.attention for layer in self.layers], cos_sin, dtype)
 
     def forward(
         self, embed: Embedding, input_ids: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]
     ) -> Tensor:
-        """The residual stream behind the last layer: [num_tokens, hidden]."""
+        """The residual stream after the last layer: [num_tokens, hidden]."""
         before = self.layers[0].before
         assert before is not None
         self.prepare(context, cos_sin, before.weight.dtype)
@@ -52,15 +52,15 @@ class FusedLayers(NamedTuple):
         return self.forward_scaled(stream, context, cos_sin)
 
     def forward_scaled(self, stream: Stream, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
-        """The same, where whatever made the stream has seen to the first norm."""
-        return self._behind(_project(self.layers[0], stream), stream.x, context, cos_sin)
+        """As ``forward``, for a stream that is already scaled for the first norm."""
+        return self._after_projection(_project(self.layers[0], stream), stream.x, context, cos_sin)
 
     def forward_from(self, source: Tensor, x: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
-        """The same, where the first layer attends from another source than the norm of the stream."""
-        return self._behind(project_few(self.layers[0].attention.qkv_proj, source), x, context, cos_sin)
+        """As ``forward``, where the input of the first attention is ``source`` and not the norm of the stream."""
+        return self._after_projection(project_few(self.layers[0].attention.qkv_proj, source), x, context, cos_sin)
 
-    def _behind(self, qkv: Tensor, x: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
-        """All that is behind the first projection."""
+    def _after_projection(self, qkv: Tensor, x: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
+        """Everything after the first projection."""
         num_layers = len(self.layers)
         for idx, layer in enumerate(self.layers):
             following = self.layers[idx + 1] if idx + 1 < num_layers else None
@@ -73,14 +73,14 @@ class FusedLayers(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The residual stream between two products, and what the next norm needs of it; None behind the last layer."""
+    """The residual stream between two products, with the scales of the next norm; None after the last layer."""
 
     x: Tensor  # [num_tokens, hidden]
     scaled: tuple[Tensor, Tensor] | None  # from scale_tokens
 
 
 def layer_weights(config: ModelConfig, width: int) -> tuple[Weight, ...]:
-    """The products of a dense layer, in the order they run."""
+    """The products of a dense layer, in execution order."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
     return (
@@ -100,12 +100,12 @@ def prepare_attention(
 
 
 def fuse(layers: Iterable[nn.Module]) -> FusedLayers | None:
-    """The layers, if they are dense and all alike; None where no step would gain by it."""
+    """The layers, if they are dense and have equal formats; None where fusing them is never faster."""
     return fuse_parts([layer_parts(layer) for layer in layers])
 
 
 def layer_parts(layer: nn.Module, normed: bool = True) -> FusedLayer | None:
-    """None where the layer is not dense. Without ``normed`` it does not attend from the norm of the stream."""
+    """None where the layer is not dense. Without ``normed`` the input of attention is not the norm of the stream."""
     before = layer.input_layernorm if normed else None
     attention, between, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
     if not isinstance(mlp, FeedForward):
@@ -117,20 +117,20 @@ def layer_parts(layer: nn.Module, normed: bool = True) -> FusedLayer | None:
 
 
 def fuse_parts(found: Sequence[FusedLayer | None], mixing: Linear | None = None) -> FusedLayers | None:
-    """``mixing`` is a product that is always in front of the first layer."""
+    """``mixing`` is a product that always precedes the first layer."""
     layers = [layer for layer in found if layer is not None]
     if len(layers) < len(found):
         return None
     keys = [*_tile_keys(layers[0]), *([] if mixing is None else [mixing.matrix.tile_key("plain")])]
-    wanted = [key for key in keys if key is not None]
-    if len(wanted) < len(keys) or any(_tile_keys(layer)[1:] != keys[1:4] for layer in layers):
+    usable = [key for key in keys if key is not None]
+    if len(usable) < len(keys) or any(_tile_keys(layer)[1:] != keys[1:4] for layer in layers):
         return None  # a matrix in another layout, or layers of several formats
-    max_tokens = max_fused_tokens(layers[0].between.weight, wanted)
+    max_tokens = max_fused_tokens(layers[0].between.weight, usable)
     return FusedLayers(layers, max_tokens) if max_tokens else None
 
 
 def _tile_keys(layer: FusedLayer) -> list[TileKey | None]:
-    """Of the layer's products, in the order they run; see ``layer_weights``."""
+    """The keys of the layer's products, in execution order; see ``layer_weights``."""
     attention, mlp = layer.attention, layer.mlp
     first: Kind = "plain" if layer.before is None else "norm"
     products: list[tuple[Linear, Kind]] = [
@@ -152,7 +152,7 @@ def _project(layer: FusedLayer, stream: Stream) -> Tensor:
 def _finish(
     layer: FusedLayer, qkv: Tensor, x: Tensor, following: RMSNorm | None, context: AttentionContext, cos_sin: Tensor
 ) -> Stream:
-    """All of a layer that is behind its projection, and the norm that follows."""
+    """Everything of a layer after its projection, and the norm that follows."""
     _, attention, between, mlp = layer
     stream = _add(attention.mix(qkv, context, cos_sin), attention.o_proj, x, between)
     assert stream.scaled is not None
@@ -163,7 +163,7 @@ def _finish(
 
 
 def _add(x: Tensor, linear: Linear, residual: Tensor, norm: RMSNorm | None) -> Stream:
-    """The residual stream with the product added, and what the next norm needs of it."""
+    """The residual stream with the product added, and the scales of the next norm."""
     if linear.reduction is not None:
         return _add_reduced(linear.reduction, x, linear, residual, norm)
     gain = None if norm is None else norm.weight
@@ -172,7 +172,7 @@ def _add(x: Tensor, linear: Linear, residual: Tensor, norm: RMSNorm | None) -> S
 
 
 def _add_reduced(reduction: Reduction, x: Tensor, linear: Linear, residual: Tensor, norm: RMSNorm | None) -> Stream:
-    """The same where several devices hold the weight: nothing can be added before their sum is there."""
+    """The same where several devices hold the weight: their results must be reduced before they are added."""
     total = reduction(linear.matrix.project_few(x, Epilogue()).out)
     if linear.bias is not None:
         total = total + linear.bias
@@ -183,8 +183,8 @@ def _add_reduced(reduction: Reduction, x: Tensor, linear: Linear, residual: Tens
 
 
 def project_few(linear: Linear, x: Tensor) -> Tensor:
-    """Nothing but the product, of few tokens."""
-    if linear.matrix.tile_key("plain") is None:
+    """The product of few tokens, with nothing fused to it."""
+    if linear.matrix.tile_key("plain") is None or linear.reduction is not None:
         out: Tensor = linear(x)
         return out
     return linear.matrix.project_few(x, Epilogue(linear.bias)).out

@@ -22,7 +22,7 @@ from slipstream.models.hf_config import (
 )
 from slipstream.models.layers import RMSNorm
 
-# What Gemma's configs leave out, for it never differs.
+# Values that Gemma's configs leave out because they never differ.
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -60,7 +60,7 @@ class Gemma3(Decoder):
 
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        fields = Fields.of(hf).with_defaults(_DEFAULTS)
+        fields = Fields.from_dict(hf).with_defaults(_DEFAULTS)
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if fields.get(key):
                 raise ModelError(f"{fields.source} turns on {key}, which is not supported")
@@ -80,17 +80,17 @@ class Gemma3(Decoder):
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         if "norm" not in name:
             return [(name, tensor)]
-        # Checkpoints store how far a norm's weight is from one. In 16 bits the sum would be rounded once too often.
+        # Checkpoints store norm weights minus one. Adding one in 16 bits would round once too often.
         return [(name, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + 1)]
 
 
 def _ropes(fields: Fields) -> tuple[Fields, Fields]:
-    """The config for layers that see everything, and for those with a window."""
+    """The rope settings for layers with full attention, and for those with a window."""
     nested = fields.section("rope_parameters")
     full, local = nested, None
     if "full_attention" in nested:
         full, local = nested.section("full_attention"), nested.section("sliding_attention")
-    # The scaling of older configs is meant for layers that see everything.
+    # The scaling of older configs applies to layers with full attention.
     theta = fields.number("rope_local_base_freq", above=1.0)
     windowed = fields.changed(rope_parameters=local, rope_scaling=None, rope_theta=theta)
     return fields.changed(rope_parameters=full), windowed

@@ -1,8 +1,8 @@
 """GGUF checkpoints: llama.cpp's names and layouts translated to Hugging Face's.
 
-Knows, for each supported architecture, how its tensors are called and what llama.cpp's converter did to the weights
-that must be undone. The table ``ARCHITECTURES`` is the place to add another one. Needs the ``gguf`` package for the
-block encodings only, and imports it when the first file is opened.
+Knows, for each supported architecture, the names of its tensors and the changes by llama.cpp's converter that must be
+undone. Another architecture is one more entry of ``ARCHITECTURES``. Needs the ``gguf`` package for the block encodings
+only, and imports it when the first file is opened.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Architecture:
     model_type: str
     # llama.cpp rotates neighbouring rows of q and k where Hugging Face rotates halves; its converter reorders the rows.
     rotary_rows_permuted: bool = False
-    # The converter adds the one that Hugging Face's model adds when it runs.
+    # The converter adds the constant that Hugging Face's model adds at run time.
     norms_hold_one: bool = False
     # Names of a layer's tensors where they are not those of ``_LAYER_NAMES``.
     layer_names: Mapping[str, str] = field(default_factory=dict)
-    has_experts: bool = False  # with one tensor for all of them, or one for each
-    # Settings that llama.cpp has in its code and Hugging Face in the config.
+    has_experts: bool = False  # in one tensor for all of them, or one for each
+    # Settings that llama.cpp hard-codes and Hugging Face has in the config.
     settings: Callable[[Metadata], dict[str, Any]] | None = None
-    # What a file is instead when it has a metadata key; llama.cpp runs some relatives by one architecture.
+    # The architecture of a file with a certain metadata key: llama.cpp runs some related models as one architecture.
     relatives: Mapping[str, Architecture] = field(default_factory=dict)
-    # Tokens that end a turn besides those the file names, as in the model's own generation_config.json.
+    # Tokens that end a turn besides those named in the file, as in the model's own generation_config.json.
     end_tokens: tuple[str, ...] = ()
 
 
@@ -108,11 +108,14 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# The weights that each product stacks. One that an architecture cuts first is not among them.
+# The weights that each product stacks, except those that an architecture splits first.
 _STACKED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
-    *((name,) for name in ("o_proj", "down_proj", "embed_tokens", "lm_head")),
+    ("o_proj",),
+    ("down_proj",),
+    ("embed_tokens",),
+    ("lm_head",),
 )
 _EXPERT_NAMES = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _NUMBER = "(0|[1-9][0-9]{0,4})"
@@ -128,7 +131,7 @@ class GGUFCheckpoint:
     """One GGUF file, seen as a Hugging Face checkpoint."""
 
     def __init__(self, path: Path, keep_blocks: bool = False) -> None:
-        """With ``keep_blocks`` weights come as rows of raw bytes, where ``weights/gguf_blocks`` takes them so."""
+        """With ``keep_blocks`` weights are rows of raw bytes where ``weights/gguf_blocks`` supports their encoding."""
         self.path = path
         self._codec = BlockCodec()
         self._file = GGUFFile(path, self._codec.block_sizes)
@@ -149,7 +152,7 @@ class GGUFCheckpoint:
             **(self._architecture.settings(metadata) if self._architecture.settings else {}),
         }
         if factors is not None:
-            # Divisors of the inverse frequencies: the form in which GGUF keeps Llama 3's rope scaling.
+            # Divisors of the inverse frequencies, which is how GGUF stores Llama 3's rope scaling.
             values["rope_freq_factors"] = factors
         if self._kept:
             types = {name.removesuffix(".weight"): kind for name, kind in self._kept.items()}
@@ -192,7 +195,7 @@ class GGUFCheckpoint:
         return unpermute_rotary_rows(tensor, num_heads)
 
     def _find_kept(self) -> dict[str, str]:
-        """The encodings of weights that stay in blocks, by their names: all that one product stacks, or none of it."""
+        """The encodings of weights that stay in blocks, by name: all that one product stacks, or none of them."""
         found = {}
         for name, entry in self._entries.items():
             kind = self._codec.type_name(entry)
@@ -218,7 +221,7 @@ class GGUFCheckpoint:
             raise ModelError(f"{self.path}: {error}; use another quantisation of this model") from error
 
     def _read_factors(self, entry: TensorEntry | None) -> list[float] | None:
-        """Of rotary frequencies: one for each pair of a head's dimensions."""
+        """Factors of rotary frequencies: one for each pair of a head's dimensions."""
         if entry is None:
             return None
         if math.prod(entry.shape) > MAX_HEADS:
@@ -253,7 +256,7 @@ class GGUFCheckpoint:
             raise ModelError(f"{self.path} rotates {rotated} of {head_dim} dimensions of a head; not supported")
 
     def _translate(self, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
-        """Hugging Face's name of a tensor, or its names where one tensor holds what are many there."""
+        """Hugging Face's name of a tensor, or its names where it holds several of Hugging Face's tensors."""
         if self._architecture.has_experts and (match := _EXPERT_TENSOR.fullmatch(entry.name)):
             layer, kind, expert = match.groups()
             if expert is None and (len(entry.shape) != 3 or entry.shape[0] != self._num_experts):
@@ -282,7 +285,7 @@ class GGUFCheckpoint:
 
 
 def _slices(entry: TensorEntry) -> Iterator[tuple[int, TensorEntry]]:
-    """The parts of a stacked tensor as tensors of their own, so that they are decoded one by one."""
+    """The parts of a stacked tensor as separate tensors, so that they are decoded one by one."""
     num_parts = entry.shape[0]
     num_bytes = entry.num_bytes // num_parts
     for idx in range(num_parts):
@@ -298,7 +301,7 @@ def unpermute_rotary_rows(
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-class UnreadableBlocks(Exception):  # noqa: N818  says what, like StopIteration
+class UnreadableBlocks(Exception):  # noqa: N818  describes the condition, like StopIteration
     """A block encoding that the package knows by name only."""
 
 
@@ -329,10 +332,10 @@ class BlockCodec:
         num_rows = math.prod(entry.shape[:-1])
         values = np.empty((num_rows, row_len), dtype=np.float32)
         packed = raw.reshape(num_rows, -1)
-        # In pieces, because the package holds everything twice while it works.
+        # In pieces, because the package's working memory is twice the size.
         step = max(1, _PIECE_ELEMENTS // row_len)
         try:
-            # Scales of a damaged file may be no numbers; the logits tell, and numpy need not.
+            # Scales of a damaged file may be NaN; that shows in the logits, and numpy need not warn.
             with np.errstate(all="ignore"):
                 for start in range(0, num_rows, step):
                     values[start : start + step] = self._dequantize(packed[start : start + step], kind)
@@ -345,11 +348,11 @@ class BlockCodec:
         return name
 
     def dtype_of(self, entry: TensorEntry) -> torch.dtype:
-        """As ``decode`` gives it."""
+        """The type that ``decode`` returns."""
         return self._plain.get(entry.type_id, torch.float32)
 
     def dtype_name(self, entries: list[TensorEntry]) -> str:
-        """The type of most weights as ``decode`` gives them."""
+        """The type of most weights as ``decode`` returns them."""
         counts = {"float32": 0}
         for entry in entries:
             name = str(self.dtype_of(entry)).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Model configs in Hugging Face's words from the metadata of a GGUF file.
+"""Model configs in Hugging Face's format from the metadata of a GGUF file.
 
-Knows what llama.cpp's keys mean. What cannot be expressed or is not supported is an error here: a model that loads with
-a wrong setting still talks, only worse.
+Knows the meaning of llama.cpp's keys. What cannot be expressed or is not supported is an error here, since a model with
+a wrong setting still generates text, only worse.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NO_TOKEN = 0xFFFFFFFF  # -1 as llama.cpp's converters write it
 
 
 class Metadata:
-    """The metadata of one file, with the keys of its architecture under their short names."""
+    """The metadata of one file, with the short names of its architecture's keys."""
 
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
-        self.fields = Fields.of(values, str(path))
+        self.fields = Fields.from_dict(values, str(path))
         self.path = path
         self.architecture = self.fields.text("general.architecture", "none named")
 
@@ -74,8 +74,8 @@ def model_config(
 ) -> dict[str, Any]:
     """The content of a ``config.json``, but for the model's class and the type of its weights.
 
-    ``tensor_shapes`` has Hugging Face names; some settings are only visible in which tensors there are. ``longrope``
-    has the factors of that scaling, which are tensors as well, by their names in a config.
+    ``tensor_shapes`` has Hugging Face names; some settings only show in which tensors there are. ``longrope`` has the
+    factors of that scaling, which are tensors as well, by their names in a config.
     """
     embedding = tensor_shapes.get("model.embed_tokens.weight")
     if embedding is None:
@@ -118,14 +118,14 @@ def _expert_settings(metadata: Metadata, num_experts: int) -> dict[str, Any]:
         "num_local_experts": num_experts,
         "num_experts_per_tok": metadata.integer("expert_used_count", high=MAX_EXPERTS),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length", size, high=MAX_FEED_FORWARD),
-        "norm_topk_prob": metadata.flag("expert_weights_norm", True),  # what llama.cpp does unless told otherwise
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),  # llama.cpp's default
     }
 
 
 def gemma3_settings(metadata: Metadata) -> dict[str, Any]:
     num_layers, num_heads = metadata.integer("block_count"), metadata.integer("attention.head_count")
     hidden_size = metadata.integer("embedding_length")
-    # The scores of the 27B model are scaled by the width of its heads before they were widened.
+    # The scores of the 27B model are scaled by a head size that its heads no longer have.
     wide = num_layers == 62
     settings = {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -148,7 +148,7 @@ def generation_config(metadata: Metadata, end_tokens: tuple[str, ...]) -> dict[s
         metadata.fields.texts("tokenizer.ggml.tokens"),
         metadata.fields.integers("tokenizer.ggml.token_type"),
     )
-    # Only control tokens: a plain word that happens to spell one must not end a generation.
+    # Only control tokens: an ordinary token with the same text must not end a generation.
     ends += [
         idx
         for idx, (token, kind) in enumerate(zip(tokens, types, strict=False))
@@ -172,7 +172,7 @@ def _rope_scaling(metadata: Metadata, longrope: Mapping[str, list[float]]) -> di
             "original_max_position_embeddings": _original_context(metadata),
         }
     if kind == "none":
-        factor = metadata.number("rope.scale_linear", 1.0, high=MAX_ROPE_FACTOR)  # how files of 2023 spell it
+        factor = metadata.number("rope.scale_linear", 1.0, high=MAX_ROPE_FACTOR)  # the key in files of 2023
         return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     factor = metadata.number("rope.scaling.factor", 1.0, high=MAX_ROPE_FACTOR)
     if kind == "linear":
@@ -190,12 +190,12 @@ def _rope_scaling(metadata: Metadata, longrope: Mapping[str, list[float]]) -> di
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
     }
     if attn_factor != 1.0:
-        # llama.cpp multiplies yarn's own factor by this one; Hugging Face wants the product.
+        # llama.cpp multiplies yarn's own factor by this one; Hugging Face stores the product.
         scaling["attention_factor"] = attn_factor * (1.0 + 0.1 * math.log(max(factor, 1.0)))
     return scaling
 
 
 def _original_context(metadata: Metadata) -> int:
-    """Before it was stretched."""
+    """The context length before scaling."""
     context = metadata.integer("context_length", high=MAX_POSITIONS)
     return metadata.integer("rope.scaling.original_context_length", context, high=MAX_POSITIONS)

@@ -1,7 +1,7 @@
 """The GGUF container: metadata, a table of tensors, and their raw bytes through a memory map.
 
-Knows the layout of versions 2 and 3 (little-endian). Does not know what the keys mean. No count in a file is believed
-before it was compared with what the file can hold.
+Knows the layout of versions 2 and 3 (little-endian), not the meaning of the keys. Every count in a file is checked
+against the size of the file before it is used.
 
 The ``gguf`` package has a reader too, but it builds array objects for each of the 100,000 strings of a tokenizer and
 takes two seconds for what is done here in a tenth.
@@ -26,7 +26,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 8
-# Metadata becomes Python objects, so its size is limited by more than the file's, which may be a hundred gigabytes.
+# Metadata becomes Python objects, so it is limited further than by the file's size, which may be a hundred gigabytes.
 # The largest published tokenizers have a million entries in all, and the largest text in use is a tokenizer.json.
 _MAX_ITEMS = 1 << 23
 _MAX_STRING_BYTES = 1 << 26
@@ -34,7 +34,7 @@ _MAX_DEPTH = 4  # of arrays in arrays
 _MIN_VALUE_BYTES = 8 + 4 + 1  # an empty key, a type, the smallest value
 _MIN_ROW_BYTES = 8 + 4 + 4 + 8  # of the tensor table: an empty name, no dimensions
 
-_Row = tuple[str, tuple[int, ...], int, int]  # of the tensor table: name, shape, encoding, offset of the data
+_Row = tuple[str, tuple[int, ...], int, int]  # a row of the tensor table: name, shape, encoding, offset of the data
 
 _STRING, _ARRAY = 8, 9
 # Value types of fixed size, as `struct` spells them: (u)int 8, 16, 32; float32; bool; (u)int 64; float64.
@@ -46,7 +46,7 @@ class TensorEntry:
     """One line of the tensor table."""
 
     name: str
-    shape: tuple[int, ...]  # rows first, as torch counts; the file stores it the other way round
+    shape: tuple[int, ...]  # rows first, as in torch; reversed in the file
     type_id: int  # ggml's number for the encoding
     offset: int  # from the start of the file
     num_bytes: int
@@ -73,7 +73,7 @@ class GGUFFile:
         return np.frombuffer(self._map, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
 
     def read(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
-        """The same in memory of its own. The map would keep pages of the file in the process's."""
+        """The bytes copied to new memory. The map would count the file's pages as the process's memory."""
         return np.fromfile(self.path, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
 
     def _broken(self, reason: str) -> ModelError:
@@ -92,7 +92,7 @@ class GGUFFile:
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment <= 0:
             raise _MalformedError(f"its alignment is {describe_value(alignment)}")
         data_start = -(-self._position // alignment) * alignment
-        return metadata, [self._place(row, data_start, block_sizes) for row in rows]
+        return metadata, [self._locate(row, data_start, block_sizes) for row in rows]
 
     def _read_metadata(self, num_values: int) -> dict[str, Any]:
         self._check_count(num_values, _MIN_VALUE_BYTES)
@@ -115,7 +115,7 @@ class GGUFFile:
         return list(rows.values())
 
     def _check_count(self, count: int, num_bytes: int) -> None:
-        """Whether so many entries of at least ``num_bytes`` each fit into the rest of the file."""
+        """Raise unless ``count`` entries of at least ``num_bytes`` each fit into the rest of the file."""
         if count * num_bytes > len(self._map) - self._position:
             raise _MalformedError(f"it ends before the {count} entries that it promises")
 
@@ -129,7 +129,7 @@ class GGUFFile:
         return self._take(length).decode("utf-8")
 
     def _strings(self, count: int) -> list[str]:
-        """As ``count`` times ``_string``, without its calls: a tokenizer has several hundred thousand."""
+        """Equals ``count`` calls of ``_string``, but faster: a tokenizer has several hundred thousand strings."""
         content, position, found = self._map, self._position, []
         for _ in range(count):
             begin = position + 8
@@ -183,7 +183,7 @@ class GGUFFile:
         type_id, offset = self._unpack("<IQ")
         return name, dims[::-1], type_id, offset
 
-    def _place(self, row: _Row, data_start: int, block_sizes: dict[int, tuple[int, int]]) -> TensorEntry:
+    def _locate(self, row: _Row, data_start: int, block_sizes: dict[int, tuple[int, int]]) -> TensorEntry:
         name, shape, type_id, offset = row
         shown = describe_value(name)
         if type_id not in block_sizes:
@@ -200,4 +200,4 @@ class GGUFFile:
 
 
 class _MalformedError(Exception):
-    """The bytes are not what the format promises; the reader turns this into a ModelError that names the file."""
+    """The bytes violate the format; the reader turns this into a ModelError that names the file."""

@@ -2,7 +2,7 @@
 
 Knows the two kinds that the supported models use: byte-level BPE (``gpt2``), where ``tokenizer.ggml.pre`` names the
 rule that splits a text before merging, and SentencePiece BPE (``llama``), where merges follow from the scores. A wrong
-split rule would only make the model a little worse, silently; so an unknown one is an error.
+split rule would only make the model slightly worse, without an error; so an unknown one is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from slipstream.values import describe_value
 
 _PREFIX = "tokenizer.ggml."
 _SPACE = "▁"
-_MAX_TOKEN_LENGTH = 1 << 14  # every way to cut a token in two is tried where merges follow from scores
+_MAX_TOKEN_LENGTH = 1 << 14  # merges from scores need all ways to split a token in two
 
 
 class TokenType(IntEnum):
-    """What a token is, as llama.cpp numbers it."""
+    """The type of a token, with llama.cpp's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -37,11 +37,11 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How a byte-level tokenizer cuts a text into words."""
+    """How a byte-level tokenizer splits a text into words."""
 
     pre_tokenizer: Callable[[], Any]
     normalizer: Callable[[], Any] | None = None
-    ignore_merges: bool = False  # a word that is in the vocabulary is taken whole
+    ignore_merges: bool = False  # a word in the vocabulary is one token, whatever the merges
     adds_bos: bool = False  # where the file does not say
 
 
@@ -58,7 +58,7 @@ def _gpt2() -> Any:
 
 
 def _single_digits() -> Any:
-    """Every digit for itself, then as GPT-2 splits."""
+    """Every digit separately, then as GPT-2 splits."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
@@ -84,7 +84,7 @@ SPLIT_RULES: dict[str, SplitRule] = {
 
 
 def build_backend(metadata: Fields) -> Tokenizer:
-    """The tokenizer itself; what goes around a text is the caller's business."""
+    """The tokenizer without the special tokens around a text, which the caller adds."""
     tokens = metadata.texts(_PREFIX + "tokens")
     if not tokens:
         raise ModelError(f"{metadata.source} holds no vocabulary; use a GGUF file that includes its tokenizer")
@@ -150,8 +150,8 @@ def _sentencepiece(metadata: Fields, tokens: list[str]) -> Tokenizer:
     }
     backend = _assemble(models.BPE, metadata.source, vocabulary, merges, **options)
     leading_space = metadata.flag(_PREFIX + "add_space_prefix", True)
-    # Only the text's own start gets a space, not each stretch after a special token: nothing in a file tells which of
-    # the two a model was trained with, and this is what current chat models use.
+    # Only the start of the text gets a space, not each piece after a special token: no file says which of the two a
+    # model was trained with, and current chat models do this.
     scheme = "first" if leading_space else "never"
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -182,7 +182,7 @@ def _parse_merges(lines: list[str]) -> list[tuple[str, str]]:
 
 
 def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, best score first.
+    """Every way to compose a token of two others, best score first.
 
     SentencePiece always joins the neighbours whose union scores highest, which is what BPE does with merges in this
     order. Equal scores go by the longer left part, as in the tokenizers that Hugging Face converts.

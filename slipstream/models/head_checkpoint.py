@@ -38,10 +38,10 @@ def open_head_checkpoint(folder: Path) -> HeadCheckpoint:
 
 
 def load_bin(path: Path, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file that ``torch.save`` wrote. Nothing in it is run."""
+    """The tensors of a file that ``torch.save`` wrote. No code in it is executed."""
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # a damaged file fails anywhere in the package's reader
+    except Exception as error:  # a damaged file may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(f"{path} cannot be read ({reason}); download it again") from error
     if not isinstance(content, dict) or not all(

@@ -1,7 +1,7 @@
-"""Reading config.json: one line of error for what is missing or unsupported, never a silent default that matters.
+"""Reading config.json: what is missing or unsupported is an error of one line, never a silent default that matters.
 
-Every number has a range. Sizes end well above those of any published model, and low enough that no product of them
-leaves 64 bits; what they may be in one checkpoint is decided by its tensors, in ``load``.
+Every number has a range. Sizes are limited well above any published model, and so that no product of them exceeds 64
+bits; whether they match a checkpoint is checked against its tensors, in ``load``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _LARGEST = {
 
 
 def read_decoder_config(hf: dict[str, Any], **differences: Any) -> ModelConfig:
-    """The shape of a Llama-like decoder; ``differences`` are what the architecture itself fixes."""
-    fields = Fields.of(hf)
+    """The shape of a Llama-like decoder; ``differences`` are what the architecture sets."""
+    fields = Fields.from_dict(hf)
     hidden_act = fields.text("hidden_act", "silu")
     if hidden_act not in _ACTIVATIONS:
         raise ModelError(
@@ -88,10 +88,10 @@ def read_architecture_name(fields: Fields) -> str:
 
 
 def read_rope(hf: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
-    fields = Fields.of(hf)
+    fields = Fields.from_dict(hf)
     scaling = _join_rope_sections(fields)
     kind: Any = _given_text(scaling, "rope_type", "type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = "longrope" if kind == "su" else kind  # its original name
     if kind not in _ROPE_KINDS:
         raise ModelError(
             f"rope scaling {describe_value(kind)} in {fields.source} is not supported; "
@@ -99,8 +99,8 @@ def read_rope(hf: dict[str, Any], head_dim: int, max_position: int) -> RopeConfi
         )
     original = max_position
     if kind != "dynamic":
-        place = fields if fields.has("original_max_position_embeddings") else scaling
-        original = require(place, "original_max_position_embeddings", max_position)
+        source = fields if fields.has("original_max_position_embeddings") else scaling
+        original = require(source, "original_max_position_embeddings", max_position)
     if original < 2:  # its logarithm is a divisor
         raise ModelError(f"{fields.source} has a rotary embedding over {original} position; at least two are needed")
     usual = max_position / original if kind in ("yarn", "longrope") else 1.0
@@ -111,7 +111,7 @@ def read_rope(hf: dict[str, Any], head_dim: int, max_position: int) -> RopeConfi
         raise ModelError(f"{fields.source} has a low_freq_factor of {low:g}, which is not below high_freq_factor")
     key = "partial_rotary_factor"
     partial = _either(scaling, fields, key).number(key, 1.0, above=0.0, high=1.0)
-    rotary_dim = int(head_dim * partial + 1e-6)  # 60 of 88 as a fraction times 88 is not quite 60
+    rotary_dim = int(head_dim * partial + 1e-6)  # 60/88 as a float times 88 is slightly below 60
     return RopeConfig(
         theta=_either(scaling, fields, "rope_theta").number("rope_theta", 10000.0, above=1.0),
         rotary_dim=rotary_dim,
@@ -131,13 +131,13 @@ def read_rope(hf: dict[str, Any], head_dim: int, max_position: int) -> RopeConfi
 
 
 def _join_rope_sections(fields: Fields) -> Fields:
-    """Newer files keep everything in rope_parameters; older ones spread it over rope_theta and rope_scaling."""
+    """Newer files keep everything in rope_parameters, older ones in rope_theta and rope_scaling."""
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
     return Fields({**older, **newer}, fields.source, (newer or older).prefix)
 
 
 def _given_text(fields: Fields, *keys: str) -> str:
-    """Of the first key that says anything."""
+    """The value of the first key that has one."""
     return next((fields.text(key) for key in keys if fields.has(key)), "")
 
 
@@ -146,7 +146,7 @@ def _either(first: Fields, second: Fields, key: str) -> Fields:
 
 
 def _attention_factor(kind: str, scaling: Fields, factor: float, original: int) -> float:
-    """What the config says, else what the papers of yarn and longrope recommend for the factor."""
+    """The config's value, else the one that the yarn and longrope papers recommend for the factor."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.has("attention_factor"):
@@ -174,7 +174,7 @@ def _frequency_factors(key: str, scaling: Fields, kind: str, rotary_dim: int) ->
 
 
 def _free_factors(fields: Fields, rotary_dim: int) -> tuple[float, ...]:
-    """Those of a GGUF file, which stand for any scaling."""
+    """The factors of a GGUF file, which may encode any scaling."""
     factors = tuple(fields.numbers("rope_freq_factors", above=0.0))
     if factors and len(factors) != rotary_dim // 2:
         raise ModelError(f"{fields.source} has {len(factors)} rope_freq_factors; {rotary_dim // 2} are needed")
@@ -182,7 +182,7 @@ def _free_factors(fields: Fields, rotary_dim: int) -> tuple[float, ...]:
 
 
 def _usable_positions(fields: Fields, rope: RopeConfig, max_position: int) -> int:
-    """Configs that stretch a context by yarn or dynamic scaling may still name the length before it."""
+    """Configs that extend a context by yarn or dynamic scaling may still give the original length."""
     if rope.kind not in ("yarn", "dynamic"):
         return max_position
     stretched = int(rope.original_max_position * rope.factor)
@@ -196,12 +196,12 @@ def _usable_positions(fields: Fields, rope: RopeConfig, max_position: int) -> in
 
 def same_window(hf: dict[str, Any]) -> tuple[int, ...]:
     """The config's ``sliding_window`` in every layer; nothing where it is null."""
-    return layer_windows(Fields.of(hf).changed(layer_types=None), lambda _: True)
+    return layer_windows(Fields.from_dict(hf).changed(layer_types=None), lambda _: True)
 
 
 def layer_windows(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> tuple[int, ...]:
-    """Each layer's window: as the config's ``layer_types`` say, else by the architecture's rule."""
-    fields = Fields.of(hf)
+    """Each layer's window: from the config's ``layer_types``, else by the architecture's rule."""
+    fields = Fields.from_dict(hf)
     if not fields.has("sliding_window"):
         return ()
     window, num_layers = require(fields, "sliding_window"), require(fields, "num_hidden_layers")
@@ -221,7 +221,7 @@ def read_layer_types(fields: Fields, known: tuple[str, ...]) -> list[str]:
 
 
 def read_expert_layers(fields: Fields) -> list[int]:
-    """Layers with experts, where a config says which have none."""
+    """Layers with experts, for configs that list the dense layers."""
     step, dense = fields.integer("decoder_sparse_step", 1, high=MAX_LAYERS), set(fields.integers("mlp_only_layers"))
     return [i for i in range(require(fields, "num_hidden_layers")) if i not in dense and (i + 1) % step == 0]
 
@@ -229,7 +229,7 @@ def read_expert_layers(fields: Fields) -> list[int]:
 def read_experts(
     hf: dict[str, Any], size: int, renormalise: bool, layer_ids: Iterable[int], shared_size: int = 0
 ) -> ExpertsConfig:
-    fields = Fields.of(hf)
+    fields = Fields.from_dict(hf)
     num_experts = require(fields, "num_experts" if "num_experts" in fields else "num_local_experts")
     num_chosen = require(fields, "num_experts_per_tok")
     if num_chosen > num_experts:
@@ -242,5 +242,5 @@ def read_experts(
 
 
 def require(hf: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A size or a count; without a default it must be there."""
-    return Fields.of(hf).integer(key, default, high=_LARGEST[key])
+    """A size or a count; without a default it must be present."""
+    return Fields.from_dict(hf).integer(key, default, high=_LARGEST[key])

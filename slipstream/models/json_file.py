@@ -1,4 +1,4 @@
-"""JSON files of a model folder: read whole, or one line saying which file is broken."""
+"""JSON files of a model folder: parsed completely, or an error of one line that names the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.models.fields import Fields
 
 
 def read_json(path: Path) -> Fields:
-    """The JSON object in a file that must be there."""
+    """The JSON object in a file that must exist."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -25,5 +25,5 @@ def read_json(path: Path) -> Fields:
 
 
 def read_json_if_present(path: Path) -> Fields:
-    """The JSON object in a file, empty when there is no such file."""
+    """The JSON object in a file, empty if there is no such file."""
     return read_json(path) if path.is_file() else Fields({}, str(path))

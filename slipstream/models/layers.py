@@ -1,4 +1,4 @@
-"""The parts decoders are made of. Each knows the names its weights have in a checkpoint."""
+"""The layers of decoders. Each knows the names of its weights in a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def _weight(*shape: int) -> nn.Parameter:
 class Layer(nn.Module):
     """A module without hooks: a call is its forward pass. torch's own call costs more than a small kernel.
 
-    A network opens its weights once it is built, hands out their slots to the loader, and finishes them when they are
-    loaded. Each of its layers does that for what is its own, and not for layers inside it.
+    A network opens its weights once it is built, gives their slots to the loader, and finishes them when they are
+    loaded. Each layer does so for its own tensors, not for those of layers inside it.
     """
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
 
     def open_weights(self, scheme: WeightScheme, name: str) -> None:
-        """Make the memory whose format the checkpoint decides. ``name`` is the layer's in the network."""
+        """Allocate the memory whose format depends on the checkpoint. ``name`` is the layer's name in the network."""
 
     def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """Every tensor that a checkpoint must bring, by its name there, beside where it goes."""
+        """Every tensor that a checkpoint must bring, by its name there, with its destination."""
         return iter(())
 
     def finish_weights(self, device: torch.device) -> None:
-        """After loading: bring weights into the layout that multiplies fastest on this device."""
+        """After loading: convert weights to the layout that multiplies fastest on this device."""
 
 
 class Reduction(Protocol):
-    """Adds up what several devices have of one product, where each holds some of the weight's columns."""
+    """Sums the partial results of one product over devices that each hold some of the weight's columns."""
 
     def __call__(self, partial: Tensor) -> Tensor: ...
 
@@ -55,7 +55,7 @@ class Linear(Layer):
     """A matrix product with one stored weight, which may stack several of the checkpoint's: ``{"q_proj": 64, ...}``.
 
     Stacked weights turn three small products into one. With an activation the first half of the product gates the
-    second. How numbers lie in memory is the matrix's business.
+    second. The memory layout is up to the matrix.
     """
 
     matrix: Matrix
@@ -64,8 +64,8 @@ class Linear(Layer):
         super().__init__()
         self.shape = WeightShape(in_size, parts, activation, bias)
         self.bias = _weight(self.shape.num_rows) if bias else None
-        self.stored: StoredWeight | None = None  # until the weights are finished
-        self.reduction: Reduction | None = None  # between the product and whatever takes it; none on one device
+        self.stored: StoredWeight | None = None  # None once the weights are finished
+        self.reduction: Reduction | None = None  # applied to the product; none on one device
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reduction is None:
@@ -80,7 +80,7 @@ class Linear(Layer):
     def hold(self, stored: StoredWeight) -> None:
         self.stored = stored
         if isinstance(stored, Matrix):
-            self.matrix = stored  # usable as it is
+            self.matrix = stored  # can be multiplied with before it is finished
 
     def finish_weights(self, device: torch.device) -> None:
         if self.stored is not None:
@@ -97,7 +97,7 @@ class Linear(Layer):
 
 
 def _parent(name: str) -> str:
-    """Of a layer's name in a network: that of the layer around it, with a dot behind."""
+    """The name of the layer around one, with a trailing dot."""
     return name[: name.rfind(".") + 1]
 
 
@@ -119,14 +119,14 @@ class RMSNorm(Layer):
 
 
 class Embedding(Layer):
-    """A table with a row for each token; where the model says so, the output matrix as well."""
+    """A table with a row for each token; the output matrix as well where the model ties them."""
 
     matrix: Matrix
 
     def __init__(self, vocab_size: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
         self.vocab_size, self.size, self.scale = vocab_size, size, scale
-        self.stored: StoredWeight | None = None  # until the weights are finished
+        self.stored: StoredWeight | None = None  # None once the weights are finished
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.scale == 1.0:
@@ -137,15 +137,15 @@ class Embedding(Layer):
 
     @property
     def dense(self) -> Tensor | None:
-        """The table itself, if it is kept as plain numbers."""
+        """The table itself, if it is stored as plain numbers."""
         matrix = self.matrix
         return matrix.weight if isinstance(matrix, DenseWeight) else None
 
     @property
     def weight(self) -> Tensor:
-        """The same for whoever knows that it is."""
+        """The same for callers that know it is."""
         weight = self.dense
-        assert weight is not None, "the embedding is not kept as plain numbers"
+        assert weight is not None, "the embedding is not stored as plain numbers"
         return weight
 
     def open_weights(self, scheme: WeightScheme, name: str) -> None:
@@ -180,7 +180,7 @@ class Attention(Layer):
             parts["q_proj_gate"] = heads * head_dim
         self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(heads * head_dim, {"o_proj": config.hidden_size}, config.output_bias)
-        # Of the projection: the whole of it, the part for keys and values, and that part's bias.
+        # Of the projection: all of it, its part for keys and values, and that part's bias.
         self._part: tuple[Matrix, Matrix, Tensor | None] | None = None
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -190,13 +190,13 @@ class Attention(Layer):
         return mixed
 
     def mix(self, qkv: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
-        """What lies between the two products: [num_tokens, all heads] -> [num_tokens, query heads]."""
+        """What happens between the two products: [num_tokens, all heads] -> [num_tokens, query heads]."""
         q, k, v, *gate = self._heads(qkv)
         mixed = context.run(self.layer, NewHeads(q, k, v, cos_sin, self._norms()))
         return (mixed * torch.sigmoid(gate[0]) if gate else mixed).flatten(1)
 
     def store(self, x: Tensor, context: AttentionContext, cos_sin: Tensor, few: bool) -> None:
-        """Keys and values of the tokens go to the cache, and that is all. Of ``few`` tokens by another kernel."""
+        """Write keys and values of the tokens to the cache, and nothing else. ``few`` tokens have another kernel."""
         layer, matrix, bias = self.layer, *self._keys_and_values()
         few = few and matrix.tile_key("plain") is not None
         made = matrix.project_few(x, Epilogue(bias)).out if few else matrix.project(x, bias)
@@ -205,7 +205,7 @@ class Attention(Layer):
         step.store(layer, k, v, cos_sin, self._norms())
 
     def _keys_and_values(self) -> tuple[Matrix, Tensor | None]:
-        """Their part of the projection, and of its bias."""
+        """The part of the projection for keys and values, and its bias."""
         if self._part is None or self._part[0] is not self.qkv_proj.matrix:
             layer, qkv = self.layer, self.qkv_proj
             first, count = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim
@@ -214,7 +214,7 @@ class Attention(Layer):
         return self._part[1:]
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, values and, where there are any, gates: [num_tokens, heads, head_dim] each."""
+        """Queries, keys, values and, where present, gates: [num_tokens, heads, head_dim] each."""
         layer = self.layer
         counts = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, *[layer.num_heads] * self.has_gate]
         return torch.split(qkv.view(qkv.shape[0], -1, layer.head_dim), counts, dim=1)
@@ -242,13 +242,13 @@ class FeedForward(Layer):
 
 
 def open_weights(network: nn.Module, scheme: WeightScheme) -> None:
-    """Once a network is built, under the same device and type: memory for its weights."""
+    """Allocate memory for the weights of a network that was just built, under the same device and type."""
     for name, layer in _layers(network):
         layer.open_weights(scheme, name)
 
 
 def checkpoint_slots(network: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Every tensor that the network's layers want of a checkpoint, by its name there."""
+    """Every tensor that the network's layers need from a checkpoint, by its name there."""
     for name, layer in _layers(network):
         yield from layer.own_slots(name)
 

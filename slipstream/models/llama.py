@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1, and what shares their architecture under its name: SmolLM2 among others."""
+"""Llama 2, 3 and 3.1, and models that use their architecture under its name, such as SmolLM2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from slipstream.models.hf_config import read_decoder_config
 class Llama(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        fields = Fields.of(hf)
+        fields = Fields.from_dict(hf)
         bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
         return read_decoder_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)

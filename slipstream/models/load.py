@@ -1,4 +1,4 @@
-"""Building a network in the memory it runs in, measuring one that has none, and filling one with weights."""
+"""Building a network, measuring one without memory, and loading weights."""
 
 from __future__ import annotations
 
@@ -28,62 +28,62 @@ _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 
 
 class Loadable(Protocol):
-    """A network that is filled from a checkpoint: a decoder, or a draft head."""
+    """A network that is loaded from a checkpoint: a decoder, or a draft head."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     @property
     def source(self) -> str:
-        """What messages call the checkpoint."""
+        """The name of the checkpoint in messages."""
         ...
 
     @property
     def hints(self) -> Mapping[str, str]:
-        """What a wrong shape of a tensor may come from, by the name of its slot."""
+        """Likely reasons for a tensor's wrong shape, by the name of its slot."""
         ...
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Every tensor that a checkpoint must bring, by its name there, beside where it goes."""
+        """Every tensor that a checkpoint must bring, by its name there, with its destination."""
         ...
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """What a tensor of the checkpoint brings, by the names of ``slots`` and ``optional``."""
+        """The network's tensors that a checkpoint's tensor holds, by the names of ``slots`` and ``optional``."""
         ...
 
     def optional(self) -> Mapping[str, Tensor]:
-        """What a checkpoint may bring beside the slots: tensors without memory, of the shape and type it must have."""
+        """Tensors that a checkpoint may bring in addition: without memory, of the shape and type they must have."""
         ...
 
     def adopt(self, name: str, file_name: str, tensor: Tensor) -> None:
-        """Take one of those."""
+        """Use one of the optional tensors."""
         ...
 
-    def passes_over(self, name: str) -> bool:
-        """Whether a tensor is of no use here, though checkpoints carry it."""
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor is not needed here, although checkpoints carry it."""
         ...
 
     def finish_loading(self) -> None:
-        """When all tensors are there: what follows from them together."""
+        """Called when all tensors are loaded: compute what depends on several of them."""
         ...
 
 
 class Placement(NamedTuple):
-    """Where a network lives, and the type of its numbers."""
+    """The device of a network, and the type of its numbers."""
 
     device: torch.device
     dtype: torch.dtype
-    keep_blocks: bool = False  # of GGUF files, as far as that device has kernels for them
+    keep_blocks: bool = False  # keep the blocks of GGUF files, where that device has kernels for them
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device) -> Placement:
+    def from_config(cls, config: EngineConfig, device: torch.device) -> Placement:
         return cls(device, getattr(torch, config.dtype))
 
 
 def open_decoder(path: Path, keep_blocks: bool = False) -> Checkpoint:
-    """Open the checkpoint of a whole model. What its config says is compared with its tensors, from headers alone.
+    """Open the checkpoint of a whole model and compare its config with its tensors, from headers alone.
 
-    After this no count of the config is larger than the files bear out, and nothing was built or allocated for it.
+    After this every count of the config is confirmed by tensors, and nothing was built or allocated for it.
     """
     checkpoint = open_checkpoint(path, keep_blocks)
     architecture = architecture_of(checkpoint.config)
@@ -96,7 +96,7 @@ def open_decoder(path: Path, keep_blocks: bool = False) -> Checkpoint:
 
 
 def _check_counts(config: ModelConfig, headers: list[TensorHeader], source: str) -> None:
-    """Before anything is built: every layer and every expert has tensors, or rows of one."""
+    """Called before anything is built: every layer and every expert must have tensors, or rows of one."""
     layers = {match[1] for header in headers if (match := _LAYER.match(header.name))}
     if config.num_layers > len(layers):
         raise ModelError(
@@ -117,14 +117,14 @@ def _check_counts(config: ModelConfig, headers: list[TensorHeader], source: str)
 def build_model(
     architecture: Architecture, config: EngineConfig, device: torch.device, model: ModelConfig | None = None
 ) -> Decoder:
-    """The target, unless another model is named."""
-    with built_under(Placement.of(config, device)):
+    """The target, unless another model is given."""
+    with built_under(Placement.from_config(config, device)):
         return architecture(model or config.model, config.scheduler.max_model_len)
 
 
 @contextmanager
 def built_under(placement: Placement) -> Iterator[None]:
-    """What is made inside has this type and lives on this device."""
+    """Modules built inside have this type and device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(placement.dtype)
     try:
@@ -138,7 +138,7 @@ def built_under(placement: Placement) -> Iterator[None]:
 
 
 def measure_model(architecture: Architecture, config: ModelConfig, placement: Placement) -> NetworkSize:
-    """Of a model that is not built yet."""
+    """Measures a model that is not built yet."""
     with built_under(placement._replace(device=torch.device("meta"))):  # shapes without memory
         model = architecture(config, max_position=1)
         num_params = count_parameters(model)
@@ -147,7 +147,7 @@ def measure_model(architecture: Architecture, config: ModelConfig, placement: Pl
 
 
 def count_parameters(network: nn.Module) -> int:
-    """Numbers that the checkpoint says, however they are stored. Asked before the weights are finished."""
+    """Parameters as in the checkpoint, however they are stored. Call it before the weights are finished."""
     total = 0
     for module in network.modules():
         if isinstance(module, Linear | ExpertWeights):
@@ -160,12 +160,12 @@ def count_parameters(network: nn.Module) -> int:
 
 
 def count_bytes(network: nn.Module) -> int:
-    """Of all weights as they lie in memory; what two layers share counts once."""
+    """Memory of all weights in their final layout; what two layers share counts once."""
     return sum(parameter.nbytes for parameter in network.parameters())
 
 
 def name_formats(network: nn.Module) -> str:
-    """The kinds of numbers that its products read, most of them first; what is not a hundredth is left out."""
+    """The formats of the weights that its products read, most frequent first; those below one percent are left out."""
     found: Counter[str] = Counter()
     for module in network.modules():
         if isinstance(module, Linear):
@@ -192,11 +192,11 @@ def check_tensors(network: Loadable, headers: Iterable[TensorHeader]) -> None:
         pass
 
 
-OnLoaded = Callable[[float], None]  # the share of a checkpoint's tensors that are there
+OnLoaded = Callable[[float], None]  # the share of a checkpoint's tensors that are loaded
 
 
 def report_loading(checkpoint: Checkpoint, on_loaded: OnLoaded | None) -> Iterator[tuple[str, Tensor]]:
-    """Its tensors, and how far they are."""
+    """The checkpoint's tensors, reporting progress."""
     count = max(1, len(checkpoint.tensor_names()))
     for idx, named in enumerate(checkpoint.tensors()):
         if on_loaded is not None:
@@ -206,7 +206,7 @@ def report_loading(checkpoint: Checkpoint, on_loaded: OnLoaded | None) -> Iterat
 
 @torch.inference_mode()
 def load_weights(network: Loadable, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy every tensor to its place; a missing, unknown or misshapen one is an error that names it."""
+    """Copy every tensor to its slot; a missing, unknown or misshapen one is an error that names it."""
     for name, file_name, tensor, slot in _match_tensors(network, tensors):
         if slot is None:
             network.adopt(name, file_name, tensor)
@@ -226,11 +226,11 @@ def _match_tensors(network: Loadable, tensors: Iterable[tuple[str, Tensor]]) -> 
             if expected is None:
                 expected = optional.get(name)
             if expected is not None:
-                # A tensor that holds several weights is cut; what does not fit is then one of those.
+                # A tensor that holds several weights is split; an error then names one of those.
                 said = file_name if part.shape == tensor.shape else name
                 _check_fits(said, part, expected, network.hints.get(name, ""))
                 yield _Match(name, file_name, part, slot)
-            elif not network.passes_over(name):
+            elif not network.ignores(name):
                 raise ModelError(
                     f"tensor {describe_value(file_name)} does not belong to {network.config.architecture}, "
                     "or occurs twice"
@@ -253,7 +253,7 @@ def _check_fits(name: str, tensor: Tensor, expected: Tensor, hint: str) -> None:
 
 @torch.inference_mode()
 def randomize_weights(network: Loadable, seed: int = 0) -> None:
-    """Random weights of sane size, for benchmarks of a shape whose real weights are not at hand."""
+    """Random weights of reasonable magnitude, for benchmarks of a shape without its real weights."""
     slots = {name: slot for name, slot in network.slots() if isinstance(slot, Tensor)}
     generator = torch.Generator(device=next(iter(slots.values())).device).manual_seed(seed)
     for name, slot in slots.items():

@@ -13,6 +13,6 @@ from slipstream.models.hf_config import read_decoder_config, same_window
 class Mistral(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        # A config that is silent about the window means the first version's; later ones say null.
-        fields = Fields.of(hf)
+        # A config without the key means the first version's window; later ones set null.
+        fields = Fields.from_dict(hf)
         return read_decoder_config(fields, windows=same_window(fields.with_defaults({"sliding_window": 4096})))

@@ -23,7 +23,7 @@ _NAMES = {
 class Mixtral(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        fields = Fields.of(hf).with_defaults({"rope_theta": 1e6})
+        fields = Fields.from_dict(hf).with_defaults({"rope_theta": 1e6})
         size, num_layers = require(fields, "intermediate_size"), require(fields, "num_hidden_layers")
         # The weights of the chosen experts always sum to one here: published as a softmax over the chosen ones.
         experts = read_experts(fields, size, renormalise=True, layer_ids=range(num_layers))

@@ -1,8 +1,8 @@
-"""MTP: layers that a target brings along to predict more than one token. Each is a decoder layer like the target's.
+"""MTP: layers of a target that predict more than one token. Each is a decoder layer like the target's.
 
-Embedding and state are normed apart and joined by one product. Each layer is a module: draft i is that of layer i
-modulo their number. The state that goes on is the one after the final norm, as the target's own was. DeepSeek gives
-every layer its own product and norms; Qwen3-Next has them once for all.
+Embedding and state are normed separately and joined by one product. Each layer is a module: draft i uses layer i modulo
+their number. The state passed on is the one after the final norm, as is the target's. In DeepSeek every layer has its
+own product and norms; Qwen3-Next has one of each.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read(hf: Fields, target: ModelConfig) -> HeadPlan:
     windows = (target.window(last),) * count if target.window(last) else ()
     return HeadPlan(
         kind="mtp",
-        # What ties the target's matrices says nothing of an embedding that the layers may bring.
+        # Tied target matrices say nothing about an embedding that the layers may bring.
         config=replace(
             target,
             num_layers=count,
@@ -63,7 +63,7 @@ def read(hf: Fields, target: ModelConfig) -> HeadPlan:
 
 
 def _layer_caches(target: ModelConfig, count: int) -> tuple[CacheSpec, ...]:
-    """As the target's last layer, unless no drafter may have its kind: then attention."""
+    """As the target's last layer, unless its kind of cache cannot be used by drafters: then attention."""
     last = target.cache_specs[-1]
     return () if last.drafter_refusal or last == target.keys_and_values else (last,) * count
 
@@ -91,7 +91,7 @@ class MtpModule(NamedTuple):
 
 
 class MtpHead(DraftHead):
-    # Whether what follows position 0 is not asked for its token's embedding: so some layers were trained.
+    # Whether the embedding at position 0 is zeroed: so some layers were trained.
     leaves_first_out: ClassVar[bool] = False
 
     def __init__(self, plan: HeadPlan, target: Decoder) -> None:
@@ -103,7 +103,7 @@ class MtpHead(DraftHead):
         return next((ours for theirs, ours in _SHARED.items() if name.endswith(f".{theirs}")), name)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """As the target would read a tensor of its own, for the layers are its own kind."""
+        """Like a tensor of the target, since the layers are of the same kind."""
         name = self.rename(name)
         return [(name, tensor)] if name in _SHARED.values() else self.borrowed.target.translate(name, tensor)
 
@@ -184,7 +184,7 @@ class DeepSeekMtp(MtpHead):
         return MtpModule((layer.enorm, layer.hnorm), layer.eh_proj, layer.body, layer.shared_head_norm)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        """A checkpoint numbers these layers on from the target's and names the parts of all layers alike."""
+        """A checkpoint numbers these layers after the target's and uses the same names for all layers."""
         for name, slot in super().slots():
             _, idx, rest = name.split(".", 2)
             rest = rest.removeprefix("body.").replace("shared_head_norm.", "shared_head.norm.")

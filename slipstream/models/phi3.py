@@ -18,7 +18,7 @@ from slipstream.models.hf_config import read_decoder_config, same_window
 class Phi3(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        fields = Fields.of(hf)
+        fields = Fields.from_dict(hf)
         return read_decoder_config(_with_longrope(fields), windows=same_window(fields))
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -43,7 +43,7 @@ class Phi3(Decoder):
 
 
 def _with_longrope(fields: Fields) -> Fields:
-    """Early configs call this scaling ``su`` or ``yarn``; what they mean is longrope."""
+    """Early configs call this scaling ``su`` or ``yarn``, but it is longrope."""
     scaling = fields.section("rope_scaling")
     if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
         return fields.changed(rope_scaling={**scaling, "rope_type": "longrope"})

@@ -13,12 +13,12 @@ from slipstream.models.hf_config import layer_windows, read_decoder_config
 class Qwen2(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        fields = Fields.of(hf)
+        fields = Fields.from_dict(hf)
         return read_decoder_config(fields, qkv_bias=True, windows=upper_layer_windows(fields))
 
 
 def upper_layer_windows(fields: Fields) -> tuple[int, ...]:
-    """Windows in the layers from ``max_window_layers`` up, where the config turns them on at all."""
+    """Windows in the layers from ``max_window_layers`` up, where the config enables them."""
     if not fields.flag("use_sliding_window"):
         return ()
     first = fields.integer("max_window_layers", 28, low=0)

@@ -15,6 +15,6 @@ class Qwen3(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
         # Heads are wider than hidden_size / num_heads in this family; the published default is 128.
-        fields = Fields.of(hf).with_defaults({"head_dim": 128})
+        fields = Fields.from_dict(hf).with_defaults({"head_dim": 128})
         bias, windows = fields.flag("attention_bias"), upper_layer_windows(fields)
         return read_decoder_config(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows)

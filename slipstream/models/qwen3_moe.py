@@ -13,7 +13,7 @@ from slipstream.models.hf_config import read_decoder_config, read_expert_layers,
 class Qwen3Moe(Decoder):
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        fields = Fields.of(hf)
+        fields = Fields.from_dict(hf)
         bias, renormalise = fields.flag("attention_bias"), fields.flag("norm_topk_prob")
         size = require(fields, "moe_intermediate_size")
         return read_decoder_config(

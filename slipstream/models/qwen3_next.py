@@ -55,7 +55,7 @@ class Qwen3Next(Decoder):
 
     @staticmethod
     def read_config(hf: dict[str, Any]) -> ModelConfig:
-        fields = Fields.of(hf).with_defaults(_DEFAULTS)
+        fields = Fields.from_dict(hf).with_defaults(_DEFAULTS)
         bias, experts = fields.flag("attention_bias"), _experts(fields)
         if experts is not None:  # no layer may be dense
             fields = fields.with_defaults({"intermediate_size": experts.intermediate_size})
@@ -76,14 +76,14 @@ class Qwen3Next(Decoder):
         if ".linear_attn." in name and nets:
             return split_projection(name, tensor, nets[0])
         if "norm" in name:
-            # Checkpoints store how far a weight is from one. In 16 bits the sum would be rounded once too often.
+            # Checkpoints store the weight minus one. Adding one in 16 bits would round once too often.
             return [(name, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + 1)]
         if ".self_attn.q_proj." in name:
             return self._split_gate(name, tensor)
         return super().translate(name, tensor)
 
     def _split_gate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """A head's queries and its gate stand one behind the other."""
+        """Separate each head's queries from its gate, which follows them in the checkpoint."""
         heads, head_dim = self.config.num_heads, self.config.head_dim
         num_rows = tensor.shape[0] if tensor.ndim else 0
         if num_rows != 2 * heads * head_dim:
@@ -101,7 +101,7 @@ def _is_delta_net(config: ModelConfig, layer_idx: int) -> bool:
 
 
 def _layer_caches(fields: Fields, attention: GroupedQuerySpec) -> tuple[CacheSpec, ...]:
-    """What each layer keeps; empty where all have attention."""
+    """The cache of each layer; empty where all have attention."""
     if fields.has("layer_types"):
         kinds = read_layer_types(fields, _KINDS)
     else:

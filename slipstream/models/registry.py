@@ -1,4 +1,4 @@
-"""Architectures by the name a config.json gives them. Files are imported when their architecture is asked for."""
+"""Architectures by their name in config.json. Files are imported when their architecture is used."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Architecture(Protocol):
 
 
 def register(name: str, architecture: Architecture) -> None:
-    """Make an architecture known by the name that a config.json gives it."""
+    """Register an architecture under its name in config.json."""
     if name in _ARCHITECTURES or _registered.get(name, architecture) is not architecture:
         raise ValueError(f"two architectures are called {name}")
     _registered[name] = architecture
 
 
 def architecture_of(hf: dict[str, Any]) -> Architecture:
-    name = read_architecture_name(Fields.of(hf))
+    name = read_architecture_name(Fields.from_dict(hf))
     if name in _registered:
         return _registered[name]
     if name not in _ARCHITECTURES:

@@ -44,7 +44,7 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long waves are stretched by the factor, short ones kept, those between blended."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones kept, those between interpolated."""
     wavelength = 2 * math.pi / inv_freq
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
@@ -57,9 +57,9 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Waves that turn often within the original context are kept, those that turn seldom stretched by the factor.
+    """Frequencies with many rotations within the original context are kept, those with few divided by the factor.
 
-    Between the two the share of the stretched frequency rises linearly with the index of the pair.
+    Between the two the share of the divided frequency rises linearly with the index of the pair.
     """
 
     def pair_that_turns(times: float) -> float:
@@ -77,7 +77,7 @@ def _yarn(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _dynamic(exponents: Tensor, rope: RopeConfig, max_position: int) -> Tensor:
-    """The base grows with the sequence; each position keeps the base of the sequence that ends with it.
+    """The base grows with the sequence; each position has the base of a sequence that ends with it.
 
     A cached key stays as it was rotated, so this is what decoding one token at a time gives: positions within the
     original context have the original base, and position p beyond it the base for length p + 1. A prompt that is itself
@@ -92,11 +92,11 @@ def _dynamic(exponents: Tensor, rope: RopeConfig, max_position: int) -> Tensor:
 
 def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:
     """[max_position, 2, rotary_dim / 2] float32, the attention factor included."""
-    # On the CPU, whatever is being built: the same numbers everywhere, and no arithmetic where there is no memory.
+    # On the CPU, whatever is being built: the same numbers everywhere, also for networks without memory.
     with torch.device("cpu"):
         inv_freq = inverse_frequencies(rope, max_position)
         table = torch.empty(max_position, 2, inv_freq.shape[-1], dtype=torch.float32)
-        for start in range(0, max_position, _PIECE):  # in pieces, for the angles of long contexts take memory too
+        for start in range(0, max_position, _PIECE):  # in pieces, since the angles of long contexts take memory too
             positions = torch.arange(start, min(start + _PIECE, max_position))
             own = inv_freq if inv_freq.ndim == 1 else inv_freq[start : start + _PIECE]
             angles = positions.float().unsqueeze(1) * own

@@ -1,7 +1,7 @@
 """The header of a safetensors file: its tensors' names, shapes and types, checked against the length of the file.
 
-Nothing of the data is read, and no number of the header is believed beyond what the file can hold. That every tensor
-has as many bytes as its shape needs is left to the package, which sees to it when the file is opened.
+The data is not read, and every number of the header is checked against the size of the file. That every tensor has as
+many bytes as its shape needs is checked by the package when the file is opened.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 def read_header(file: Path) -> list[TensorHeader]:
-    """The tensors of one file in the order of their data, after a check that the file is as long as it says."""
+    """The tensors of one file in the order of their data, after a check of the file's length."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -70,7 +70,7 @@ def _read_span(file: Path, name: str, entry: Any) -> tuple[int, int]:
 
 def _read_entry(file: Path, name: str, entry: dict[str, Any], size: int) -> TensorHeader:
     dtype, shape = entry.get("dtype"), entry.get("shape")
-    # A byte holds two numbers at most, whatever the type.
+    # A byte holds at most two numbers, whatever the type.
     if not _are_counts(shape) or len(shape) > _MAX_DIMS or max(shape, default=0) > 2 * size or prod(shape) > 2 * size:
         raise _corrupt(file, f"{describe_value(name)} has shape {describe_value(shape)}")
     if not isinstance(dtype, str) or dtype not in _DTYPES:

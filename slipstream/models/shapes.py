@@ -44,8 +44,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
-    # Layers of Qwen3-Next-80B-A3B, a third of them, with an eighth of the experts: its delta nets and its attention, at
-    # a size that is built in seconds. A token has as many experts as there.
+    # A third of the layers of Qwen3-Next-80B-A3B, with an eighth of the experts: its delta nets and its attention at a
+    # size that is built in seconds. A token has as many experts as in the original.
     "qwen3-next-16l-64e": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -75,7 +75,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Heads of those shapes: one layer as wide as the target's, a reduced vocabulary where the target's is large.
+# Heads of these shapes: one layer of the target's size, with a reduced vocabulary where the target's is large.
 HEAD_SHAPES: dict[str, dict[str, Any]] = {
     f"{name}-eagle3": {
         **SHAPES[name],
@@ -92,7 +92,7 @@ FORCED_RATES = (0.730, 0.521, 0.355, 0.245, 0.170, 0.118, 0.082)
 
 
 def forced_eagle3(shape: str, k: int, rates: Sequence[float] = FORCED_RATES) -> dict[str, Any]:
-    """A ``speculative_config``: a head of that shape, drafts accepted at fixed rates. The text means nothing."""
+    """A ``speculative_config``: a head of that shape, drafts accepted at fixed rates. The text is meaningless."""
     return {
         "method": "eagle3",
         "model": f"{shape}-eagle3",
@@ -103,13 +103,13 @@ def forced_eagle3(shape: str, k: int, rates: Sequence[float] = FORCED_RATES) -> 
 
 
 def weight_bytes(shape: str) -> int:
-    """Of all weights of a shape, or of a head's, that one pass reads in 16 bits; an embedding's rows are few."""
+    """Bytes of the weights of a shape, or of a head, that one pass reads in 16 bits, without the embedding."""
     config = {**SHAPES, **HEAD_SHAPES}[shape]
     if "num_experts" in config:
         raise ConfigError(f"which weights of {shape} a pass reads depends on the experts that its tokens choose")
     hidden: int = config["hidden_size"]
     vocab_size: int = config.get("draft_vocab_size", config["vocab_size"])
-    inputs = 2 if shape in HEAD_SHAPES else 1  # a head reads two states side by side
+    inputs = 2 if shape in HEAD_SHAPES else 1  # a head's input is two concatenated states
     kv: int = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     mlp: int = 3 * hidden * config["intermediate_size"]
     layer = inputs * hidden * (hidden + 2 * kv) + hidden * hidden + mlp
@@ -118,11 +118,11 @@ def weight_bytes(shape: str) -> int:
 
 
 def step_bytes(shape: str, k: int) -> int:
-    """Of all weights that a step reads once each: the target's, and a head's for each of the drafts it makes."""
+    """Bytes of all weights that a step reads: the target's once, and a head's once for each of its drafts."""
     if not k:
         return weight_bytes(shape)
     hidden: int = SHAPES[shape]["hidden_size"]
-    mix = 2 * 3 * hidden * hidden  # of three taps, once
+    mix = 2 * 3 * hidden * hidden  # of three taps, once per step
     return weight_bytes(shape) + mix + k * weight_bytes(f"{shape}-eagle3")
 
 

@@ -1,6 +1,6 @@
-"""Configs of the ``speculators`` library, brought into the form that plain draft heads have.
+"""Configs of the ``speculators`` library, converted to the form of other draft heads.
 
-Their decoder layer has a config of its own, ``transformer_layer_config``; flags of the method stand beside it.
+Their decoder layer has its own config, ``transformer_layer_config``; flags of the method are at the top level.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 from slipstream.errors import ModelError, nearest
 from slipstream.models.fields import Fields
 
-# The method's name there, and the architecture that stands for it here.
+# The library's name of each method, and the architecture used here.
 _ARCHITECTURES = {"eagle3": "Eagle3Speculator", "eagle": "EagleSpeculator"}
 _SHOWN = 60  # characters of a value in a message
-# What says nothing about the network, or what the decoder layer's own config says better.
+# Keys that do not describe the network, or that the decoder layer's own config gives.
 _NOT_COPIED = (
     "architectures",
     "auto_map",
@@ -32,7 +32,7 @@ def is_speculators(hf: dict[str, Any]) -> bool:
 
 
 def plain_config(hf: Fields) -> Fields:
-    """The same head as a plain config would describe it; what the two leave out differently is written down."""
+    """The same head as a plain config would describe it, with the defaults in which the two formats differ."""
     method = str(hf["speculators_model_type"])[:_SHOWN]
     if method not in _ARCHITECTURES:
         raise ModelError(
@@ -43,18 +43,18 @@ def plain_config(hf: Fields) -> Fields:
     if not isinstance(layer, dict):
         raise ModelError("the speculators config has no 'transformer_layer_config'; download the head again")
     flags = {key: value for key, value in hf.items() if key not in _NOT_COPIED and value is not None}
-    # A head's logits there always come from a matrix of its own.
+    # These heads always have their own output matrix.
     plain = {**layer, **flags, "architectures": [_ARCHITECTURES[method]], "tie_word_embeddings": False}
     if method == "eagle3":
-        plain.setdefault("norm_before_residual", True)  # a plain head that leaves it out means the opposite
+        plain.setdefault("norm_before_residual", True)  # the default of other heads is the opposite
     else:
         plain["eagle_fc_bias"] = plain.pop("fusion_bias", False)
     return Fields(plain, hf.source)
 
 
 def proposed_tokens(hf: dict[str, Any]) -> int | None:
-    """How many tokens the head was trained to draft, where its config says so."""
-    config = Fields.of(hf).section("speculators_config")
+    """How many tokens the head was trained to draft, if its config says so."""
+    config = Fields.from_dict(hf).section("speculators_config")
     methods = config.get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise config.refuse("proposal_methods", "a list of objects")

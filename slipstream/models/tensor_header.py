@@ -1,4 +1,4 @@
-"""What a file says of a tensor before any of it is read."""
+"""The name, shape and type of a tensor, known before it is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class TensorHeader(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype  # as the tensor will have it once it is read
+    dtype: torch.dtype  # the type of the tensor once it is read
 
     def make_meta_tensor(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")

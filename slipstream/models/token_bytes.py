@@ -1,4 +1,4 @@
-"""The bytes that single tokens stand for, read from the rules by which a tokenizer decodes.
+"""The bytes of single tokens, derived from the decoding rules of a tokenizer.
 
 A token may be part of a character, and then no text can show it. Byte-level tokenizers write bytes as letters, by
 GPT-2's table; SentencePiece spells a byte that is no token of its own as ``<0xE2>``, and a space as ``▁``.
@@ -28,7 +28,7 @@ _LETTERS = _byte_letters()
 
 
 def build_speller(decoder: Any) -> Speller | None:
-    """How ``decoder``, the part of a ``tokenizers.Tokenizer``, spells a token; None if a token alone does not tell."""
+    """How ``decoder``, the part of a ``tokenizers.Tokenizer``, spells a token; None if that depends on other tokens."""
     if decoder is None:
         return None
     rules: dict[str, Any] = json.loads(decoder.__getstate__())
@@ -37,7 +37,7 @@ def build_speller(decoder: Any) -> Speller | None:
     if kinds == ["ByteLevel"]:
         return _spell_byte_level
     spaces = _find_spaces(steps)
-    # What is stripped is the beginning of a text, and no token's own, if the tokens were joined before.
+    # Stripping applies to the beginning of a text, not to single tokens, if tokens were joined before.
     strips_text = "Strip" not in kinds or "Fuse" in kinds[: kinds.index("Strip")]
     if spaces is None or not strips_text or not set(kinds) <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
         return None
@@ -56,17 +56,17 @@ def build_speller(decoder: Any) -> Speller | None:
 def _spell_byte_level(token: str) -> bytes:
     try:
         return bytes([_LETTERS[letter] for letter in token])
-    except KeyError:  # an added token, which is written as it is
+    except KeyError:  # an added token, which is spelled literally
         return token.encode()
 
 
 def is_byte_level(decoder: Any) -> bool:
-    """Whether a text is the bytes of its tokens one after the other, whatever the tokens are."""
+    """Whether a text is the concatenation of its tokens' bytes."""
     return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
 
 
 def _find_spaces(steps: list[dict[str, Any]]) -> Mapping[str, str] | None:
-    """What is written for what; None if a rule is more than a replacement."""
+    """Replacement rules; None if a rule is more than a replacement."""
     spaces: dict[str, str] = {}
     for step in steps:
         if step["type"] == "Metaspace":
@@ -79,7 +79,7 @@ def _find_spaces(steps: list[dict[str, Any]]) -> Mapping[str, str] | None:
 
 
 class _Filled(dict[int, Any]):
-    """Filled as it is asked: a vocabulary is large, and most texts use little of it."""
+    """Filled on demand: a vocabulary is large, and most texts use little of it."""
 
     def __init__(self, find: Callable[[int], Any]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Filled(dict[int, Any]):
 
 
 class TokenTable:
-    """Tokens as bytes, and as text where they are whole characters by themselves."""
+    """Tokens as bytes, and as text where they are whole characters."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         self.raw: dict[int, bytes] = _Filled(find)

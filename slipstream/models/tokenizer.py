@@ -25,7 +25,7 @@ from slipstream.values import is_valid_text
 
 _LONG_TEXT = 2000  # characters
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
-# What converters write into a vocabulary that is smaller than the embedding.
+# What converters fill a vocabulary with that is smaller than the embedding.
 _FILLER = re.compile(r"\[PAD\d+\]")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -58,8 +58,8 @@ class Tokenizer:
     def from_folder(cls, path: Path) -> Tokenizer:
         """Read ``tokenizer.json`` with its companions, as Hugging Face writes them.
 
-        What ``encode`` puts around a text is what ``tokenizer.json`` says; like transformers, the flags
-        ``add_bos_token`` and ``add_eos_token`` of older configs are not consulted.
+        The special tokens that ``encode`` adds are those of ``tokenizer.json``; as in transformers, the flags
+        ``add_bos_token`` and ``add_eos_token`` of older configs are ignored.
         """
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -80,7 +80,7 @@ class Tokenizer:
         from slipstream.models.gguf_config import read_token_id
         from slipstream.models.gguf_tokenizer import adds_bos, build_backend
 
-        fields = Fields.of(metadata, str(path))
+        fields = Fields.from_dict(metadata, str(path))
         backend = build_backend(fields)
         named = {}
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -99,7 +99,7 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def agrees_with(self, other: Tokenizer) -> bool:
-        """Whether every id that both vocabularies have is the same token; what only fills one up does not count."""
+        """Whether every id that both vocabularies have is the same token, ignoring padding tokens."""
         own, others = (
             {idx: token for token, idx in tokenizer._backend.get_vocab(True).items() if not _FILLER.fullmatch(token)}
             for tokenizer in (self, other)
@@ -116,7 +116,7 @@ class Tokenizer:
             if len(text) < _LONG_TEXT:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             else:
-                # The same ids, and other threads can run meanwhile: `encode` keeps the interpreter to itself.
+                # The same ids, and other threads can run meanwhile: `encode` holds the GIL.
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("the prompt must be a text of valid Unicode characters") from error
@@ -131,14 +131,14 @@ class Tokenizer:
         return text
 
     def token(self, token_id: int) -> str:
-        """The vocabulary's own spelling of a token, empty for an id that has none."""
+        """The vocabulary's spelling of a token, empty for an id without one."""
         token: str | None = self._backend.id_to_token(token_id)
         return token or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text, which may be part of a character; none for an id that has no token.
+        """The bytes a token adds to a text, which may be part of a character; empty for an id without a token.
 
-        Those of all tokens of a text are the text in UTF-8, and a space before it where the tokenizer adds one.
+        Joined over a text they are its UTF-8, with a space before it where the tokenizer adds one.
         """
         token = self.token(token_id)
         if self._spell is None:
@@ -160,7 +160,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation as the text this model expects; ``variables`` are extra names its template may know."""
+        """A conversation as the text this model expects; ``variables`` are extra names for its template."""
         if self._template is None:
             raise RequestError("this model has no chat template; send a plain prompt instead")
         return self._template.render(
@@ -188,8 +188,8 @@ def _named_tokens(config: Fields) -> dict[str, str]:
     """The special tokens by role; a token is written as its text or as an object with ``content``."""
     named = {}
     for role in _NAMED_TOKENS:
-        place = (config, role) if isinstance(config.get(role), str) else (config.section(role), "content")
-        if text := _token_text(*place):
+        source, name = (config, role) if isinstance(config.get(role), str) else (config.section(role), "content")
+        if text := _token_text(source, name):
             named[role] = text
     return named
 
@@ -219,7 +219,7 @@ def _add_missing_tokens(backend: Backend, config: Fields, named: Mapping[str, st
 
 
 def _surround(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Let ``encode`` put these tokens around a text, and nothing else."""
+    """Let ``encode`` put these tokens around a text, and no others."""
     around = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
     single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     backend.post_processor = TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(around)))

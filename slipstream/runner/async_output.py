@@ -1,4 +1,4 @@
-"""A step's results on their way to the host: copied off the compute stream, read when their event is done."""
+"""A step's results on their way to the host: copied after the compute work, read once their event is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
 from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
 
 _MAX_VIEWS = 256
-_STATUS = {int(status): status for status in RowStatus}  # a table is faster than the enumeration's own search
+_STATUS = {int(status): status for status in RowStatus}  # a table lookup is faster than the enum's
 
 
 class PromptSpan(NamedTuple):
@@ -30,7 +30,7 @@ class PromptSpan(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device for the host; the next step may overwrite all of it."""
+    """A step's results on the device; the next step may overwrite all of them."""
 
     tokens: Tensor  # [n, NUM_HEADER_COLUMNS + k + 1] int32, as `commit` writes it
     logprobs: Tensor | None  # [num_logits, LOGPROB_WIDTH] int32
@@ -40,11 +40,11 @@ class StepOutput(NamedTuple):
 
 @dataclass(slots=True)
 class _Channel:
-    """One buffer on the device and its twin on the host."""
+    """A buffer on the device and its copy on the host."""
 
     on_device: Tensor
     pinned: Tensor
-    # Of both, the beginnings that were used so far: making a view takes longer than most of what is done with it.
+    # Views of the first n entries of both: creating a view takes longer than most of its uses.
     _views: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
@@ -68,8 +68,8 @@ class _OutputSlot:
     tokens: _Channel
     logprobs: _Channel
     prompt_logprobs: _Channel
-    computed: Event  # the step has filled the device's side
-    event: Event  # the copy to the host's side is done
+    computed: Event  # the step has filled the device buffer
+    event: Event  # the copy to the host is complete
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class InFlightStep:
     sync_guard: SyncGuard
 
     def collect(self) -> StepResult:
-        """Wait for the step, and read it. The one place where the host waits for the device."""
+        """Wait for the step, and read its results. The only place where the host waits for the device."""
         start = time.monotonic()
         with self.sync_guard.allow("collect"):
             self.slot.event.synchronize()
@@ -92,15 +92,15 @@ class InFlightStep:
         _, pinned = self.slot.tokens.first(count)
         found = pinned.numpy()
         header, tokens = found[:, :NUM_HEADER_COLUMNS], found[:, NUM_HEADER_COLUMNS:]
-        statuses, num_drafts, num_accepted, foreseen = header.T.tolist()
+        statuses, num_drafts, num_accepted, would_accept = header.T.tolist()
         if tokens.shape[1] == 1 or not any(self.plan.composition.num_drafts):
             token_ids = [[token] if token >= 0 else [] for token in tokens[:, 0].tolist()]
         else:
-            # What is no token stands behind those that are.
+            # Entries after a row's new tokens are not tokens.
             lengths = (tokens >= 0).sum(1).tolist()
             token_ids = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         states = [_STATUS[status] for status in statuses] if any(statuses) else [RowStatus.RUNNING] * count
-        result = StepResult(self.plan, token_ids, states, num_drafts, num_accepted, foreseen, wait_s=wait_s)
+        result = StepResult(self.plan, token_ids, states, num_drafts, num_accepted, would_accept, wait_s=wait_s)
         if self.has_logprobs:
             result.logprobs = self._logprobs(token_ids)
         if self.prompt_spans:
@@ -108,7 +108,7 @@ class InFlightStep:
         return result
 
     def _logprobs(self, token_ids: list[list[int]]) -> list[list[LogprobRow]]:
-        """One for each new token: those of a request begin where its logits do."""
+        """One for each new token: those of a request begin at its first logit."""
         starts = list(itertools.accumulate((1 + k for k in self.plan.composition.num_drafts), initial=0))
         rows = unpack_logprobs(self.slot.logprobs.pinned[: starts[-1]].numpy())
         return [rows[start : start + len(own)] for start, own in zip(starts, token_ids, strict=False)]
@@ -123,7 +123,7 @@ class InFlightStep:
 
 
 class OutputRing:
-    """Output slots, one more than steps in flight: a step never writes what an older one still holds."""
+    """Output slots, one more than steps in flight: a step never overwrites results that were not read."""
 
     def __init__(self, device: Device, max_reqs: int, num_drafts: int, max_tokens: int, depth: int) -> None:
         self._device = device
@@ -148,9 +148,9 @@ class OutputRing:
         )
 
     def send(self, plan: StepPlan, output: StepOutput) -> InFlightStep:
-        """Queue the results' way to the host.
+        """Queue the copy of the results to the host.
 
-        Tokens are few bytes and go in the step's own stream: a stream of their own would save the device two
+        Tokens are few bytes and are copied in the step's own stream: another stream would save the device two
         microseconds and cost the host forty. Log probabilities are many: they go through the slot's own memory.
         """
         device, slot = self._device, self._ring.acquire()

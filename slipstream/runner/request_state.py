@@ -1,8 +1,8 @@
 """Request rows: the persistent device state of every running request.
 
-All fields live in one flat int32 store, so that one scatter applies any set of changes. A row belongs to a request for
-as long as it runs; the last row is scratch: it never runs, and padding points at it. The store also holds the
-composition of the batch (which rows, how many tokens each), so that an unchanged batch needs no transfer at all.
+All fields are in one flat int32 store, so that one scatter applies any set of changes. A row belongs to a request while
+it runs; the last row is the scratch row: it never runs, and padding points at it. The store also holds the composition
+of the batch (rows and their numbers of tokens), so that an unchanged batch needs no transfer at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INT_FIELDS = (
     "status",
     "choice",
 )
-# Where a request's tokens, its logits and its tokens in a pass of the drafter begin.
+# The first index of a request's tokens, of its logits, and of its tokens in a pass of the drafter.
 _BATCH_OFFSETS = ("query_start_loc", "logit_start_loc", "draft_start_loc")
 _WIDE_FIELDS = {"seeds": (2,), "stop_ids": (MAX_DEVICE_STOP_IDS,)}
 
@@ -58,7 +58,7 @@ class RequestRows:
         self._int_columns = [column for column in columns if not column.shape and column.dtype == "int32"]
         self._float_columns = [column for column in columns if not column.shape and column.dtype == "float32"]
         self._wide_columns = [column for column in columns if column.shape]
-        # What is staged of every row in one piece.
+        # Fields that are staged together for a row.
         numbers = (*_INT_FIELDS, *(column.name for column in (*self._int_columns, *self._float_columns)))
         for name in numbers:
             self._reserve(name, self.num_rows)
@@ -106,7 +106,7 @@ class RequestRows:
         self.status.fill_(int(RowStatus.INERT))
         self.batch_rows.fill_(self.scratch_row)
 
-        # What the device holds of the batch composition, to stage differences only.
+        # The batch composition on the device, to stage differences only.
         nothing = np.zeros(1, dtype=np.int32)
         self._batch_mirror = self.batch_columns(nothing[:0], *[nothing] * len(_BATCH_OFFSETS))
         self._num_drafts = config.num_drafts
@@ -127,7 +127,7 @@ class RequestRows:
         return values.view(torch.float32) if column.dtype == "float32" else values
 
     def _capacity(self, config: EngineConfig) -> int:
-        """Most values one step can stage; the scheduler admits at most max_model_len prompt tokens a step."""
+        """Upper bound of the values staged per step: at most max_model_len prompt tokens are admitted in one."""
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
         row_size = self._row_size
         if config.scheduler.needs.host_drafts:
@@ -135,7 +135,7 @@ class RequestRows:
         return config.scheduler.max_model_len + pages + self.num_rows * (row_size + 1 + len(_BATCH_OFFSETS))
 
     def stage_init(self, init: RowInit) -> None:
-        """A request moves in: every field of its row is written but the page table, which comes as diffs."""
+        """Assign a row to a request: writes every field but the page table, which comes as diffs."""
         row, request, params = init.row, init.request, init.request.params
         numbers = {
             "num_computed": init.num_computed,
@@ -164,7 +164,7 @@ class RequestRows:
             self._put(_HOST_DRAFTS, row, [0, 0])
 
     def _stage_numbers(self, row: int, numbers: list[int], request: Request) -> None:
-        """Fields of one number, the row's own and those of the sampling operations, in one piece."""
+        """Fields of one number, the row's own and those of the sampling operations, in one write."""
         floats = [value(request) for _, value, *_ in self._float_columns]
         assert None not in floats, f"{self._float_columns[floats.index(None)].name} is not resolved"
         values = [*numbers, *[value(request) for _, value, *_ in self._int_columns], *_float_bits(floats).tolist()]
@@ -175,23 +175,23 @@ class RequestRows:
         starts = [start + diff.row * width + diff.first_idx for diff in diffs]
         lengths = [len(diff.page_ids) for diff in diffs]
         page_ids = np.array([page_id for diff in diffs for page_id in diff.page_ids], dtype=np.int32)
-        # Of every page, how far it stands behind the first of its diff.
-        behind = np.arange(len(page_ids)) - np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
-        self._staged.put_at(np.repeat(starts, lengths) + behind, page_ids)
+        # The offset of every page from the first of its diff.
+        offsets = np.arange(len(page_ids)) - np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+        self._staged.put_at(np.repeat(starts, lengths) + offsets, page_ids)
 
     def stage_host_drafts(self, drafts: Sequence[HostDraft]) -> None:
         for draft in drafts:
             self._put(_HOST_DRAFTS, draft.row, [draft.first_idx, len(draft.token_ids), *draft.token_ids])
 
     def place_host_drafts(self) -> None:
-        """Queue that drafts which have been staged move behind their rows' tokens."""
+        """Queue that staged drafts move after their rows' tokens."""
         assert self.host_drafts is not None
         place_host_drafts(self.host_drafts, self.state, self._num_drafts)
 
     def batch_columns(self, rows: Int32s, *offsets: Int32s) -> Int32s:
-        """What the device is told of a batch of these rows, columns one behind the other; behind each is padding.
+        """A batch of these rows as the store holds it: columns one after another, each followed by padding.
 
-        ``offsets`` are those of ``_BATCH_OFFSETS``; the last may be left out where nobody drafts.
+        ``offsets`` are those of ``_BATCH_OFFSETS``; the last may be left out if the engine does not draft.
         """
         n, most = len(rows), self.num_rows - 1
         columns = np.zeros(most + len(_BATCH_OFFSETS) * (most + 1), dtype=np.int32)
@@ -202,7 +202,7 @@ class RequestRows:
         return columns
 
     def stage_batch(self, columns: Int32s) -> None:
-        """Make this the batch. They stand in the store as they stand there; what has not changed is not sent."""
+        """Make this the batch. The columns have the store's layout; unchanged ones are not sent."""
         changed = np.flatnonzero(columns != self._batch_mirror)
         if len(changed):
             self._staged.put_at(self._layout["batch_rows"][0] + changed, columns[changed])
@@ -217,7 +217,7 @@ class RequestRows:
 
 
 def _most_host_drafts(config: EngineConfig) -> int:
-    """Those that a step checks, and tokens that the steps before it may bring while they are in flight."""
+    """Drafts that a step verifies, and tokens that steps in flight may add before it."""
     return config.num_drafts + (config.steps_in_flight - 1) * (1 + config.num_drafts)
 
 

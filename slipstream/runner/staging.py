@@ -1,4 +1,4 @@
-"""Staged writes: changes to device state, gathered on the host, applied by one copy and one scatter a step."""
+"""Staged writes: changes to device state, collected on the host, applied by one copy and one scatter per step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class _StagingSlot:
 
 
 class StagedWrites:
-    """Runs of int32 values on their way into a flat store. Nothing staged means nothing copied."""
+    """Runs of int32 values to be written to a flat store. If nothing is staged, nothing is copied."""
 
     def __init__(self, device: Device, capacity: int, depth: int) -> None:
         self._device = device
         self._capacity = capacity
-        self._runs: list[tuple[int | Int64s, Int32s]] = []  # from where on, or where each is to go
+        self._runs: list[tuple[int | Int64s, Int32s]] = []  # the first index, or the index of each value
         size = (3 * capacity,)
         self._ring = Ring(
             [
@@ -48,7 +48,7 @@ class StagedWrites:
         self._runs.append((start, values))
 
     def put_at(self, destinations: Int64s, values: Int32s) -> None:
-        """Stage values that go to many places; one large array is staged sooner than many small ones."""
+        """Stage values for scattered indices; one large array is staged faster than many small ones."""
         self._runs.append((destinations, values))
 
     def flush(self, store: Tensor) -> int:
@@ -69,8 +69,8 @@ class StagedWrites:
     def _fill(self, packed: Int32s, n: int) -> None:
         destinations, values = packed[: 2 * n].view(np.int64), packed[2 * n :]
         at = 0
-        for place, run in self._runs:
+        for where, run in self._runs:
             end = at + len(run)
-            destinations[at:end] = np.arange(place, place + len(run)) if isinstance(place, int) else place
+            destinations[at:end] = np.arange(where, where + len(run)) if isinstance(where, int) else where
             values[at:end] = run
             at = end

@@ -1,4 +1,4 @@
-"""Bad words: a token that would complete a forbidden sequence gets no chance."""
+"""Bad words: a token that would complete a forbidden sequence is banned."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def ban_bad_words(
     bad_words: Tensor,  # [num_rows, max_words, max_tokens] int32, each at the right end, -1 before it
 ) -> Tensor:
     rows = batch_rows.long()
-    words = bad_words[rows]
-    counts = torch.arange(words.shape[1], device=logits.device) < num_bad_words[rows].unsqueeze(1)
-    num_before = words.shape[2] - 1
+    sequences = bad_words[rows]
+    counts = torch.arange(sequences.shape[1], device=logits.device) < num_bad_words[rows].unsqueeze(1)
+    num_before = sequences.shape[2] - 1
     position = positions.long().unsqueeze(1) - num_before + torch.arange(num_before, device=logits.device)
     tail = token_ids[rows.unsqueeze(1), position.clamp(min=0)]
     tail = torch.where(position >= 0, tail, -2)  # equal to no token and to no padding
-    begins = words[:, :, :-1]
+    begins = sequences[:, :, :-1]
     complete = ((begins == -1) | (begins == tail.unsqueeze(1))).all(2) & counts
     banned = torch.zeros_like(logits, dtype=torch.int32)
-    banned.scatter_add_(1, torch.where(complete, words[:, :, -1], 0).long(), complete.int())
+    banned.scatter_add_(1, torch.where(complete, sequences[:, :, -1], 0).long(), complete.int())
     return logits.masked_fill(banned > 0, float("-inf"))
 
 
@@ -40,8 +40,8 @@ def _apply(logits: Tensor, rows: SamplingRows, at: Positions) -> Tensor:
 
 
 def _right_aligned(request: Request) -> list[int]:
-    words = request.bad_word_ids
-    return [token_id for word in words for token_id in (*[-1] * (MAX_BAD_WORD_TOKENS - len(word)), *word)]
+    sequences = request.bad_word_ids
+    return [token_id for ids in sequences for token_id in (*[-1] * (MAX_BAD_WORD_TOKENS - len(ids)), *ids)]
 
 
 OPERATION = SamplingOperation(

@@ -1,4 +1,4 @@
-"""Whether a row of logits can be trusted, and its largest entry."""
+"""Whether a row of logits is usable, and its largest entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.kernels import native
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest entry of each row and the lowest id that has it. NaN if the row holds any."""
-    # torch's reductions over a vocabulary start its own pool of threads, which then spins beside ours for a while.
+    # torch's reductions over a vocabulary start its own thread pool, which then spins beside ours for a while.
     if (lib := native.usable(logits)) is None or not logits.is_contiguous():
         found = logits.max(1)
         return found.values, found.indices

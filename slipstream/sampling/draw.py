@@ -1,6 +1,6 @@
-"""The last step of every sampler: noise for the rows that want it, and the largest entry, lowest id on ties.
+"""The last step of every sampler: noise for rows that are not greedy, then the argmax, with ties to the lowest id.
 
-A drafter may know only some of the target's tokens. Its noise goes by the target's ids all the same, so that with the
+A drafter may have only some of the target's tokens. Its noise is still keyed by the target's ids, so that with the
 target's logits and the target's noise it draws the target's token.
 """
 
@@ -30,19 +30,19 @@ _BLOCK = 2048
 
 
 class DrawKeys(NamedTuple):
-    """What a draw depends on besides its logits."""
+    """What a draw depends on besides the logits."""
 
     temperature: Tensor  # [num_rows] float32; rows at 0 are greedy
     seeds: Tensor  # [num_rows, 2] int32
-    positions: Tensor  # [n] int32: of the token to be drawn
+    positions: Tensor  # [n] int32: of the token to draw
     choice: Tensor  # [num_rows] int32
 
 
 class DrawnDrafts(NamedTuple):
-    """Where drafts go."""
+    """Memory that drafts are written to."""
 
-    draft_ids: Tensor  # [n] int32, may lie apart: -1 where the row has NaN, +inf or nothing finite
-    kept_logits: Tensor | None  # [num_rows, num_columns] float32: where the logits are kept as they are, by row
+    draft_ids: Tensor  # [n] int32, may be strided: -1 where the row has NaN, +inf or nothing finite
+    kept_logits: Tensor | None  # [num_rows, num_columns] float32: receives the unmodified logits, by row
 
 
 @operation(lambda logits: (TensorSpec((logits.shape[0],), torch.int64), TensorSpec((logits.shape[0],), torch.bool)))
@@ -88,7 +88,7 @@ def draw_drafts(
     target_ids: Tensor | None,  # [num_columns] int32: the tokens of the columns, ascending; None: 0, 1, 2, ...
     drafts: DrawnDrafts,  # written
 ) -> None:
-    """``draw_tokens`` for drafts, which go where they are wanted."""
+    """``draw_tokens`` for drafts, whose ids and logits are written to given memory."""
     if runs_triton(logits):
         results = _Results(drafts.draft_ids, None, drafts.kept_logits)
         _launch(logits, batch_rows, keys, noise, False, purpose, target_ids, results)
@@ -100,7 +100,7 @@ def draw_drafts(
 
 
 class _Results(NamedTuple):
-    token_ids: Tensor  # [n], may lie apart
+    token_ids: Tensor  # [n], may be strided
     failed: Tensor | None  # [n] bool; None: the token of such a row is -1
     kept_logits: Tensor | None  # [num_rows, num_columns] float32
 
@@ -166,7 +166,7 @@ def _draw_kernel(
     batch_rows,
     keys,  # temperature, seeds, positions, choice
     target_ids,
-    parts,  # best values, their columns, what was seen, and how many blocks have come, for each row
+    parts,  # best values, their columns, flags, and the number of finished blocks, for each row
     results,  # token ids, failed, kept logits
     stride,
     id_stride,
@@ -196,7 +196,7 @@ def _draw_kernel(
         tl.store(kept + own * kept_stride + column, x, mask=column < num_columns)
     bad = (x != x) | (x == float("inf"))
     x = tl.where(bad, float("-inf"), x)
-    # Two bits: something that is no number, something finite.
+    # Two bits: an entry was NaN or +inf; an entry was finite.
     seen = 2 * tl.max(bad.to(tl.int32), 0) + tl.max((x > float("-inf")).to(tl.int32), 0)
     if NOISE:
         temperature = tl.load(keys[0] + own)
@@ -212,7 +212,7 @@ def _draw_kernel(
     tl.store(state + base + block, seen)
     tl.debug_barrier()
     if tl.atomic_add(counters + row, 1, sem="acq_rel") == num_blocks - 1:
-        # All other blocks of the row have written theirs; in order of blocks the lowest id still wins.
+        # The last block of a row reduces the results of all; in order of blocks, so that the lowest id wins.
         other = tl.arange(0, MERGED)
         exists = other < num_blocks
         values = tl.load(best_value + base + other, mask=exists, other=float("-inf"), cache_modifier=".cg")

@@ -1,7 +1,7 @@
-"""Log probabilities of the model itself, before any sampling parameter: of a given token, and of the likeliest.
+"""Log probabilities of the model itself, before any sampling parameter: of a given token, and of the most likely ones.
 
-Packed into a fixed width of int32, so that they travel in a buffer made once: rank, then 1 + 20 token ids, then the
-bits of their 1 + 20 values. The given token comes first.
+Packed into a fixed number of int32, so that they fit a preallocated buffer: rank, then 1 + 20 token ids, then the bits
+of their 1 + 20 values. The given token comes first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pack_logprobs(
 
 
 def unpack_logprobs(packed: npt.NDArray[np.int32]) -> list[LogprobRow]:
-    """The host's side: rows as they came out of the ring."""
+    """Host side: rows as read from the output ring."""
     middle = 2 + MAX_LOGPROBS
     values = np.ascontiguousarray(packed[:, middle:]).view(np.float32)
     return [

@@ -1,4 +1,4 @@
-"""The per-position mask: which tokens may stand at a position at all. Grammars speak through it."""
+"""The mask of allowed tokens at each position. Grammars use it."""
 
 from __future__ import annotations
 

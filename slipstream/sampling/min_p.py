@@ -16,7 +16,7 @@ def apply_min_p(
     logits: Tensor,  # [n, vocab]
     min_p: Tensor,  # [n] float32; 0 turns it off
 ) -> Tensor:
-    # p >= min_p * p_max is a statement about differences of logits, so no softmax is needed; log(0) is -inf: all stay.
+    # p >= min_p * p_max is a condition on differences of logits, so no softmax is needed; log(0) is -inf: all stay.
     threshold = logits.amax(1, keepdim=True) + torch.log(min_p).unsqueeze(1)
     return logits.masked_fill(logits < threshold, float("-inf"))
 

@@ -1,4 +1,4 @@
-"""Min tokens: until a row is long enough, nothing that would end it can be drawn."""
+"""Min tokens: until a row has its minimum length, no token that ends it can be drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hold_back_stops(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32
     positions: Tensor,  # [n] int32: how many tokens come before the one to be drawn
-    min_total: Tensor,  # [num_rows] int32: prompt and the least output
+    min_total: Tensor,  # [num_rows] int32: prompt and minimum output
     stop_ids: Tensor,  # [num_rows, max_stop_ids] int32, padded with -1
 ) -> Tensor:
     rows = batch_rows.long()
@@ -36,7 +36,7 @@ def _apply(logits: Tensor, rows: SamplingRows, at: Positions) -> Tensor:
 
 
 def _min_total(request: Request) -> int:
-    # A least length beyond the limit is the limit: the row ends there.
+    # A minimum beyond the limit counts as the limit, where the row ends.
     return min(len(request.prompt_token_ids) + request.params.min_tokens, request.max_total_tokens)
 
 

@@ -1,7 +1,7 @@
-"""What a sampling operation declares: its parameters, its columns of the request rows, when a batch needs it, itself.
+"""The declaration of a sampling operation: its parameters, its columns of the request rows, its condition, its code.
 
-One file for each, with an ``OPERATION``. From these the registry knows the order of the sampler, the rows their layout,
-and a batch what it needs; nothing else names an operation.
+One file each, with an ``OPERATION``. From these the registry derives the order of the sampler, the rows their layout,
+and a batch its needs; operations are named nowhere else.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from slipstream.types import Request
 
 
 class Stage(enum.IntEnum):
-    """The order of the sampler. From ``TEMPERATURE`` on, operations run only where a request is not greedy."""
+    """The order of the sampler. From ``TEMPERATURE`` on, operations run only if a request is not greedy."""
 
-    POSITION = 0  # what a position may hold at all
-    HISTORY = 1  # what depends on the tokens before
-    LOGITS = 2  # what cuts the distribution, whatever its temperature
+    POSITION = 0  # which tokens are allowed at a position
+    HISTORY = 1  # depends on the tokens before
+    LOGITS = 2  # truncates the distribution before temperature
     TEMPERATURE = 3
-    DISTRIBUTION = 4  # what cuts the distribution at its temperature
+    DISTRIBUTION = 4  # truncates the distribution after temperature
 
 
 class Column(NamedTuple):
-    """A number, or several, of every request row. The host stages them when a request moves into the row."""
+    """One value or several per request row. The host stages them when a request is assigned to the row."""
 
     name: str
-    # One number, or where there is a shape, a list or tuple of at most as many: places after them keep what an earlier
-    # request of the row had there.
+    # One number, or with a shape, a list or tuple of at most as many: entries after them keep values of the row's
+    # previous request.
     value: Callable[[Request], Any]
     dtype: Literal["int32", "float32"] = "int32"
     shape: tuple[int, ...] = ()
 
 
 class Positions(NamedTuple):
-    """What the rows of a step's logits belong to. A request has one for its next token and one after each draft."""
+    """The rows and positions of a step's logits. A request has one for its next token and one after each draft."""
 
     rows: Tensor  # [n] int32: the request row; the scratch row in padding
-    positions: Tensor  # [n] int32: the position of the token to be drawn, so how many tokens come before it
+    positions: Tensor  # [n] int32: the position of the token to draw, which is the number of tokens before it
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What sampling reads of every request row, on the device. All are [num_rows] unless said otherwise."""
+    """What sampling reads of every request row, on the device. Shapes are [num_rows] unless noted otherwise."""
 
     temperature: Tensor  # float32
     seeds: Tensor  # [num_rows, 2] int32
@@ -56,7 +56,7 @@ class SamplingRows:
     prompt_len: Tensor  # int32
     token_ids: Tensor  # [num_rows, max_len] int32; a row's drafts follow its tokens
     columns: Mapping[str, Tensor]  # of the operations, by name: [num_rows, *shape]
-    operations: tuple[SamplingOperation, ...]  # that have columns here, in order
+    operations: tuple[SamplingOperation, ...]  # those that have columns, in order
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -70,17 +70,17 @@ def _check_nothing(_request: Request, _vocab_size: int) -> None:
 class SamplingOperation:
     name: str
     stage: Stage
-    # Launches only, for it runs in graphs. Every row is given the logits and the history of its own position, drafts
-    # before it included, so that what comes out is the same with speculation and without.
+    # Launches only, since it runs in graphs. Every row gets the logits and the history of its own position, including
+    # the drafts before it, so that results are the same with and without speculation.
     apply: Callable[[Tensor, SamplingRows, Positions], Tensor]  # [n, vocab] -> [n, vocab]
     needed: Callable[[Request], bool]  # a batch runs it if one request needs it
     parameters: tuple[Parameter, ...] = ()
     columns: tuple[Column, ...] = ()
-    after: tuple[str, ...] = ()  # operations of the same stage that come before it, where they are there
-    # What a request may not ask of a model with so many tokens: raises RequestError before anything runs.
+    after: tuple[str, ...] = ()  # operations of the same stage that run before it, if registered
+    # Checks a request against the vocabulary size: raises RequestError before anything runs.
     check: Callable[[Request, int], None] = _check_nothing
 
 
 def is_sampled(request: Request) -> bool:
-    """Whether the request's tokens are drawn; a greedy one takes the largest logit, whatever is cut below."""
+    """Whether the request is not greedy. A greedy one takes the largest logit, whatever else is truncated."""
     return bool(request.params.temperature)

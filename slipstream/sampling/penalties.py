@@ -1,7 +1,7 @@
 """Repetition, frequency and presence penalties.
 
-Counts are taken from the row's own tokens at every step. That needs no counters to keep in step with preemption and
-rejected drafts, and reads a few thousand integers where the model reads gigabytes.
+Counts are computed from the row's own tokens at every step. No counters have to be kept consistent under preemption and
+rejected drafts, and a few thousand integers are read where the model reads gigabytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.sampling.operation import Column, Positions, SamplingOperation, 
 from slipstream.types import Request
 from slipstream.values import Bounds
 
-# Programs that share the counting of one row, and how many tokens each takes at a time.
+# Programs that share the counting of one row, and the tokens each reads at a time.
 _SHARES, _CHUNK = 16, 1024
 _BLOCK = 2048
 
@@ -41,7 +41,7 @@ def apply_penalties(
     position = torch.arange(longest)
     exists = position < length
     is_output = exists & (position >= prompt_len[rows].unsqueeze(1))
-    # Slots beyond a row's tokens hold leftovers of its last tenant; they are counted zero times.
+    # Slots beyond a row's tokens hold values of its previous request; they are not counted.
     counts = torch.zeros(logits.shape, dtype=torch.int32)
     seen = counts.scatter_add(1, history, exists.int()) > 0
     counts.scatter_add_(1, history, is_output.int())
@@ -103,7 +103,7 @@ def _count_kernel(
     SHARES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """How often each token stands in a row's output, and in bit 30 whether its prompt holds it."""
+    """How often each token occurs in a row's output, and in bit 30 whether it occurs in the prompt."""
     row, own = tl.program_id(0).to(tl.int64), tl.load(batch_rows + tl.program_id(0)).to(tl.int64)
     counts_in_row = counts + row * vocab_size
     length, first_output = tl.load(positions + row), tl.load(prompt_len + own)

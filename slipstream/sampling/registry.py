@@ -1,5 +1,5 @@
 """The sampling operations, in the order of the sampler: every file of this package that has an ``OPERATION``, and those
-that are registered from elsewhere.
+that are registered by programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _registered: dict[str, SamplingOperation] = {}
 
 
 def register(operation: SamplingOperation) -> None:
-    """Make an operation known to the engines that are built from now on, and its parameters to requests."""
+    """Register an operation for engines that are built from now on, and its parameters for requests."""
     if _registered.get(operation.name, operation) is not operation or operation.name in {o.name for o in packaged()}:
         raise ValueError(f"two sampling operations are called {operation.name}")
     _declare_parameters(operation)
@@ -28,7 +28,7 @@ def register(operation: SamplingOperation) -> None:
 
 
 def modules() -> tuple[str, ...]:
-    """Files that an engine's own process imports, to have the operations that are registered here."""
+    """Modules that an engine's own process imports, so that the operations registered here exist there."""
     names = {operation.apply.__module__: operation for operation in _registered.values()}
     return tuple(name for name, own in names.items() if getattr(sys.modules.get(name), "OPERATION", None) is own)
 
@@ -50,7 +50,7 @@ def operations() -> tuple[SamplingOperation, ...]:
 
 @functools.cache
 def packaged() -> tuple[SamplingOperation, ...]:
-    """Those of the package."""
+    """The operations of the package."""
     found = []
     package = __name__.rpartition(".")[0]
     for module in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__)):
@@ -63,7 +63,7 @@ def packaged() -> tuple[SamplingOperation, ...]:
 
 
 def in_order(given: Iterable[SamplingOperation]) -> tuple[SamplingOperation, ...]:
-    """By stage; in a stage each as soon as those that it comes after are there."""
+    """Sorted by stage, and within a stage by the ``after`` of each operation."""
     waiting, placed = sorted(given, key=lambda operation: operation.stage), list[SamplingOperation]()
     while waiting:
         names = {operation.name for operation in waiting if operation.stage == waiting[0].stage}
@@ -76,13 +76,13 @@ def in_order(given: Iterable[SamplingOperation]) -> tuple[SamplingOperation, ...
 
 
 def check_request(request: Request, vocab_size: int) -> None:
-    """What only operations know of a request that is admitted."""
+    """Checks that only operations can make on a request."""
     for operation in operations():
         operation.check(request, vocab_size)
 
 
 def refuse_unknown(request: Request, known: Iterable[SamplingOperation]) -> None:
-    """A request may set a parameter of an operation that was registered when its engine was already there."""
+    """Refuse parameters of an operation that was registered after the engine was built."""
     names = {declared.name for operation in known for declared in operation.parameters}
     for name in request.params.extra:
         if name not in names:

@@ -1,4 +1,4 @@
-"""From raw logits to one token a row: the operations that a batch needs, in order, and then the draw."""
+"""From raw logits to one token per row: the operations that a batch needs, in order, and then the draw."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _NOISE = frozenset((temperature.OPERATION.name,))
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """What a batch needs at all. Host knowledge, so that a greedy batch pays for nothing else."""
+    """Which operations a batch needs. Known on the host, so that a greedy batch runs none of the others."""
 
     operations: frozenset[str] = frozenset()
     logprobs: bool = False
 
     @classmethod
-    def of(cls, request: Request, known: Sequence[SamplingOperation] | None = None) -> SamplingNeeds:
+    def for_request(cls, request: Request, known: Sequence[SamplingOperation] | None = None) -> SamplingNeeds:
         """``known``: the operations of the engine; those of the registry if left out."""
         needed = frozenset(o.name for o in (operations() if known is None else known) if o.needed(request))
         return cls(needed, request.params.logprobs is not None)
 
     @property
     def noise(self) -> bool:
-        """Whether a request of the batch is not greedy."""
+        """Whether any request of the batch is not greedy."""
         return not self.operations.isdisjoint(_NOISE)
 
     def __or__(self, other: SamplingNeeds) -> SamplingNeeds:
@@ -43,7 +43,7 @@ class SamplingNeeds:
 
 
 NO_NEEDS = SamplingNeeds()
-NOISE_ALONE = SamplingNeeds(_NOISE)  # requests at any temperature, greedy ones among them
+NOISE_ALONE = SamplingNeeds(_NOISE)  # requests at any temperature, greedy ones included
 
 
 class Sampled(NamedTuple):
@@ -57,7 +57,7 @@ def sample(
     rows: SamplingRows,
     at: Positions,
     needs: SamplingNeeds,
-    mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of positions that a grammar watches
+    mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of allowed tokens, for positions with a grammar
 ) -> Sampled:
     keys = DrawKeys(rows.temperature, rows.seeds, at.positions, rows.choice)
     if mask is None and needs in (NO_NEEDS, NOISE_ALONE):
@@ -68,7 +68,7 @@ def sample(
 
 
 def process(logits: Tensor, rows: SamplingRows, at: Positions, needs: SamplingNeeds, mask: Tensor | None) -> Tensor:
-    """Logits of the distribution to draw from; of a greedy row only the largest counts."""
+    """Logits of the distribution to draw from; in a greedy row only the largest matters."""
     if mask is not None:
         logits = apply_mask(logits, mask)
     for operation in rows.operations:

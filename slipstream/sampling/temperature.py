@@ -1,4 +1,4 @@
-"""Temperature: logits divided by it. Zero stands for greedy and leaves the order, hence the row, alone."""
+"""Temperature: divides logits. Zero means greedy and leaves a row unchanged, since only the order matters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.parameters import Parameter
 from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
 from slipstream.values import Bounds
 
-# So that no logit passes the range of float32: far below it the draw is the argmax anyway.
+# Keeps logits within float32: far below this temperature the draw is the argmax anyway.
 LEAST_TEMPERATURE = 1e-30
 
 

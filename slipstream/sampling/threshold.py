@@ -1,7 +1,7 @@
-"""Parts of the kernels that cut a row of logits: the value at which a count or a mass is reached, without sorting.
+"""Parts of the kernels that truncate a row of logits: find the value at which a count or a mass is reached, unsorted.
 
-Float32 numbers, read as integers with the negative ones turned around, keep their order. A search that quarters a range
-of such integers names any float in sixteen passes over the row.
+Float32 numbers, read as integers with negative ones reversed, keep their order. A search that quarters a range of such
+integers finds any float in sixteen passes over the row.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def find_largest(values, size, BLOCK: tl.constexpr):
 
 @jit
 def find_threshold(values, size, largest, target, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest number that less than the target lies above, and what lies there.
+    """The smallest number above which less than the target lies, and the sum above it.
 
-    Numbers weigh exp(x - largest), or 1 each. -inf weighs nothing. All finite ones together reach the target, or the
-    answer is below them all.
+    Numbers weigh exp(x - largest), or 1 each. -inf weighs nothing. If all finite ones together do not reach the target,
+    the result is below them all.
     """
     lower, upper = _key_of(tl.zeros_like(largest) + float("-inf")), _key_of(largest)
     above = tl.zeros_like(largest)
@@ -59,7 +59,7 @@ def find_threshold(values, size, largest, target, WEIGHTED: tl.constexpr, BLOCK:
             sum3 += tl.where(x > pivot3, weight, 0.0)
         mass1, mass2, mass3 = tl.sum(sum1, 0), tl.sum(sum2, 0), tl.sum(sum3, 0)
         less1, less2, less3 = mass1 < target, mass2 < target, mass3 < target
-        # Sums shrink as pivots grow, so the first that is less and the last that is not are neighbours.
+        # Sums decrease as pivots increase, so the first below the target and the last not below are neighbours.
         lower = tl.where(less1, lower, tl.where(less2, key1, tl.where(less3, key2, key3)))
         upper = tl.where(less1, key1, tl.where(less2, key2, tl.where(less3, key3, upper)))
         above = tl.where(less1, mass1, tl.where(less2, mass2, tl.where(less3, mass3, above)))
@@ -68,7 +68,7 @@ def find_threshold(values, size, largest, target, WEIGHTED: tl.constexpr, BLOCK:
 
 @jit
 def keep_at_least(values, out, size, threshold, BLOCK: tl.constexpr):
-    """The row with everything below the threshold at -inf."""
+    """The row with everything below the threshold set to -inf."""
     for start in range(0, size, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(values + column, mask=column < size, other=0.0)

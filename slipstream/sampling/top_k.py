@@ -1,4 +1,4 @@
-"""Top-k: only the k largest logits stay; those that tie with the k-th stay with it."""
+"""Top-k: only the k largest logits stay, together with those that equal the k-th."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Top-n-sigma: tokens stay whose logit is at most n standard deviations below the largest.
+"""Top-n-sigma: keeps tokens whose logit is at most n standard deviations below the largest.
 
-As in "Top-nσ: Not All Logits Are You Need" (arXiv 2411.07641), and as llama.cpp counts: the variance is the mean square
-over the finite logits. They are cut before the temperature, which would scale both sides alike.
+As in "Top-nσ: Not All Logits Are You Need" (arXiv 2411.07641), with llama.cpp's variance: the mean square over the
+finite logits. Applied before the temperature, which would scale both sides equally.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def apply_top_n_sigma(
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_finite = values > -torch.inf
     count = is_finite.sum(1, keepdim=True).clamp_(min=1)
-    # Distances to the largest, so that few digits are lost where all logits are far from zero.
+    # Relative to the largest, so that few digits are lost where all logits are far from zero.
     largest = values.amax(1, keepdim=True)
     below = torch.where(is_finite, values - largest, 0.0)
     spread = torch.where(is_finite, below - below.sum(1, keepdim=True) / count, 0.0)
@@ -81,7 +81,7 @@ def _cut(values, out, size, n, largest, BLOCK: tl.constexpr):
 
 @jit
 def _below(values, start, size, largest, BLOCK: tl.constexpr):
-    """Distances to the largest, 0 where the logit is not finite, and where it is."""
+    """Differences to the largest, 0 where the logit is not finite, and a mask of finite logits."""
     column = start + tl.arange(0, BLOCK)
     x = tl.load(values + column, mask=column < size, other=float("-inf")).to(tl.float32)
     is_finite = x > float("-inf")

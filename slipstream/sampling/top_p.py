@@ -21,7 +21,7 @@ def apply_top_p(
 ) -> Tensor:
     if runs_triton(logits):
         return _launch(logits, top_p)
-    # Stable, so that of equal tokens the lowest ids stay.
+    # Stable, so that of tokens with equal logits the lowest ids stay.
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
     probs = ordered.softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
     before = probs.cumsum(1) - probs
@@ -62,7 +62,7 @@ def _cut(values, out, size, p, largest, BLOCK: tl.constexpr):
         sums += tl.exp(x - largest)
     target = p * tl.sum(sums, 0)
     threshold, above = find_threshold(values, size, largest, target, True, BLOCK)
-    # Of the tokens at the threshold the lowest ids stay, and one in any case.
+    # Of the tokens at the threshold the lowest ids stay, and at least one in any case.
     weight = tl.exp(threshold - largest)
     num_tied = tl.zeros_like(largest).to(tl.int32)
     for start in range(0, size, BLOCK):

@@ -1,1 +1,1 @@
-"""Pure decisions: who runs, how many tokens, which pages. Imports no torch."""
+"""Pure decisions: which requests run, with how many tokens and which pages. Imports no torch."""

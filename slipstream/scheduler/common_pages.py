@@ -1,8 +1,8 @@
-"""How many pages all requests of a step begin with.
+"""The number of pages at the start that all requests of a step share.
 
-Requests share pages through the prefix cache alone. So a common page is full and its content collected: whoever filled
-it computes behind it, and whoever found it there began behind it. While a request runs, pages are only added to it, and
-those are its own until it has filled them. So the number belongs to who is in a step, not to when.
+Requests share pages only through the prefix cache. So a shared page is full and collected: the request that filled it
+and those that found it all compute tokens after it. While a request runs, pages are only appended, and those are its
+own until they are full. So the number depends on the requests of a step, not on time.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from slipstream.scheduler.request_state import RequestState
 
 
 def count_common_pages(states: Sequence[RequestState], num_tokens: int, page_size: int, least: int | None) -> int:
-    """Leading pages that all have in common; 0 where reading them once would not pay."""
+    """Leading pages that all have in common; 0 if reading them once would not pay."""
     if least is None or len(states) < 2:
         return 0
     first, second = states[0].page_ids, states[1].page_ids
-    # Most batches end here: too little to share, or nothing.
+    # Most batches end here: they share nothing, or too little.
     if first[0] != second[0] or not pays(len(states), num_tokens, len(first) * page_size, least):
         return 0
     num_common = len(first)
     for state in states:
         own = state.page_ids
         num_common = min(num_common, len(own))
-        # The common ones are in front, and mostly all of those that are looked at.
+        # Common pages come first, and are usually all that is compared.
         if own[:num_common] != first[:num_common]:
             num_common = next(i for i in range(num_common) if own[i] != first[i])
         if num_common == 0:

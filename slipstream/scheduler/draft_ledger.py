@@ -1,6 +1,6 @@
-"""The scheduler's books on drafts: how many a step checks and proposes, and which tokens the drafter has not seen.
+"""The scheduler's accounts of drafts: how many a step verifies and proposes, and which tokens the drafter has missed.
 
-It knows of the drafter what its method says it needs, and of the number of drafts what the policy decides.
+It knows the drafter by its ``Needs``, and the draft length by its policy.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from slipstream.scheduler.request_state import RequestState
 from slipstream.speculate.host_proposer import HostProposer
 from slipstream.types import HostDraft, StepPlan, StepResult
 
-_CATCH_UP_AT_ONCE = 64  # no step should be much longer than the others
+_CATCH_UP_AT_ONCE = 64  # limits the length of a single step
 
 
 class NextDrafts(NamedTuple):
-    """What the drafter does after a step."""
+    """The drafter's work after a step."""
 
-    num_made: int  # drafts of each request, at most
-    num_caught_up: int  # tokens of each that it was not shown and goes over as well, at most
+    num_proposed: int  # maximum drafts of each request
+    num_caught_up: int  # maximum tokens of each that it missed and processes as well
 
 
 class DraftLedger:
@@ -32,68 +32,70 @@ class DraftLedger:
     ) -> None:
         self._config = config
         self._has_drafts = config.num_drafts > 0
-        # Keys of its own are missing where a step proposes nothing, unless it is shown such steps as well.
+        # Its own keys have gaps where a step proposes nothing, unless it processes such steps as well.
         self._leaves_gaps = config.needs.own_keys and not config.needs.follows
         self.length = FixedLength(config.num_drafts) if length is None else length
-        self.num_made = 0  # that the newest step proposes, or leaves to the host
+        self.num_proposed = 0  # drafts that the newest step proposes, or that the host will
         self._host = host
 
     # --- requests ---------------------------------------------------------------------------------
 
     def enter(self, state: RequestState) -> None:
-        """A request has come."""
+        """A request has arrived."""
         if state.request.num_drafts(self._config.num_drafts):
             state.drafts = True
             state.num_ahead = self._config.num_drafts + self._config.num_draft_slots
 
     def move_in(self, state: RequestState, pool: PagePool, cached: Sequence[int]) -> int:
-        """It has a row and begins with cached pages; gives the slot from which on they hold what the drafter keeps."""
+        """It has a row and begins with cached pages; returns the slot from which on they hold the drafter's keys."""
         state.has_draft_gap = not state.drafts or not pool.are_drafted(cached)
         self.length.move_in(state.row, state.token_ids, state.request.num_drafts(self._config.num_drafts))
         return state.num_computed if state.has_draft_gap else 0
 
     def has_all_keys(self, state: RequestState) -> bool:
-        """Whether its pages hold what a drafter keeps of them."""
+        """Whether its pages hold all the drafter's keys."""
         return not (state.has_draft_gap and self._config.needs.own_keys)
 
     @property
     def num_next_tokens(self) -> int:
-        """How many tokens after a page its keys depend on."""
+        """How many tokens after a page the drafter's keys in it depend on."""
         return int(self._config.needs.looks_ahead)
 
     # --- a step -----------------------------------------------------------------------------------
 
     @property
     def num_checked(self) -> int:
-        """Drafts that the next step may check."""
-        return min(self.length.wanted().check, self.num_made)
+        """Drafts that the next step may verify."""
+        return min(self.length.next_lengths().check, self.num_proposed)
 
     def count_checked(self, lengths: Lengths, decodes: Sequence[RequestState]) -> int:
-        """Equally many for all, for then one graph serves the batch; a request with fewer has unused slots.
+        """Equally many for all requests, so that one graph serves the batch; a request with fewer has unused slots.
 
-        What is drafted beyond is left unchecked.
+        Drafts beyond this number are not verified.
         """
-        return min(lengths.check, self.num_made) if any(s.drafts for s in decodes) else 0
+        return min(lengths.check, self.num_proposed) if any(s.drafts for s in decodes) else 0
 
     def plan_next(
         self, lengths: Lengths, opened: OpenPlan, decodes: Sequence[RequestState], has_prompts: bool
     ) -> NextDrafts:
-        """What follows the step that is open."""
+        """The drafter's work after the step that is open."""
         if not any(s.drafts for s in opened.states):
             return NextDrafts(0, 0)
-        num_made = self._count_made(lengths.make, has_prompts)
-        return NextDrafts(num_made, self._count_caught_up(opened, decodes) if num_made and not self.num_made else 0)
+        num_proposed = self._count_proposed(lengths.make, has_prompts)
+        return NextDrafts(
+            num_proposed, self._count_caught_up(opened, decodes) if num_proposed and not self.num_proposed else 0
+        )
 
-    def _count_made(self, wanted: int, has_prompts: bool) -> int:
-        # A prompt that the drafter has not seen would leave a gap that nothing closes.
+    def _count_proposed(self, num_drafts: int, has_prompts: bool) -> int:
+        # A prompt that the drafter misses would leave a gap in its keys that is never closed.
         if has_prompts and self._leaves_gaps:
-            wanted = max(wanted, 1)
-        if has_prompts and wanted and self._config.drafts_beside_prompts is not None:
+            num_drafts = max(num_drafts, 1)
+        if has_prompts and num_drafts and self._config.drafts_beside_prompts is not None:
             return self._config.drafts_beside_prompts
-        return wanted
+        return num_drafts
 
     def _count_caught_up(self, opened: OpenPlan, decodes: Sequence[RequestState]) -> int:
-        """After steps without drafts: tokens that a drafter which catches up was not shown, at most.
+        """After steps without drafts: the maximum number of tokens that a drafter which catches up has missed.
 
         Bounds may have been too high at either end; a few tokens more do no harm.
         """
@@ -105,18 +107,18 @@ class DraftLedger:
         return max(0, min(most, _CATCH_UP_AT_ONCE, room))
 
     def launched(self, plan: StepPlan, states: Sequence[RequestState]) -> None:
-        num_made = plan.composition.num_next_drafts
-        if self.num_made and not num_made:
+        num_proposed = plan.composition.num_next_drafts
+        if self.num_proposed and not num_proposed:
             for state, bound in zip(states, plan.num_computed_bounds.tolist(), strict=True):
                 state.drafted_until = bound
-        self.num_made = num_made
+        self.num_proposed = num_proposed
         self.length.launched(plan.composition)
         if self._host is not None:
             plan.host_drafts = self._propose_on_host(self._host, plan, states)
 
     @staticmethod
     def _propose_on_host(host: HostProposer, plan: StepPlan, states: Sequence[RequestState]) -> list[HostDraft]:
-        """From the collected tokens on, over those of the steps in flight, as far as this step checks."""
+        """From the collected tokens on, past those of the steps in flight, as far as this step verifies."""
         drafts = []
         for state, num_drafts in zip(states, plan.composition.num_drafts, strict=True):
             if state.drafts and num_drafts:
@@ -133,13 +135,13 @@ class DraftLedger:
 
     def collected(self, result: StepResult) -> None:
         if self._has_drafts:
-            self.length.collected(result.plan.composition, result.num_accepted, result.foreseen)
+            self.length.collected(result.plan.composition, result.num_accepted, result.would_accept)
 
-    def use_wait(self) -> None:
+    def update_length(self) -> None:
         """While the device is busy."""
-        self.length.look()
+        self.length.update()
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def record_seconds(self, plan: StepPlan, seconds: float) -> None:
         """Of a step that was alone."""
         if self._has_drafts:
-            self.length.took(plan.composition, seconds)
+            self.length.record_seconds(plan.composition, seconds)

@@ -1,4 +1,4 @@
-"""A step while it is being decided: the columns of its plan grow request by request, and with them the mirror."""
+"""A step while it is being decided: the columns of its plan, and the optimistic mirror of its requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.scheduler.request_state import RequestState
 from slipstream.types import Composition, PageDiff, RowInit, StepPlan
 
-_NUM_RECENT = 8  # compositions that may come again: draft lengths go back and forth
+_NUM_RECENT = 8  # recent compositions are kept, since draft lengths alternate
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class OpenPlan:
         return sum(self._num_tokens)
 
     def add_decodes(self, states: Sequence[RequestState], num_drafts: int) -> int:
-        """The last token of each and places for drafts behind it; gives the number of tokens."""
+        """The last token of each and draft slots after it; returns the number of tokens."""
         num_tokens, count = 1 + num_drafts, len(states)
         self._num_tokens += [num_tokens] * count
         self._samples += [True] * count
@@ -44,7 +44,7 @@ class OpenPlan:
         return num_tokens * count
 
     def add_prefill(self, state: RequestState, num_tokens: int) -> int:
-        """Some of its tokens whose keys and values no launched step computes; without any it is left out."""
+        """Some of its tokens whose keys and values no launched step computes; if there are none it is left out."""
         if num_tokens <= 0:
             return 0
         samples = state.num_computed + num_tokens == state.num_tokens_bound
@@ -57,7 +57,7 @@ class OpenPlan:
         return num_tokens
 
     def _add(self, states: Sequence[RequestState]) -> None:
-        """What is the same for all, before the mirror moves on."""
+        """The common part, before the mirror is updated."""
         self.states += states
         self._request_ids += [state.request.request_id for state in states]
         self._generations += [state.generation for state in states]

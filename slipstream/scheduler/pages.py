@@ -1,7 +1,7 @@
-"""The pool of KV cache pages, and the prefix cache that lives in it.
+"""The pool of KV cache pages, and the prefix cache inside it.
 
-A page is free, held by one or more requests, or cached: held by nobody, but its content is known by a hash and may be
-found again until the room is needed. Page 0 is the null page: padding points at it and nobody owns it.
+A page is free, held by one or more requests, or cached: held by no request, but known by a hash of its content until
+its memory is needed. Page 0 is the null page: padding points at it and no request holds it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ NULL_PAGE = 0
 _ROOT = b""
 
 
-def page_hashes(
-    token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT, num_behind: int = 0
-) -> Iterator[bytes]:
-    """The hash of every full page: of its tokens and, through ``parent``, the hash of the page before, of all before.
+def page_hashes(token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT, num_after: int = 0) -> Iterator[bytes]:
+    """The hash of every full page: of its tokens and, through ``parent``, of all pages before it.
 
-    Where a page's content depends on ``num_behind`` tokens behind it, on those as well. Cryptographic, because users
-    choose the tokens: nobody must be able to make two prompts share a page.
+    If a page's content depends on ``num_after`` tokens after it, of those as well. Cryptographic, because users choose
+    the tokens: it must not be possible to make two different prompts share a page.
     """
-    width = page_size + num_behind
+    width = page_size + num_after
     for begin in range(0, len(token_ids) - width + 1, page_size):
         content = array("q", token_ids[begin : begin + width]).tobytes()
         parent = hashlib.blake2b(content, key=parent[:64], digest_size=16).digest()
@@ -39,13 +37,13 @@ class PagePool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.caching = caching
-        # First in, first out: a freed page rests as long as possible, which makes a stale read more likely to show.
+        # First in, first out: a freed page is reused as late as possible, which makes a stale read more likely to show.
         self._free = deque(range(NULL_PAGE + 1, num_pages))
         self._num_holders = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached pages that nobody holds, least recent first
-        self._undrafted: set[int] = set()  # cached pages in which the drafter has left no keys, or not all
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # cached pages without a holder, least recent first
+        self._undrafted: set[int] = set()  # cached pages without all of the drafter's keys
 
     @property
     def num_free(self) -> int:
@@ -60,9 +58,9 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> list[int]:
-        """Pages for one holder. Their content is lost: cached ones are forgotten, least recently used first."""
+        """Pages for one holder. Their content is lost: cached ones are evicted, least recently used first."""
         if count > self.num_free:
-            raise RuntimeError(f"{count} pages wanted, {self.num_free} free")
+            raise RuntimeError(f"{count} pages requested, {self.num_free} free")
         taken = []
         for _ in range(count):
             if self._free:
@@ -75,7 +73,7 @@ class PagePool:
         return taken
 
     def give_back(self, page_ids: Sequence[int]) -> None:
-        """End one holder's hold. The last pages of a request become the first to be forgotten."""
+        """Release one holder's pages. The last pages of a request are evicted first."""
         for page_id in reversed(page_ids):
             self._num_holders[page_id] -= 1
             if self._num_holders[page_id] > 0:
@@ -88,7 +86,7 @@ class PagePool:
     # --- the prefix cache -------------------------------------------------------------------------
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages of the longest known beginning. Nobody holds them for the caller yet: see ``hold``."""
+        """The pages of the longest cached prefix. They are not held yet: see ``hold``."""
         found = []
         for page_hash in hashes:
             page_id = self._page_of.get(page_hash)
@@ -102,13 +100,13 @@ class PagePool:
             self._num_holders[page_id] += 1
             self._unheld.pop(page_id, None)
 
-    def num_held_by_nobody(self, page_ids: Iterable[int]) -> int:
+    def num_unheld(self, page_ids: Iterable[int]) -> int:
         return sum(page_id in self._unheld for page_id in page_ids)
 
     def remember(self, page_id: int, page_hash: bytes, is_drafted: bool = True) -> None:
-        """The page is full and its content final. Of two pages with the same content the first stays findable.
+        """The page is full and its content final. Of two pages with the same content the first is kept in the cache,
 
-        Unless it is of less use: the drafter's keys are not in it, and they are in the second.
+        unless it lacks the drafter's keys and the second has them.
         """
         if not self.caching or page_id in self._hash_of:
             return
@@ -147,7 +145,7 @@ class PagePool:
         if {page: h for h, page in self._page_of.items()} != self._hash_of:
             raise RuntimeError("the prefix cache's two tables disagree")
         if not self._undrafted <= self._hash_of.keys():
-            raise RuntimeError("a page that is not cached is said to be without the drafter's keys")
+            raise RuntimeError("a page that is not cached is recorded as one without the drafter's keys")
 
 
 def check_fits(request: Request, cache: CacheConfig) -> None:

@@ -1,4 +1,4 @@
-"""Decodes that run alone: until one of them ends or wants a page, a step is the one before it, moved on."""
+"""A batch of decodes only: until one ends or needs a page, each step repeats the one before with advanced bounds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from slipstream.types import StepPlan
 
 
 class SteadyBatch:
-    """The requests of a plan in which every one decodes, and for how many more steps nothing else has to be decided.
+    """The requests of a plan in which every one decodes, and the number of steps for which nothing has to be decided.
 
-    It only ever leaves out work whose outcome is known. The scheduler drops it when a request comes, ends or moves.
+    It only skips work whose outcome is known. The scheduler drops it when a request arrives, ends or moves.
     """
 
     def __init__(self, plan: StepPlan, states: Sequence[RequestState], num_drafts: int, lengths: Lengths) -> None:
         self._plan = plan
         self.states = states
-        self.lengths = lengths  # that were wanted of it
+        self.lengths = lengths  # draft lengths of the plan
         self._num_drafts = num_drafts
         self._num_repeats = 0
-        # Whether no rejected draft will take a bound back. Drafts of earlier steps may still be in flight.
+        # Whether no rejected draft will lower a bound. Drafts of earlier steps may still be in flight.
         self._is_even = not num_drafts and not any(state.num_drafts_in_flight for state in states)
 
     def can_repeat(self) -> bool:
@@ -32,15 +32,15 @@ class SteadyBatch:
         return self._num_repeats > 0
 
     def _count_repeats(self) -> int:
-        """How often the step can be repeated at least.
+        """How many more times the step can be repeated at least.
 
-        Every step moves a request on by its own token and all drafts at most. Without drafts this is exact; with them
-        it is looked at again when it is used up.
+        Every step advances a request by its own token and at most all drafts. Without drafts this is exact; with drafts
+        it is computed again when it is used up.
         """
         fewest = NEVER
         for state in self.states:
             bound = state.num_tokens_bound
-            # Another step is of use while the launched ones cannot have reached the limit.
+            # Another step is useful while the launched ones cannot have reached the limit.
             num_left = min(state.max_total - 1, state.capacity - state.num_ahead) - bound
             if num_left < fewest:
                 fewest = num_left

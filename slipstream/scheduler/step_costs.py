@@ -1,30 +1,30 @@
-"""What a step costs by its batch and its drafts: measured where there is time for it, read between the measurements."""
+"""The cost of steps by batch and drafts: measured when idle, interpolated between the measurements."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
 
-_RATE, _DRIFT, _HELD_UP = 1 / 8, 1 / 64, 1.5  # of what real steps say; of what they say of others; of the usual time
+_RATE, _DRIFT, _HELD_UP = 1 / 8, 1 / 64, 1.5  # weight of a real step, of its effect on other lengths; outlier limit
 
 
 class StepCosts:
-    """Seconds of steps by the drafts they check, and make as usual behind that. Sparse: a few sizes of each number.
+    """Seconds of steps by verified drafts, with the usual proposal after them. Sparse: a few values of each number.
 
-    Where steps run in graphs, a batch costs what the graph costs that it is padded to, and a length without a graph for
-    it is not on offer. Elsewhere a batch between the measured ones costs what its number of tokens says, and real steps
-    put the measurements right, by a factor for each length: drawing at random costs what greedy requests do not pay,
-    and a CPU may have others to serve. A length that nobody has used has the others' factor.
+    With graphs, a batch costs as much as the graph that it is padded to, and a length without a graph for it is not
+    available. Otherwise the cost of a batch between measured ones follows its number of tokens, and real steps correct
+    the measurements by a factor for each length: sampling with noise costs more than greedy decoding, and a CPU may be
+    shared. A length that was never used has the mean factor of the others.
     """
 
     def __init__(self, in_graphs: bool) -> None:
         self._in_graphs = in_graphs
         self._sizes: dict[int, list[int]] = {}  # by draft length, ascending
         self._seconds: dict[tuple[int, int], float] = {}
-        self._by_tokens: list[tuple[int, float]] = []  # of everything measured, ascending
-        self._factors: dict[int, float] = {}  # by draft length: real seconds for a measured one
-        self._known: dict[tuple[int, int], float | None] = {}  # what was asked before
-        self.version = 0  # moves on with every measurement
+        self._by_tokens: list[tuple[int, float]] = []  # of all measurements, ascending
+        self._factors: dict[int, float] = {}  # by draft length: real seconds per measured second
+        self._known: dict[tuple[int, int], float | None] = {}  # cached results
+        self.version = 0  # increases with every measurement
 
     def record(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
         if (num_reqs, num_drafts) not in self._seconds:
@@ -38,16 +38,16 @@ class StepCosts:
         self.version += 1
 
     def observe(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """So long a real step took."""
+        """The seconds of a real step."""
         measured = self._measured(num_reqs, num_drafts)
         if measured is None or self._in_graphs:
             return
         before = self._factor(num_drafts)
         self._known.clear()
-        # A step that was held up says little.
+        # An outlier has little weight.
         factor = min(seconds / measured, _HELD_UP * before)
         now = self._factors[num_drafts] = before + _RATE * (factor - before)
-        # What all lengths have in common, such as others on the machine, changes with time: what is old is forgotten.
+        # Effects common to all lengths, such as other load on the machine, change with time: old values are forgotten.
         for length, other in self._factors.items():
             self._factors[length] = other + _DRIFT * (now - other)
 
@@ -56,7 +56,7 @@ class StepCosts:
         return self._factors.get(num_drafts, usual)
 
     def seconds(self, num_reqs: int, num_drafts: int) -> float | None:
-        """None where nothing is known, or no graph would take the batch."""
+        """None if nothing is known, or no graph fits the batch."""
         asked = (num_reqs, num_drafts)
         if asked not in self._known:
             measured = self._measured(num_reqs, num_drafts)
@@ -74,7 +74,7 @@ class StepCosts:
 
 
 def _between(points: Sequence[tuple[int, float]], x: int) -> float | None:
-    """On the line through the two nearest points; beyond the last, on the last line."""
+    """Linear interpolation between the two nearest points, and extrapolation beyond the last."""
     if len(points) < 2:
         return None
     at = min(max(bisect.bisect_left(points, x, key=lambda p: p[0]), 1), len(points) - 1)

@@ -1,4 +1,4 @@
-"""One line and one count for every request, whatever became of it; a flood of requests makes no flood of lines."""
+"""One log line and one count for every request. Lines are limited per second, so that a flood cannot fill the disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RequestNote:
 
 
 class LineLimit:
-    """So many lines a second in the long run. What is left out is counted, and said with the next line."""
+    """At most so many lines a second in the long run. Dropped lines are counted; the next line reports them."""
 
     def __init__(self, rate: float = _LINES_PER_S, most_at_once: float = _LINES_AT_ONCE) -> None:
         self._rate, self._most = rate, most_at_once
@@ -52,12 +52,12 @@ class AccessLog:
         self._limit = limit or LineLimit()
 
     def note(self, exchange: Exchange) -> None:
-        """The exchange is over: answered, or its client is gone."""
+        """Called when the exchange ends: it was answered, or its client disconnected."""
         status = exchange.status or CLIENT_GONE
         note: RequestNote | None = exchange.note
         if note is not None and status == 200:
             status = note.status or (200 if note.generation.is_complete else CLIENT_GONE)
-        # By route, not by what was asked for: strangers must not make new series.
+        # Counted by route, not by path: a client must not be able to create new time series.
         self._metrics.count_request(route_of(exchange.request.path), status)
         if self._is_written and self._limit.take(time.monotonic()):
             sys.stderr.write(json.dumps(self._line(exchange, note, status)) + "\n")

@@ -1,7 +1,7 @@
-"""Requests on their way to the engine, first come, first served, without holding up the streams under way.
+"""Requests on their way to the engine, first come, first served, without delaying the streams under way.
 
-Small bodies, which are nearly all, are read and tokenised on the event loop, a few milliseconds of them at a time. What
-is large goes to threads: one that reads, for reading holds the interpreter, and some that tokenise, which does not.
+Small bodies, which are nearly all, are read and tokenised on the event loop, a few milliseconds of them at a time.
+Large ones go to threads: one that parses, because parsing holds the GIL, and some that tokenise, which releases it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AdmissionQueue:
     def _run(
         self, executor: Executor, exchange: Exchange, work: Callable[[], Any], go_on: Callable[[Exchange, Any], None]
     ) -> None:
-        """Do the work in a thread, and go on with what it gives here, if the client still waits."""
+        """Do the work in a thread, then call ``go_on`` on the event loop if the client is still connected."""
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(executor, lambda: work() if exchange.is_open else None)
 

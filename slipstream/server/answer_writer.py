@@ -1,7 +1,7 @@
-"""From the engine's text streams to a client's connection: one event for all that is new, written where it arises.
+"""From the engine's text streams to a client's connection: all new text of a turn goes out as one event.
 
-No task waits for a token. The writer is told of news while the engine's updates are read, and writes once they are. A
-client that does not keep up gets what has come meanwhile in one event when it does.
+No task waits for a token. The writer is notified while the engine's updates are read, and writes once they are all
+read. A client that reads too slowly gets everything that arrived meanwhile in one event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JSON = b"application/json"
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """A request that was checked and resolved, and how it is to be answered."""
+    """A request that was checked and resolved, and how it will be answered."""
 
     generation: Generation
     answer: Answer
@@ -42,14 +42,14 @@ class WriterContext:
     gate: Gate
     metrics: ServerMetrics
     has_drafts: bool
-    schedule: Callable[[AnswerWriter], None]  # has ``flush`` called soon
+    schedule: Callable[[AnswerWriter], None]  # schedules a call of ``flush``
     add: Callable[[AnswerWriter], None]  # the answer has begun
     drop: Callable[[AnswerWriter], None]  # it is complete
 
 
 @dataclass(slots=True, eq=False)
 class _Choice:
-    """A stream's place in the answer, and when a client was told of it last."""
+    """One choice of the answer: its index, and what was last sent of it."""
 
     index: int
     num_told: int = 0
@@ -57,7 +57,7 @@ class _Choice:
 
 
 class AnswerWriter:
-    """Reads all streams of one request. Made when the request starts, gone when its answer is complete."""
+    """Reads all streams of one request. Created when the request starts, dropped when its answer is complete."""
 
     def __init__(self, context: WriterContext, exchange: Exchange, plan: AnswerPlan) -> None:
         self.every_token = plan.is_streamed
@@ -73,7 +73,7 @@ class AnswerWriter:
         self._has_opened = False
 
     def start(self) -> None:
-        """Give the prompts to the engine; raises what refuses the first of them."""
+        """Give the prompts to the engine. Raises the error of the first prompt that is refused."""
         context, generation = self._context, self._generation
         context.gate.check_room(self._num_choices)
         context.gate.enter(self._num_choices)
@@ -91,8 +91,8 @@ class AnswerWriter:
 
     def _begin(self, streams: list[TextStream]) -> None:
         first = sum(map(len, self._generation.streams))
-        for place, stream in enumerate(streams):
-            stream.state = _Choice(first + place)
+        for i, stream in enumerate(streams):
+            stream.state = _Choice(first + i)
         self._generation.streams.append(streams)
 
     def take(self, stream: TextStream) -> None:
@@ -122,7 +122,7 @@ class AnswerWriter:
         for stream in news:
             if stream.error is not None:
                 self._write(parts)
-                # "abort" with a reason is the engine's end, not the request's fault.
+                # "abort" with a reason means that the engine ended, not that the request was at fault.
                 failed = stream.completion.finish_reason == "error"
                 raise ApiError(500, stream.error) if failed else EngineError(stream.error)
             if stream.is_finished:
@@ -164,7 +164,7 @@ class AnswerWriter:
             self._exchange.write(b"".join(parts))
 
     def _open(self, parts: list[bytes]) -> None:
-        """The first event decides the status: what fails before it is an ordinary error."""
+        """The first event decides the status: an error before it is an ordinary HTTP error."""
         if not self._has_opened:
             self._has_opened = True
             self._exchange.start(200, [_EVENTS, (b"cache-control", b"no-store")])
@@ -177,7 +177,7 @@ class AnswerWriter:
             self._open(parts)
         else:
             parts.append(answer.whole_bytes(generation, self._context.has_drafts))
-        self._is_over = True  # and not before: what fails while the answer is made has to be told
+        self._is_over = True  # only now: an error while the answer is built must still be sent
         self._context.drop(self)
         if self.every_token:
             self._exchange.end(b"".join(parts))
@@ -197,15 +197,15 @@ class AnswerWriter:
         exchange.end(as_error_event(refusal))
 
     def end_server(self) -> None:
-        """No time is left for the rest of the answer."""
+        """The shutdown's time limit has passed: end the answer with an error."""
         self.fail(shutting_down())
 
     def _abandon(self) -> None:
-        """The client is gone."""
+        """The client has disconnected."""
         self._end_streams()
 
     def _end_streams(self) -> None:
-        """What still runs is for no reader any more."""
+        """End the streams that still run, since their output has no reader any more."""
         if self._is_over:
             return
         self._is_over = True

@@ -1,4 +1,4 @@
-"""Outputs of the engine in the words of the API: whole answers, and chunks of a stream."""
+"""Outputs of the engine in the API's format: complete responses, and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _draft_details(generation: Generation) -> CompletionTokensDetails | None:
 
 
 def _speculation(choice: Completion) -> Speculation | None:
-    """Figures of a choice that has ended."""
+    """Speculation statistics of a choice that has ended."""
     if choice.speculation is None or choice.finish_reason is None:
         return None
     return Speculation(**choice.speculation.as_dict())
@@ -68,24 +68,24 @@ def _reason(choice: Completion) -> FinishReason | None:
     return "length" if choice.finish_reason == "length" else "stop"
 
 
-# What whole answers do not have where the engine does not draft.
+# Fields left out of complete responses where the engine does not speculate.
 _OF_DRAFTS: dict[str, Any] = {"choices": {"__all__": {"speculation"}}, "usage": {"completion_tokens_details"}}
-_TEXT = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"  # marks the place of the text in a chunk
+_TEXT = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"  # placeholder for the text in a chunk
 _DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
 class _Told:
-    """How much of a choice the client knows."""
+    """How much of a choice the client has received."""
 
     num_tokens: int = 0
-    offsets: TextOffsets | None = None  # of its tokens, if their log probabilities are told
-    plain: tuple[bytes, bytes] | None = None  # what surrounds the text in a chunk that has nothing but text
+    offsets: TextOffsets | None = None  # of its tokens, if log probabilities are returned
+    plain: tuple[bytes, bytes] | None = None  # bytes before and after the text in a text-only chunk
 
 
 @dataclass
 class Answer:
-    """What all chunks of one answer share, and how far each choice has been told. Choices are known by number."""
+    """What all chunks of one answer share, and how much of each choice was sent. Choices are identified by index."""
 
     request_id: str
     model: str
@@ -101,17 +101,17 @@ class Answer:
             told = self._told[index] = _Told()
         return told
 
-    # --- what the two kinds of answers say in their own ways
+    # --- what differs between completions and chat
 
     def whole(self, generation: Generation) -> BaseModel:
-        raise AssertionError("a kind of answer knows its whole")
+        raise AssertionError("a subclass builds the complete response")
 
     def chunk(self, index: int, choice: Completion, text: str, logprobs: Sequence[Logprobs] | None) -> BaseModel:
-        """A piece of a choice: ``choice`` for how it ended, if it did, and only the new text and log probabilities."""
-        raise AssertionError("a kind of answer knows its chunks")
+        """One chunk: ``choice`` says how the choice ended, if it did; ``text`` and ``logprobs`` hold what is new."""
+        raise AssertionError("a subclass builds its chunks")
 
     def usage_chunk(self, usage: Usage) -> BaseModel:
-        raise AssertionError("a kind of answer knows its last chunk")
+        raise AssertionError("a subclass builds its usage chunk")
 
     def opening(self, num_choices: int) -> bytes:
         """Events before any text."""
@@ -124,7 +124,7 @@ class Answer:
         return answer.model_dump_json(exclude=None if has_drafts else _OF_DRAFTS).encode()
 
     def event(self, index: int, choice: Completion, text: str) -> bytes:
-        """One event with all that is new of a choice, or none if nothing is."""
+        """One event with all that is new in a choice; empty if nothing is."""
         told = self.told(index)
         num_told, told.num_tokens = told.num_tokens, len(choice.token_ids)
         if choice.finish_reason is None and choice.logprobs is None:
@@ -135,7 +135,7 @@ class Answer:
         return as_event(self.chunk(index, choice, text, logprobs))
 
     def _text_event(self, index: int, told: _Told, text: str) -> bytes:
-        """The one that every token makes, put together from bytes that only the text changes."""
+        """The common case, a chunk that has only text: joined from bytes that are the same for all its tokens."""
         if told.plain is None:
             before, _, after = as_event(self.chunk(index, Completion(index), _TEXT, None)).rpartition(_TEXT.encode())
             told.plain = before[:-1], after[1:]  # without the quotes, which come with the text
@@ -167,7 +167,7 @@ class CompletionAnswer(Answer):
         return self._response([], usage)
 
     def _logprobs(self, index: int, entries: Sequence[Logprobs] | None) -> CompletionLogprobs | None:
-        """Of tokens that were not told yet: their offsets go on where those of the last ones ended."""
+        """Entries of tokens that were not sent yet. Their text offsets continue after the last token sent."""
         if entries is None or self.tokenizer is None:
             return None
         told = self.told(index)

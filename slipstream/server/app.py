@@ -1,6 +1,6 @@
-"""The routes as an ASGI application: what answers without the engine, and the schema of all.
+"""The ASGI application: routes that are answered without the engine, and the OpenAPI schema of all routes.
 
-Those that generate are answered before a request comes here (``routes.py``); they are declared for the documentation.
+Routes that generate are answered before a request comes here (``routes.py``); they are declared for the schema.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AppContext:
 
     @property
     def failure(self) -> str | None:
-        """Why no request can be answered now; None if they can."""
+        """Why no request can be answered now; None if requests can be answered."""
         return getattr(self.client.running, "trouble", None)
 
     def card(self) -> protocol.ModelCard:
@@ -47,7 +47,7 @@ class AppContext:
         return protocol.ModelCard(id=self.model.name, created=self.started, max_model_len=max_model_len)
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
-        """The model may have more ids than the tokenizer, or fewer; beyond both there is nothing."""
+        """The model may have more ids than the tokenizer, or fewer; an id beyond both is invalid."""
         vocab_size = max(self.client.config.model.vocab_size, self.client.tokenizer.vocab_size)
         if token_ids and max(token_ids) >= vocab_size:
             bad = next(one for one in token_ids if one >= vocab_size)

@@ -1,7 +1,7 @@
-"""Counts that the front ends of one server share: each adds to a row of its own, and each of them sees the sum.
+"""Counters shared by the front ends of one server: each adds to its own row and reads the sum of all rows.
 
-The rows are in one mapped file, so that nothing is sent and nothing waits. A front end that ended has its row still:
-what it counted has happened. Of what is under way it has nothing any more.
+The rows are in one memory-mapped file, so nothing is sent and nothing waits. When a front end ends, its row keeps the
+totals; only the gauges of requests under way are cleared.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _FLOAT_BYTES = 8
 
 
 class CounterLayout:
-    """Names and their places in a row; the same in every process."""
+    """Names and their indices in a row; the same in every process."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.places = {name: place for place, name in enumerate(names)}
+        self.indices = {name: i for i, name in enumerate(names)}
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
 
 class SharedCounters:
-    """``path``: of a file that ``create`` made; None where there is one front end."""
+    """``path`` names a file made by ``create``; None where there is one front end."""
 
     def __init__(self, layout: CounterLayout, path: Path | None = None, row: int = 0, num_rows: int = 1) -> None:
         self.layout = layout
@@ -45,22 +45,22 @@ class SharedCounters:
         path.write_bytes(bytes(num_rows * len(layout) * _FLOAT_BYTES))
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        self._values[self._first + self.layout.places[name]] += amount
+        self._values[self._first + self.layout.indices[name]] += amount
 
     def total(self, name: str) -> float:
-        place = self.layout.places[name]
-        return float(sum(self._values[row * len(self.layout) + place] for row in range(self._num_rows)))
+        index = self.layout.indices[name]
+        return float(sum(self._values[row * len(self.layout) + index] for row in range(self._num_rows)))
 
     def clear(self, name: str, row: int) -> None:
-        """Nothing of this is under way any more in that row's front end."""
-        self._values[row * len(self.layout) + self.layout.places[name]] = 0.0
+        """Reset a gauge of a front end that has ended."""
+        self._values[row * len(self.layout) + self.layout.indices[name]] = 0.0
 
     def histogram(self, name: str, edges: Sequence[float]) -> SharedHistogram:
         return SharedHistogram(self, name, edges)
 
     def slots(self, names: Sequence[str]) -> tuple[Any, list[int]]:
-        """All values, and where in them these are: for what is counted with every token."""
-        return self._values, [self._first + self.layout.places[name] for name in names]
+        """The array of all values and the indices of these names in it, for counters updated with every token."""
+        return self._values, [self._first + self.layout.indices[name] for name in names]
 
 
 def histogram_names(name: str, edges: Sequence[float]) -> list[str]:

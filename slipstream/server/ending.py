@@ -24,7 +24,7 @@ class Ending:
 
 @contextmanager
 def noting_signals() -> Iterator[Ending]:
-    """Inside, signals are noted and do nothing else. In the main thread only."""
+    """Within this context, signals are recorded and do nothing else. In the main thread only."""
     ending = Ending()
     before = {number: signal.signal(number, ending.note) for number in _SIGNALS}
     try:

@@ -1,7 +1,7 @@
-"""One front end: an event loop that reads requests, gives them to the engine, and writes what comes of them.
+"""One front end: an event loop that reads requests, passes them to the engine, and writes the responses.
 
-The loop reads the engine's messages itself, and all that a turn brings a client goes out in one write. A server has one
-front end in its own process, or several in processes of their own (``run.py``).
+The loop reads the engine's messages itself, and everything a turn produces for a client goes out in one write. A server
+has one front end in its own process, or several in processes of their own (``run.py``).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from slipstream.server.settings import ServerSettings
 logger = logging.getLogger("slipstream.server")
 
 _MESSAGES_A_TURN = 64
-_LAST_WORDS_S = 1.0  # for the error that ends an answer, once the time to finish it is up
+_FLUSH_S = 1.0  # to send the error that ends an answer after the shutdown's time limit
 
 
 class FrontEnd:
-    """``counters`` are those it shares with its siblings; ``number`` is its own among them."""
+    """``counters`` are shared with the other front ends; ``number`` is this one's index."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class FrontEnd:
             lambda: client.stats, lambda: getattr(running, "num_restarts", 0), is_synthetic, counters
         )
         self.gate = Gate(client, self.metrics, settings.max_queue)
-        self._news: list[AnswerWriter] = []  # writers to be flushed
-        self._writers: dict[AnswerWriter, None] = {}  # of answers that are not complete
+        self._news: list[AnswerWriter] = []  # writers to flush
+        self._writers: dict[AnswerWriter, None] = {}  # whose answers are not complete
         writers = WriterContext(
             client,
             self.gate,
@@ -117,9 +117,9 @@ class FrontEnd:
         if isinstance(running, EngineLink):
             self._loop.add_reader(running.descriptor, self._read_engine, running)
             self.listener.on_tick = lambda: self._watch_engine(running)
-            self._read_engine(running)  # what came before is no reason for the descriptor to speak
+            self._read_engine(running)  # earlier messages do not trigger the edge-triggered descriptor
         await self.listener.listen(sockets)
-        # A full collection over all that was imported takes longer than a thousand tokens.
+        # A full garbage collection over all imported objects takes longer than a thousand tokens.
         gc.collect()
         gc.freeze()
 
@@ -132,7 +132,7 @@ class FrontEnd:
         link.note_time()
 
     async def shut_down(self, ends_now: Callable[[], bool] = lambda: False) -> None:
-        """Take no more requests, give those under way their time to finish, and tell the rest."""
+        """Accept no more requests, give those under way time to finish, and end the rest with an error."""
         gate, seconds = self.gate, self.settings.shutdown_timeout_s
         num_open, num_aborted = gate.num_open, gate.num_aborted
         if num_open:
@@ -142,7 +142,7 @@ class FrontEnd:
         gate.is_closed = True
         for writer in list(self._writers):
             writer.end_server()
-        await self.listener.close(_LAST_WORDS_S)  # longer is not waited for clients that do not read
+        await self.listener.close(_FLUSH_S)  # clients that do not read are not waited for longer
         self._admission.close()
         if isinstance(self.client.running, EngineLink):
             self._loop.remove_reader(self.client.running.descriptor)

@@ -1,6 +1,6 @@
 """Several front ends that share a port and an engine: started, replaced when one dies, and ended together.
 
-What they share has its owner here: the port, the file of counters, and what the engine is told when one is gone.
+It owns what they share: the port, the file of counters, and the message to the engine when a front end is gone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from slipstream.engine.supervisor import EngineSupervisor
 from slipstream.errors import EngineError
 from slipstream.server.counters import SharedCounters
 from slipstream.server.ending import Ending
-from slipstream.server.front_end_process import COUNTERS, READY, FrontEndTask, place_of
+from slipstream.server.front_end_process import COUNTERS, READY, FrontEndTask, link_address
 from slipstream.server.metrics import LAYOUT
 from slipstream.server.settings import ServerSettings
 
 logger = logging.getLogger("slipstream.server")
 
 _POLL_S = 0.05
-_END_S = 5.0  # beyond the time that requests have to finish
-_LONGEST_PAUSE_S = 30.0  # before one that keeps dying is started again
+_END_S = 5.0  # after the time that requests have to finish
+_LONGEST_PAUSE_S = 30.0  # before a front end that keeps dying is started again
 
 
 class _Member:
@@ -45,7 +45,7 @@ class _Member:
 
     def start(self, task: FrontEndTask) -> None:
         command = [sys.executable, "-m", "slipstream.server.front_end_process"]
-        # In a group of its own: a terminal's Ctrl-C goes to the parent, which tells its front ends.
+        # In a process group of its own: a terminal's Ctrl-C goes to the parent, which signals its front ends.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment(), process_group=0
         )
@@ -98,7 +98,7 @@ class FrontEndGroup:
         self._counters = SharedCounters(LAYOUT, path, 0, len(self._members))
 
     def run(self, announce: Callable[[], None], ending: Ending) -> None:
-        """Serve until a signal comes; then every front end finishes what is under way."""
+        """Serve until a signal comes; then every front end finishes the requests under way."""
         try:
             for member in self._members:
                 self._start(member)
@@ -116,7 +116,7 @@ class FrontEndGroup:
         supervisor = self._supervisor
         member.start(
             FrontEndTask(
-                place=place_of(supervisor, member.number, member.incarnation),
+                address=link_address(supervisor, member.number, member.incarnation),
                 ready=supervisor.ready,
                 model_folder=str(supervisor.model),
                 model_name=self._model_name,
@@ -135,14 +135,14 @@ class FrontEndGroup:
                 logger.error("front end %d ended with code %d", member.number, member.process.returncode)
                 member.process.stdout.close()
                 member.process = None
-                # Its requests are for no reader, and it has none under way any more.
+                # Its requests have no reader any more, and its gauges count none under way.
                 self._supervisor.end_client(member.number, member.incarnation)
                 self._counters.clear("open", member.number)
                 member.wait_before_restart(now)
             elif member.process is None and now >= member.restart_at:
                 try:
                     self._start(member)
-                except OSError as error:  # no process or memory is left just now; the others go on
+                except OSError as error:  # no process or memory is available now; the others continue
                     logger.error("front end %d cannot be started: %s", member.number, error)
                     member.wait_before_restart(now)
 

@@ -1,6 +1,6 @@
 """A front end's process: ``python -m slipstream.server.front_end_process``, started by ``front_end_group.py``.
 
-What it needs to know comes as JSON on standard input; the word ``ready`` on standard output says that it serves.
+Its settings come as JSON on standard input; the line ``ready`` on standard output says that it serves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.engine.client import EngineClient
-from slipstream.engine.link import EngineLink, LinkPlace
+from slipstream.engine.link import EngineLink, LinkAddress
 from slipstream.engine.supervisor import EngineSupervisor
 from slipstream.engine.wire import Ready
 from slipstream.errors import ConfigError
@@ -40,21 +40,21 @@ _EXIT_ORPHAN = 3
 
 @dataclass(frozen=True)
 class FrontEndTask:
-    """Everything that a front end in a process of its own is told."""
+    """Everything that a front end's process is given."""
 
-    place: LinkPlace
+    address: LinkAddress
     ready: Ready
     model_folder: str
     model_name: str
     settings: ServerSettings
-    port: int  # that all of them share
+    port: int  # shared by all of them
     num_front_ends: int
     parent: int
 
 
-def place_of(supervisor: EngineSupervisor, client: int = 0, incarnation: int = 0) -> LinkPlace:
+def link_address(supervisor: EngineSupervisor, client: int = 0, incarnation: int = 0) -> LinkAddress:
     state = supervisor.state()
-    return LinkPlace(
+    return LinkAddress(
         str(supervisor.folder),
         client,
         state.generation,
@@ -66,9 +66,9 @@ def place_of(supervisor: EngineSupervisor, client: int = 0, incarnation: int = 0
     )
 
 
-def open_linked_client(place: LinkPlace, ready: Ready, tokenizer: Tokenizer) -> EngineClient:
-    """A client whose updates are processed where they are read."""
-    return EngineClient(lambda deliver: EngineLink(place, ready, tokenizer, deliver), in_line=True)
+def open_linked_client(address: LinkAddress, ready: Ready, tokenizer: Tokenizer) -> EngineClient:
+    """A client that processes the engine's updates in the thread that reads them."""
+    return EngineClient(lambda deliver: EngineLink(address, ready, tokenizer, deliver), in_line=True)
 
 
 def open_listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
@@ -87,7 +87,7 @@ def open_listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
 
 
 def open_own_listener(host: str, port: int, *, is_shared: bool) -> socket.socket:
-    """The server's own: bound alone, so that the port of another server is refused, and shared afterwards."""
+    """The server's first socket: bound exclusively, so that a port in use by another server is refused, then shared."""
     listener = open_listener(host, port, is_shared=False)
     if is_shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -95,7 +95,7 @@ def open_own_listener(host: str, port: int, *, is_shared: bool) -> socket.socket
 
 
 def run_front_end(front_end: FrontEnd, listener: socket.socket, announce: Callable[[], None], ending: Ending) -> None:
-    """Serve in this process until a signal comes, then finish what is under way."""
+    """Serve in this process until a signal comes, then finish the requests under way."""
 
     async def run() -> None:
         asked = asyncio.Event()
@@ -131,10 +131,10 @@ def main() -> int:
     task = msgspec.json.decode(given, type=FrontEndTask)
     threading.Thread(target=_end_with, args=(task.parent,), name="slipstream-parent-watch", daemon=True).start()
     tokenizer = open_checkpoint(Path(task.model_folder)).tokenizer()
-    place, settings = task.place, task.settings
-    counters = SharedCounters(LAYOUT, Path(place.folder) / COUNTERS, place.client, task.num_front_ends)
-    client = open_linked_client(place, task.ready, tokenizer)
-    front_end = FrontEnd(client, task.model_name, settings, counters, place.client)
+    address, settings = task.address, task.settings
+    counters = SharedCounters(LAYOUT, Path(address.folder) / COUNTERS, address.client, task.num_front_ends)
+    client = open_linked_client(address, task.ready, tokenizer)
+    front_end = FrontEnd(client, task.model_name, settings, counters, address.client)
     listener = open_listener(settings.host, task.port, is_shared=True)
 
     def announce() -> None:

@@ -1,4 +1,4 @@
-"""The prompts of one HTTP request on their way through the engine, and how many there may be at a time."""
+"""The prompts of one HTTP request on their way through the engine, and the limit on requests under way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.server.metrics import ServerMetrics
 @dataclass
 class Generation:
     submissions: list[Submission]
-    streams: list[list[TextStream]] = field(default_factory=list)  # by place of the prompt, once they are started
+    streams: list[list[TextStream]] = field(default_factory=list)  # by index of the prompt, once started
 
     @property
     def num_continuations(self) -> int:
@@ -48,7 +48,7 @@ class Generation:
 
     @property
     def first_token_s(self) -> float | None:
-        """From arrival to the first token of any continuation."""
+        """From arrival to the first token of any choice."""
         found = [
             stream.first_token_time - stream.request.arrival_time
             for stream in self.all_streams
@@ -58,13 +58,13 @@ class Generation:
 
     @property
     def warnings(self) -> list[str]:
-        """Where it is served otherwise than asked: that of the first prompt, and how many more have one."""
+        """Where it is served otherwise than asked: the first prompt's warning, and how many more prompts have it."""
         found = [text for s in self.submissions if (text := warn_of_lowered_limits(s.requests[0])) is not None]
-        return found[:1] + ([f"so it is with {len(found) - 1} more prompts"] if len(found) > 1 else [])
+        return found[:1] + ([f"the same holds for {len(found) - 1} more prompts"] if len(found) > 1 else [])
 
     @property
     def drafts(self) -> list[DraftStats]:
-        """Of every choice; empty where the engine does not draft."""
+        """Of every choice; empty where the engine does not speculate."""
         for stream in self.all_streams:
             stream.count_drafts()
         return [choice.speculation for choice in self.completions if choice.speculation is not None]
@@ -75,22 +75,22 @@ def shutting_down() -> ApiError:
 
 
 class Gate:
-    """Admits continuations while there is room, over all front ends together."""
+    """Admits requests while there is room, over all front ends together."""
 
     def __init__(self, client: EngineClient, metrics: ServerMetrics, max_queue: int) -> None:
         self._client = client
         self._metrics = metrics
         self._max_queue = max_queue
         self.is_closed = False
-        self.num_open = 0  # of this front end
-        self.num_aborted = 0  # because no client waits for them any more, or the server ends
+        self.num_open = 0  # in this front end
+        self.num_aborted = 0  # because the client disconnected or the server ends
 
     @property
     def _max_open(self) -> int:
         return self._client.config.scheduler.max_num_seqs + self._max_queue
 
     def check_room(self, count: int) -> None:
-        """Raise what a client is told if so many continuations cannot be taken now."""
+        """Raise the error for the client if ``count`` more continuations cannot be taken now."""
         if self.is_closed:
             raise shutting_down()
         if count > self._max_open:
@@ -111,7 +111,7 @@ class Gate:
         self._metrics.close(count)
 
     def abort(self, count: int) -> None:
-        """They leave without an end."""
+        """Leave without a result."""
         self.leave(count)
         self.num_aborted += count
         self._metrics.end("abort", count)

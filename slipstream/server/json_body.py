@@ -1,4 +1,4 @@
-"""Bodies in JSON, read strictly: what is not JSON is refused in one line, before any field is looked at."""
+"""JSON bodies, parsed strictly: what is not JSON is refused in one line, before any field is checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JSON = b"application/json"
 
 
 def read_json(body: bytes) -> Any:
-    """Python's parser takes NaN and Infinity, and makes an infinity of 1e999; JSON has neither."""
+    """Python's parser accepts NaN and Infinity and reads 1e999 as infinity; JSON has none of these."""
     try:
         return _DECODER.decode(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -33,14 +33,14 @@ def read_json(body: bytes) -> Any:
 
 
 def read_body(body: bytes, content_type: bytes | None, has_origin: bool, model: type[Model]) -> Model:
-    """What a route that generates is asked; what is wrong with it is an ``ApiError`` of one line."""
+    """The parsed body of a route that generates; raises an ``ApiError`` of one line if it is invalid."""
     check_content_type(content_type, has_origin)
     try:
         return model.model_validate(read_json(body))
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error.msg}") from error
     except ValidationError as error:
-        message, param = explain_invalid_body(dict(error.errors(include_url=False)[0]), model)
+        message, param = explain_invalid_body(error.errors(include_url=False), model)
         raise ApiError(400, message, param=param) from error
 
 
@@ -66,7 +66,7 @@ class JsonRoute(APIRoute):
 
 
 def check_content_type(content_type: bytes | None, has_origin: bool) -> None:
-    """A body without a type is taken for JSON, but not from another site's page, which could send one unasked."""
+    """A body without a type is taken for JSON, except from a browser's page, which could send one across origins."""
     if not content_type and not has_origin:
         return
     essence = (content_type or b"").partition(b";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""Who may ask: the API key, where one is set."""
+"""Authorisation: the API key, where one is set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from slipstream.server.errors import ApiError
 from slipstream.server.http.exchange import HttpRequest
 
-# What monitors and load balancers ask, and the documentation, need no key.
+# Health checks, metrics and the documentation need no key.
 _OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json")
 
 

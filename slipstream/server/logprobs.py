@@ -1,4 +1,4 @@
-"""Log probabilities as the API has them: each token under a name of its own, with its bytes and where its text begins.
+"""Log probabilities in the API's format: each token by a unique name, with its bytes and the offset of its text.
 
 A token may be part of a character. It has no text then, and is named by its bytes as OpenAI does: ``bytes:\\xe2\\x80``.
 """
@@ -18,10 +18,10 @@ _FLOOR = -9999.0  # JSON has no infinity
 
 
 class TextOffsets:
-    """Where in a choice's text each of its tokens begins, in characters.
+    """The offset of each token in a choice's text, in characters.
 
-    A token that begins in the middle of a character has the offset of that character. The text is counted as it is
-    shown: a special token that is left out, or a space that a tokenizer strips, takes no room.
+    A token that begins in the middle of a character has the offset of that character. Offsets refer to the text as
+    returned: a special token that is left out, or a space that a tokenizer strips, takes no room.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -29,7 +29,7 @@ class TextOffsets:
         self._skip_special_tokens = skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._num_shown = 0
-        # The detokenizer waits for whole characters; what lies before an unfinished one is counted from the bytes.
+        # The detokenizer waits for whole characters; the text before an unfinished one is counted from the bytes.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_waiting = 0
 
@@ -40,7 +40,7 @@ class TextOffsets:
             raw = self._tokenizer.token_bytes(token_id)
             unfinished = self._utf8.getstate()[0]
             if unfinished and not _is_utf8_so_far(unfinished + raw[:1]):
-                offset += 1  # nothing finishes it: it is shown as a replacement character, before this token
+                offset += 1  # never completed: it becomes a replacement character before this token
             self._num_waiting += len(self._utf8.decode(raw))
         if text := self._detokenizer.add([token_id]):
             self._num_shown += len(text)
@@ -71,7 +71,7 @@ def chat_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer, num_top: in
 
 
 def completion_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer, offsets: TextOffsets) -> CompletionLogprobs:
-    """``offsets`` has seen the tokens before these."""
+    """``offsets`` has processed the tokens before these."""
     tops = [_by_name(entry, tokenizer) for entry in entries]
     return CompletionLogprobs(
         tokens=[next(iter(top)) for top in tops],
@@ -82,7 +82,7 @@ def completion_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer, offse
 
 
 def _by_name(entry: Logprobs, tokenizer: Tokenizer) -> dict[str, float]:
-    """The chosen token first. Of tokens with the same bytes, such as ``<0x0A>`` and a line break, the later are
+    """The chosen token first. Of tokens with the same bytes, such as ``<0x0A>`` and a line break, all but the first are
     named by their ids, so that none is lost."""
     named: dict[str, float] = {}
     for token_id, logprob in entry.items():

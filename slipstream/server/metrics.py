@@ -1,4 +1,4 @@
-"""Figures for Prometheus: what the server sees of requests, and what the engine counts."""
+"""Prometheus metrics: what the server counts of requests, and what the engine counts."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 _GAUGES = {
     "num_waiting": "Requests that wait to be admitted.",
-    "num_running": "Requests that have a row on the device.",
+    "num_running": "Requests that are running on the device.",
     "num_pages": "Pages of the KV cache.",
-    "num_free_pages": "Pages of the KV cache that can be taken now.",
-    "prefix_cache_refused": "1 if the model cannot share the prefixes that were to be shared; the log says why.",
+    "num_free_pages": "Pages of the KV cache that are free or can be evicted.",
+    "prefix_cache_refused": "1 if prefix caching is enabled but the model does not allow it; the log says why.",
     "num_graphs": "Recorded graphs.",
-    "num_missing_graphs": "Graphs that are recorded when the engine is idle.",
-    "graph_bytes": "Memory of the device that graphs have taken.",
-    "draft_length": "Tokens that are drafted ahead just now.",
+    "num_missing_graphs": "Graphs still to be captured when the engine is idle.",
+    "graph_bytes": "Device memory used by captured graphs.",
+    "draft_length": "Current draft length.",
 }
 _COUNTERS = {
     "num_steps": "Steps launched.",
-    "num_tokens_computed": "Prompt and output tokens that went through the model.",
+    "num_tokens_computed": "Prompt and output tokens that the model has computed.",
     "num_tokens_out": "Output tokens.",
-    "num_requests_finished": "Requests that the engine ended.",
-    "num_preemptions": "Requests sent back to the queue for lack of pages.",
-    "num_drains": "Times the scheduler waited for older steps before it could go on.",
+    "num_requests_finished": "Requests that that have ended.",
+    "num_preemptions": "Requests preempted for lack of pages.",
+    "num_drains": "Times the scheduler waited for older steps to be collected before it could continue.",
     "num_prompt_tokens": "Prompt tokens of admitted requests.",
     "num_cached_tokens": "Prompt tokens found in the prefix cache.",
-    "num_sync_violations": "Waits for the device that the guard refused.",
-    "num_draft_steps": "Times the drafts of a request were checked.",
-    "num_draft_tokens": "Drafted tokens that were checked.",
-    "num_accepted_tokens": "Drafted tokens that were accepted.",
+    "num_sync_violations": "Hidden synchronisations with the device that the guard refused.",
+    "num_draft_steps": "Verifications of a request's drafts.",
+    "num_draft_tokens": "Draft tokens that were verified.",
+    "num_accepted_tokens": "Draft tokens that were accepted.",
 }
 _COUNTERS_BY_POSITION = {
-    "num_draft_tokens_at": "Drafted tokens that were checked, by place after the last known token.",
-    "num_accepted_tokens_at": "Drafted tokens that were accepted, by place after the last known token.",
+    "num_draft_tokens_at": "Draft tokens that were verified, by draft position.",
+    "num_accepted_tokens_at": "Draft tokens that were accepted, by draft position.",
 }
 
 
 class _EngineCollector:
-    """Reads the engine's counts when somebody asks."""
+    """Reads the engine's counters when the metrics are scraped."""
 
     def __init__(
         self, stats: Callable[[], EngineStats], num_restarts: Callable[[], int], is_synthetic: bool = False
@@ -78,9 +78,7 @@ class _EngineCollector:
             for position, count in enumerate(getattr(stats, name)):
                 family.add_metric([str(position)], count)
             yield family
-        mean = (
-            "Tokens that a check of drafts gives on average: the accepted ones and the target's own; 1 without drafts."
-        )
+        mean = "Mean tokens per verification: the accepted drafts and the target's own token; 1 without drafts."
         yield GaugeMetricFamily("slipstream_mean_accepted_length", mean, value=stats.mean_accepted_length)
         if self._is_synthetic:
             yield GaugeMetricFamily("slipstream_synthetic_acceptance", SYNTHETIC_WARNING, value=1)
@@ -105,7 +103,7 @@ ROUTES = (
     "/version",
     "/metrics",
 )
-_OTHER = "other"  # strangers must not make new series
+_OTHER = "other"  # a client must not be able to create new time series
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503)
 _REASONS = ("stop", "length", "abort", "error")
 _HISTOGRAMS = {
@@ -144,7 +142,7 @@ class ServerMetrics:
 
     @property
     def num_open(self) -> int:
-        """Continuations that have not ended, of all front ends."""
+        """Requests that have not ended, over all front ends. Each choice counts."""
         return int(self.counters.total("open"))
 
     def open(self, count: int) -> None:
@@ -168,7 +166,7 @@ class ServerMetrics:
 
 
 class _FrontEndCollector:
-    """Sums of what the front ends counted."""
+    """Sums of the front ends' counters."""
 
     def __init__(self, counters: SharedCounters) -> None:
         self._counters = counters

@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine takes."""
+"""From the fields of a request to the engine's parameters."""
 
 from __future__ import annotations
 

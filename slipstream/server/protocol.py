@@ -1,6 +1,6 @@
-"""The shapes of requests and answers, as OpenAI's API has them, with our extensions marked.
+"""The schema of requests and responses, as in OpenAI's API, with our extensions marked.
 
-Unknown fields are refused by name: a misspelt option that is silently dropped is worse than an error.
+Unknown fields are refused by name: silently dropping a misspelt option is worse than an error.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from slipstream.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
 from slipstream.server.sampling_fields import ListOf, TokenId, body_fields, gather_extra
 
-MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context, and bounded before anything is made of them
+MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context; checked before the items are parsed
 MAX_DETOKENIZE = 1 << 20
-MAX_REQUEST_DRAFTS = 64  # beyond what any engine drafts: a client need not know this one's k
+MAX_REQUEST_DRAFTS = 64  # above any engine's draft length: a client need not know this one's k
 
 
 class _Body(BaseModel):
@@ -24,12 +24,12 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_unset(cls, data: Any) -> Any:
-        """OpenAI's client sends null for what its user left open."""
+        """OpenAI's client sends null for unset fields."""
         if not isinstance(data, dict):
             return data
         given = {key: value for key, value in data.items() if value is not None}
         known = {key: value for key, value in given.items() if key in cls.model_fields}
-        # Each unknown one would be an error; the first of them is told.
+        # Each unknown field would be an error; only the first is reported.
         return known | dict(itertools.islice(((key, given[key]) for key in given if key not in known), 1))
 
 
@@ -44,7 +44,7 @@ else:
 
 
 class SamplingFields(_OperationFields):
-    """What completions and chat completions share. Those of sampling operations are named as vLLM names them."""
+    """Fields of both completions and chat completions. Those of sampling operations are named as in vLLM."""
 
     model: str | None = Field(None, description="Any name this server lists; its model if left out.")
     stream: bool = False
@@ -59,15 +59,11 @@ class SamplingFields(_OperationFields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
-    speculate: bool | None = Field(
-        None, description="Whether tokens may be drafted ahead for this request, where the engine drafts at all."
-    )
-    max_k: int | None = Field(
-        None, ge=0, le=MAX_REQUEST_DRAFTS, description="Most tokens to draft ahead for this request."
-    )
+    speculate: bool | None = Field(None, description="Whether to speculate for this request, if the engine does.")
+    max_k: int | None = Field(None, ge=0, le=MAX_REQUEST_DRAFTS, description="Maximum draft length for this request.")
     extra: dict[str, Any] | None = Field(
         None,
-        description="By name, for sampling operations that are not of the package; they may be fields of the body too.",
+        description="Parameters of registered sampling operations, by name; also accepted as fields of the body.",
     )
 
     @model_validator(mode="before")
@@ -105,7 +101,7 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """Roles and further keys are the chat template's business."""
+    """Roles and further keys are up to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -143,7 +139,7 @@ class DetokenizeRequest(_Body):
     skip_special_tokens: bool = False
 
 
-# --- answers --------------------------------------------------------------------------------------
+# --- responses -------------------------------------------------------------------------------------
 
 FinishReason = Literal["stop", "length"]
 
@@ -164,7 +160,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """OpenAI counts predictions that a client sent; these are the engine's own drafts."""
+    """OpenAI counts predictions that a client sent; these are the engine's drafts."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -175,17 +171,17 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None  # where the engine drafts
+    completion_tokens_details: CompletionTokensDetails | None = None  # if the engine speculates
 
 
 class Speculation(BaseModel):
-    """How the drafts of a choice fared. Not of OpenAI's API; there where the engine drafts, at the choice's end."""
+    """Acceptance of a choice's drafts, at its end, if the engine speculates. Not part of OpenAI's API."""
 
     drafts: int
     accepted: int
-    mean_length: float = Field(description="Tokens that a check of drafts gave on average, the target's own included.")
-    acceptance_by_position: list[float] = Field(description="Share of accepted drafts, by place.")
-    synthetic: str | None = Field(None, description="Acceptance was forced for a benchmark: the text means nothing.")
+    mean_length: float = Field(description="Mean tokens per verification, the target's own token included.")
+    acceptance_by_position: list[float] = Field(description="Acceptance rate by draft position.")
+    synthetic: str | None = Field(None, description="Acceptance was forced for a benchmark: the text is meaningless.")
 
 
 class CompletionLogprobs(BaseModel):

@@ -1,4 +1,4 @@
-"""The routes that generate: a body is read, checked and resolved, off the loop where it is large."""
+"""The routes that generate: parsing, checking and resolving a body, off the event loop where it is large."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.types import SamplingParams
 
 
 class ModelName:
-    """What this server's model is called, and what is said of requests for another."""
+    """The name of this server's model, and the error for any other name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class ModelName:
 
 
 class AnswerIds:
-    """Ids of answers: of one server no two are the same, whichever of its front ends made them."""
+    """Ids of responses: unique within a server, whichever of its front ends made them."""
 
     def __init__(self, front_end: int) -> None:
         self.started = int(time.time())
@@ -51,7 +51,7 @@ class RouteContext:
     gate: Gate
     model: ModelName
     ids: AnswerIds
-    fingerprint: str | None  # that tells answers from those of an engine with honest acceptance
+    fingerprint: str | None  # marks responses of an engine with synthetic acceptance
 
     def answer_options(self, body: CompletionRequest | ChatCompletionRequest) -> dict[str, Any]:
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
@@ -75,7 +75,7 @@ class RouteContext:
 
 
 class Resolve(Protocol):
-    """The second half of a route: tokenise what was read, and check it against the engine."""
+    """The second half of a route: tokenise the parsed body and check it against the engine's limits."""
 
     def __call__(self) -> AnswerPlan: ...
 

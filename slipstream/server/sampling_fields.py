@@ -1,4 +1,4 @@
-"""The fields of a request's body that sampling operations read, from what the operations declare."""
+"""The fields of a request's body that sampling operations read, derived from their declarations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from slipstream.sampling.registry import packaged
 from slipstream.values import MAX_INT32, Bounds
 
 Item = TypeVar("Item")
-# Read until the first item that is wrong: an error for each of a million would take minutes and gigabytes.
+# Parsed up to the first invalid item: an error for each of a million items would take minutes and gigabytes.
 ListOf = Annotated[list[Item], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-# By name: those of the package. The rest come in ``extra``.
+# By name: operations of the package. Parameters of other operations come in ``extra``.
 DECLARED: dict[str, Parameter] = {p.name: p for operation in packaged() for p in operation.parameters}
 
 
 def body_fields() -> dict[str, Any]:
-    """As ``pydantic.create_model`` takes them. ``None`` is what a client leaves open."""
+    """As ``pydantic.create_model`` takes them. ``None`` is what a client leaves unset."""
     return {
         name: (_type(declared.check) | None, Field(declared.default, description=declared.help))
         for name, declared in DECLARED.items()
@@ -40,7 +40,7 @@ def gather_extra(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_to(most: int) -> Callable[[Any], Any]:
-    """One entry too many is enough to refuse an object."""
+    """One entry too many is enough to refuse an object, so the rest need not be parsed."""
 
     def cut(given: Any) -> Any:
         return dict(itertools.islice(given.items(), most)) if isinstance(given, dict) else given
@@ -62,4 +62,4 @@ def _type(check: Check) -> Any:
             return Annotated[dict[str, float], Field(max_length=most), BeforeValidator(_cut_to(most + 1))]
         case Switch():
             return bool
-    return Any  # it is checked where it is read
+    return Any  # checked by ``SamplingParams``

@@ -1,40 +1,36 @@
-"""What the person who runs the server may set; the command line makes an option of every field."""
+"""The settings of the server; the command line has an option for every field."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from slipstream.config import option
 from slipstream.errors import ConfigError
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for every one of this machine.")
-    port: int = _option(8000, "Port to listen on; 0 takes a free one.")
-    api_key: str | None = _option(None, "Key that clients must send as a bearer token.")
-    served_model_name: str | None = _option(None, "Name of the model for clients; what was asked for if unset.")
-    max_queue: int = _option(1024, "Requests that may wait beyond those that run; more are refused with 429.")
-    max_body_bytes: int = _option(4 << 20, "Largest request body, in bytes; larger ones are refused with 413.")
-    max_connections: int | None = _option(
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all interfaces.")
+    port: int = option(8000, "Port to listen on; 0 picks a free one.")
+    api_key: str | None = option(None, "Key that clients must send as a bearer token.")
+    served_model_name: str | None = option(None, "Model name in the API; the given model if unset.")
+    max_queue: int = option(1024, "Requests that may wait beside those running; more are refused with 429.")
+    max_body_bytes: int = option(4 << 20, "Largest request body, in bytes; larger ones are refused with 413.")
+    max_connections: int | None = option(
         None, "Connections at a time; as many as the system's limit of open files allows if unset."
     )
-    api_server_count: int | None = _option(
+    api_server_count: int | None = option(
         None, "Processes that speak HTTP, beside the engine's; one for every four cores, at most four, if unset."
     )
-    header_timeout_s: float = _option(10.0, "How long the headers of a request may take, in seconds.")
-    keep_alive_s: float = _option(75.0, "How long a connection without a request is kept, in seconds.")
-    body_timeout_s: float = _option(20.0, "Longest pause while a request's body arrives, in seconds.")
-    step_timeout_s: float = _option(
+    header_timeout_s: float = option(10.0, "How long the headers of a request may take, in seconds.")
+    keep_alive_s: float = option(75.0, "How long a connection without a request is kept, in seconds.")
+    body_timeout_s: float = option(20.0, "Longest pause while a request's body arrives, in seconds.")
+    step_timeout_s: float = option(
         300.0, "How long one step may take, in seconds; an engine that takes longer is restarted."
     )
-    shutdown_timeout_s: float = _option(30.0, "How long a shutdown waits for requests to finish, in seconds.")
-    log_requests: bool = _option(True, "Write one line of JSON for every request to standard error.")
+    shutdown_timeout_s: float = option(30.0, "How long a shutdown waits for requests to finish, in seconds.")
+    log_requests: bool = option(True, "Write one line of JSON for every request to standard error.")
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():

@@ -76,7 +76,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         hidden_shape = (self._num_modules, limits.max_num_seqs, self._size)
         self._hidden = torch.zeros(hidden_shape, dtype=self._dtype, device=place)
         # What all modules but the last have made of each token, where its keys are.
-        kept, sizes = TokenStates(self._size), CacheSizes.of(config)
+        kept, sizes = TokenStates(self._size), CacheSizes.from_config(config)
         self._kept = [allocate(kept, sizes, place)[0].flatten(0, 1) for _ in range(self._num_modules - 1)]
         is_recorded = CUDAGraphMode(config.cudagraph_mode).decode_mode() is CUDAGraphMode.FULL
         self.notes: DraftNotes | None = None

@@ -27,7 +27,7 @@ class _Search:
 
 class NgramRehearsal:
     def __init__(self, config: SpeculativeConfig, num_rows: int) -> None:
-        self.num_made = config.num_made
+        self.num_proposed = config.num_proposed
         self._search = _Search(config.settings[MIN_KEY], config.settings[MAX_KEY], config.num_drafts)
         self._texts = [_Text((), 0)] * num_rows
         self._read_at = [0] * num_rows  # when a row had its turn

@@ -50,7 +50,7 @@ class HeadDrafter:
     tensors: ReadTensors | None
 
     def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
-        with built_under(Placement.of(config, device.torch_device)):
+        with built_under(Placement.from_config(config, device.torch_device)):
             head = build_head(self.plan, target, config.scheduler.max_model_len)
         if self.tensors is None:
             randomize_weights(head)

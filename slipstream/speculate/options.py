@@ -1,4 +1,4 @@
-"""What a user says of drafts, in vLLM's spelling or in short forms, checked before anything is loaded. No torch."""
+"""Speculative options of the user, in vLLM's format or in short forms, checked before anything is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError, nearest
+from slipstream.output import SYNTHETIC_WARNING
 from slipstream.speculate.method import read_integer
 from slipstream.speculate.registry import keys_by_method, method_names, read_method
 from slipstream.speculative_config import VERIFY_MODES, SpeculativeConfig
 
 _KEYS = ("method", "model", "num_speculative_tokens", "adaptive")
 _LAST_KEYS = ("verify", "acceptance_rates")
-# The short options, by the keys they stand for.
+# The short option for each key.
 _SHORT_NAMES = {"method": "speculate", "num_speculative_tokens": "k", "model": "draft_model"}
 
 
@@ -25,17 +26,23 @@ def read_speculation(options: EngineOptions) -> SpeculativeConfig | None:
     short = {key: value for key, value in short.items() if value is not None}
     if given is None:
         if short and "method" not in short:
-            raise ConfigError(f"{_SHORT_NAMES[next(iter(short))]} says nothing without speculate: name a method")
+            raise ConfigError(f"{_SHORT_NAMES[next(iter(short))]} has no effect without speculate: name a method")
         return None if short.get("method") in (None, "none") else _parse(short, _SHORT_NAMES)
     if short:
-        raise ConfigError(f"{_SHORT_NAMES[next(iter(short))]} and speculative_config say the same; use one of them")
+        raise ConfigError(f"{_SHORT_NAMES[next(iter(short))]} and speculative_config conflict; use one of them")
     if not isinstance(given, Mapping):
         raise ConfigError(f'speculative_config must be a JSON object such as {{"method": "{method_names()[0]}"}}')
     return _parse(given, {})
 
 
+def synthetic_warning(options: EngineOptions) -> str | None:
+    """The warning that text will be meaningless, if acceptance is synthetic. Raises if the options are invalid."""
+    speculative = read_speculation(options)
+    return SYNTHETIC_WARNING if speculative is not None and speculative.is_synthetic else None
+
+
 def fill_help(text: str) -> str:
-    """An option's help, with the methods and their keys where it names them."""
+    """An option's help with ``{methods}``, ``{a method}`` and ``{keys}`` filled in from the registry."""
     names = method_names()
     listed = f"{', '.join(names[:-1])} or {names[-1]}"
     return (
@@ -44,7 +51,7 @@ def fill_help(text: str) -> str:
 
 
 def _parse(given: Mapping[str, Any], names: Mapping[str, str]) -> SpeculativeConfig:
-    """``names`` has what the user calls a key, where that is not the key."""
+    """``names`` has the option that the user set for a key, where that has another name."""
     owners = keys_by_method()
     known = (*_KEYS, *owners, *_LAST_KEYS)
     for key in given:
@@ -54,7 +61,7 @@ def _parse(given: Mapping[str, Any], names: Mapping[str, str]) -> SpeculativeCon
     needs, model = method.needs, method.read_model(given.get("model"))
     num_drafts = read_integer(given, "num_speculative_tokens", needs.default_drafts, needs.max_drafts, names)
     adaptive = given.get("adaptive")
-    if adaptive is None:  # a number that the user has chosen stays
+    if adaptive is None:  # a draft length that the user has set is fixed
         adaptive = given.get("num_speculative_tokens") is None
     elif not isinstance(adaptive, bool):
         raise ConfigError(f"adaptive must be true or false, not {adaptive!r}")
@@ -72,7 +79,7 @@ def _parse(given: Mapping[str, Any], names: Mapping[str, str]) -> SpeculativeCon
 def _read_rates(given: Any, verify: str, num_drafts: int) -> tuple[float, ...]:
     if verify != "synthetic":
         if given is not None:
-            raise ConfigError("acceptance_rates force what is accepted; they need verify 'synthetic'")
+            raise ConfigError("acceptance_rates force acceptance; they need verify 'synthetic'")
         return ()
     numbers = list(given) if isinstance(given, list | tuple) else []
     right = all(isinstance(rate, int | float) and 0.0 <= rate <= 1.0 for rate in numbers)

@@ -20,7 +20,7 @@ class Judged(NamedTuple):
 
 
 class Rehearsal(Protocol):
-    def num_made(self, num_checked: int) -> int:
+    def num_proposed(self, num_checked: int) -> int:
         """Drafts that a step proposes, where the next one checks so many."""
         ...
 

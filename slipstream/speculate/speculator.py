@@ -93,12 +93,12 @@ class DraftBatch:
         """The same requests over more memory; what lies behind them is padding."""
         return replace(self, padded_reqs=num_reqs, num_tokens=num_tokens)
 
-    def of(self, step: TargetPass) -> DraftBatch:
+    def with_target(self, step: TargetPass) -> DraftBatch:
         return replace(self, step=step)
 
-    def behind(self, graph: BatchExecutionDescriptor) -> DraftBatch:
+    def after(self, graph: BatchExecutionDescriptor) -> DraftBatch:
         """After the target has run in that graph."""
-        return self.of(self.step._replace(graph=graph))
+        return self.with_target(self.step._replace(graph=graph))
 
     def static(
         self, num_reqs: int, num_tokens: int, query_len: int | None, max_len: int, num_drafts: int

@@ -1,9 +1,9 @@
 """Attention of a head's draft steps, over whole texts at once.
 
-Index t sees the first step's keys up to t, and of every later step the one at t: behind the text up to t stand the
-drafts of t alone. The first part is a causal attention, for which torch has fused kernels; the drafts' part is joined
-to it by the sums of exponentials of both. Given the joint result and the joint sums, the fused kernels' way back is
-right for their part as it is: it asks for nothing else of what was attended to.
+Index t attends to the first step's keys up to t, and of every later step to the key at t alone, which is its own
+earlier draft. The first part is causal attention, for which torch has fused kernels; the part over the drafts is merged
+with it by the log-sum-exp of both. Given the merged output and log-sum-exp, the fused kernels' backward pass is correct
+for their part unchanged, since it needs nothing else of the other keys.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _attend_plainly(
 
 
 class _Joined(torch.autograd.Function):
-    """The same by a fused kernel. Drafts' scores are [rows * length * kv_heads, group, steps] here."""
+    """The same with a fused kernel. The drafts' scores are [rows * length * kv_heads, group, steps] here."""
 
     @staticmethod
     def forward(
@@ -90,12 +90,12 @@ class _Joined(torch.autograd.Function):
 
 
 def _by_group(x: Tensor, own_keys: Tensor) -> Tensor:
-    """[rows, length, heads, n] as [rows * length * kv_heads, group, n]: heads that share keys side by side."""
+    """[rows, length, heads, n] as [rows * length * kv_heads, group, n]: heads that share keys are adjacent."""
     return x.reshape(own_keys.shape[:3].numel(), -1, x.shape[-1])
 
 
 def _causal(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Any, ...]:
-    """The result, [rows, heads, length, head_dim], the logarithms of its sums, and what the way back wants besides."""
+    """The result, [rows, heads, length, head_dim], its log-sum-exp, and what else the backward pass needs."""
     arrays = (part.transpose(1, 2) for part in (q, keys, values))
     found: tuple[Any, ...]
     if q.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Which texts each step learns from: a function of seed and step alone, so that a training that goes on agrees."""
+"""Which texts each step trains on: a function of seed and step alone, so that a resumed training sees the same."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from slipstream.train.data import Texts
-from slipstream.train.teacher import padded_length
+from slipstream.train.target import padded_length
 
-_POOL = 16  # batches' worth of texts that are sorted by length together: less padding, and still in random order
+_POOL = 16  # batches whose texts are sorted by length together: less padding, and still in random order
 
 
 class Batch(NamedTuple):
     token_ids: Tensor  # [rows, length] int64, padded with 0
-    learnt: Tensor  # [rows, length] bool: positions whose next token is to be predicted
-    answered: Tensor  # [rows, length] bool: those of them that are the answer's
-    where: Tensor  # [rows, length] int64: the place of each token among those of all texts; -1 behind the end
+    trained: Tensor  # [rows, length] bool: positions whose next token is a training target
+    answered: Tensor  # [rows, length] bool: those of them in the answer
+    text_indices: Tensor  # [rows, length] int64: the index of each token in all texts concatenated; -1 for padding
 
 
 class Batches:
     def __init__(self, texts: Texts, held_out: bool, batch_tokens: int, num_steps: int, seed: int) -> None:
         self._texts, self._batch_tokens, self._num_steps, self._seed = texts, batch_tokens, num_steps, seed
         self._indices = texts.where(held_out)
-        # The epochs so far: first step and the texts of each batch. The last one grows the list when it is used up.
+        # First step of each epoch, and the texts of each of its batches. Epochs are planned when they begin.
         self._epochs: list[tuple[int, list[Tensor]]] = []
 
     def at(self, step: int) -> Batch:
@@ -33,7 +33,7 @@ class Batches:
         while step >= self._epoch(epoch)[0] + len(self._epoch(epoch)[1]):
             epoch += 1
         begin, groups = self._epoch(epoch)
-        return self.batch_of(groups[step - begin])
+        return self.make_batch(groups[step - begin])
 
     def _epoch(self, epoch: int) -> tuple[int, list[Tensor]]:
         while len(self._epochs) <= epoch:
@@ -42,14 +42,14 @@ class Batches:
         return self._epochs[epoch]
 
     @property
-    def num_an_epoch(self) -> int:
-        """Of the first, and nearly of the others."""
+    def num_per_epoch(self) -> int:
+        """Batches of the first epoch; others have about as many."""
         return len(self._epoch(0)[1])
 
     def in_order(self) -> Iterator[Batch]:
-        """Every text once, by length."""
+        """Every text once, sorted by length."""
         by_length = self._indices[self._texts.lengths[self._indices].argsort(stable=True)]
-        return (self.batch_of(group) for group in self._cut(by_length))
+        return (self.make_batch(group) for group in self._cut(by_length))
 
     def _plan(self, epoch: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
@@ -61,7 +61,7 @@ class Batches:
         return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
     def _cut(self, indices: Tensor) -> list[Tensor]:
-        """Neighbours together, as many as fit when all are padded to the longest, which is the last."""
+        """Batches of neighbours, as many as fit when all are padded to the longest, which is the last."""
         lengths, groups, begin = self._texts.lengths[indices].tolist(), [], 0
         for end in range(1, len(lengths) + 1):
             full = end == len(lengths) or (end + 1 - begin) * padded_length(lengths[end]) > self._batch_tokens
@@ -70,12 +70,13 @@ class Batches:
                 begin = end
         return groups
 
-    def batch_of(self, group: Tensor) -> Batch:
+    def make_batch(self, group: Tensor) -> Batch:
         texts, lengths = self._texts, self._texts.lengths[group].unsqueeze(1)
-        places = torch.arange(padded_length(int(lengths.max()))).unsqueeze(0)
-        where = (texts.starts[group].unsqueeze(1) + places).masked_fill_(places >= lengths, -1)
-        token_ids = texts.token_ids[where.clamp(min=0)].long().masked_fill_(where < 0, 0)
-        # Every step predicts at the same positions, so each needs as many tokens before it as there are steps.
+        offsets = torch.arange(padded_length(int(lengths.max()))).unsqueeze(0)
+        text_indices = (texts.starts[group].unsqueeze(1) + offsets).masked_fill_(offsets >= lengths, -1)
+        token_ids = texts.token_ids[text_indices.clamp(min=0)].long().masked_fill_(text_indices < 0, 0)
+        # All draft steps predict at the same positions, so each position needs one earlier token per step.
         begins = texts.learn_from[group].unsqueeze(1).clamp(min=self._num_steps + 1)
-        learnt = (places + 1 >= begins) & (places + 1 < lengths)
-        return Batch(token_ids, learnt, learnt & (places + 1 >= texts.answer_from[group].unsqueeze(1)), where)
+        trained = (offsets + 1 >= begins) & (offsets + 1 < lengths)
+        answered = trained & (offsets + 1 >= texts.answer_from[group].unsqueeze(1))
+        return Batch(token_ids, trained, answered, text_indices)

@@ -1,4 +1,4 @@
-"""A head's card: what it was made from, how long that took, and how good it is, as a README beside its files."""
+"""A head's model card: training data, training time and acceptance, as a README beside its files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TITLE = "# EAGLE-3 head for "
 
 
 def write_card(folder: Path, about: dict[str, Any]) -> None:
-    """``about`` is what ``curves.json`` holds. A README of somebody else's is left alone."""
+    """``about`` is the content of ``curves.json``. A README that was not written here is not replaced."""
     path = folder / "README.md"
     if not path.exists() or path.read_text(encoding="utf-8", errors="replace").startswith(_TITLE):
         path.write_text(_card(about, folder.name), encoding="utf-8")
@@ -19,10 +19,10 @@ def _card(about: dict[str, Any], name: str) -> str:
     settings, texts, vocabulary = about["settings"], about["texts"], about["vocabulary"]
     model, acceptance = settings["model"], about["acceptance"][-1]
     given = "" if settings["prompts"] is None else " and answers to given prompts"
-    took = "" if texts["seconds"] is None else f", in {texts['seconds']:,.0f} s"
+    duration = "" if texts["seconds"] is None else f", in {texts['seconds']:,.0f} s"
     rows = {
         "data": f"{texts['count']:,} texts, {texts['tokens']:,} tokens, all written by the target: both sides of "
-        f"conversations, long contexts made of its own texts{given}; no data set{took}",
+        f"conversations, long contexts made of its own texts{given}; no data set{duration}",
         "draft vocabulary": f"{vocabulary['size']:,} tokens, {vocabulary['coverage']:.1%} of held-out texts",
         "training": f"{about['step']:,} steps of {settings['batch_tokens']:,} tokens, {settings['draft_steps']} draft "
         f"steps one after another, learning rate up to {settings['lr']:g}, in {about['elapsed_s']:,.0f} s on "
@@ -43,6 +43,6 @@ def _card(about: dict[str, Any], name: str) -> str:
         "",
         "| | |",
         "| --- | --- |",
-        *(f"| {name} | {text} |" for name, text in rows.items()),
     ]
+    lines += [f"| {name} | {text} |" for name, text in rows.items()]
     return "\n".join(lines) + "\n"

@@ -1,14 +1,14 @@
-"""The curves of a training as a picture: loss, and acceptance on held-out texts by position of the draft."""
+"""Plots the curves of a training: loss, and acceptance on held-out texts by draft position."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.train.loop import Progress
+from slipstream.train.trainer import Progress
 
 
 def draw_curves(progress: Progress, path: Path, title: str) -> str | None:
-    """Write the PNG; where that cannot be done, a line that says why."""
+    """Write the PNG; returns a line that says why if that is not possible."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -30,7 +30,7 @@ def draw_curves(progress: Progress, path: Path, title: str) -> str | None:
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """A running mean that forgets; its first values are not pulled to zero."""
+    """An exponential moving average with bias correction."""
     kept = 1 - 1 / max(1.0, min(50.0, len(values) / 30))
     smooth, weight, out = 0.0, 0.0, []
     for value in values:

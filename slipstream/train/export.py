@@ -25,7 +25,7 @@ _FLAGS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": Fal
 
 
 def default_taps(target: ModelConfig) -> tuple[int, ...]:
-    """After how many layers the target is tapped: where every engine looks if a head says nothing."""
+    """The layers after which the target is tapped: the defaults of every engine."""
     layers = target.num_layers
     if layers < _LEAST_LAYERS:
         raise ConfigError(
@@ -36,12 +36,12 @@ def default_taps(target: ModelConfig) -> tuple[int, ...]:
 
 
 def plan_head(target: ModelConfig, draft_vocab: int, dtype: torch.dtype) -> HeadPlan:
-    """The network to train, read from the config that will be written: what is trained is what is run."""
+    """The network to train, read from the config that will be written, so that it equals the network that is run."""
     return read_head(plain_config(target, draft_vocab, dtype), target, "eagle3")
 
 
 def plain_config(target: ModelConfig, draft_vocab: int, dtype: torch.dtype) -> dict[str, Any]:
-    """As EAGLE's authors, SpecForge and NVIDIA write it."""
+    """The config as written by EAGLE, SpecForge and NVIDIA."""
     taps = default_taps(target)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -49,8 +49,8 @@ def plain_config(target: ModelConfig, draft_vocab: int, dtype: torch.dtype) -> d
         "draft_vocab_size": draft_vocab,
         "target_hidden_size": target.hidden_size,
         **_FLAGS,
-        # vLLM reads the ids at the top and counts layers that lie before the tap; SGLang reads those inside
-        # and counts from 0 the layer whose output is tapped.
+        # vLLM reads the ids at the top level and counts the layers before the tap; SGLang reads those in
+        # eagle_config and gives the index of the layer whose output is tapped.
         _TAPS: list(taps),
         "eagle_config": {"use_aux_hidden_state": True, _TAPS: [tap - 1 for tap in taps]},
     }
@@ -59,7 +59,7 @@ def plain_config(target: ModelConfig, draft_vocab: int, dtype: torch.dtype) -> d
 def speculators_config(
     target: ModelConfig, draft_vocab: int, dtype: torch.dtype, verifier: str, num_drafts: int
 ) -> dict[str, Any]:
-    """As the ``speculators`` library writes it, for vLLM."""
+    """The config as written by the ``speculators`` library, for vLLM."""
     return {
         "architectures": ["Eagle3Speculator"],
         "model_type": "speculators",
@@ -91,7 +91,7 @@ def speculators_config(
 
 
 def _layer_config(target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """One Llama layer of the target's size. Its rope is the plain one, whatever the target does for long contexts."""
+    """One Llama layer of the target's size. Its rope is the default one, even if the target scales its own."""
     return {
         "model_type": "llama",
         "vocab_size": target.vocab_size,
@@ -137,10 +137,10 @@ def write_head(
     else:
         config = plain_config(target, size, dtype)
     maps: dict[str, Tensor] = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    # The weights first: a folder whose config is there is whole.
+    # The weights first: a folder with a config is complete.
     half = folder / "model.half"
     save_file({**tensors, **maps}, half, metadata={"format": "pt"})
-    half.chmod(0o644)  # safetensors writes for the owner alone; a head is to be served by others
+    half.chmod(0o644)  # safetensors makes the file private; other users may serve the head
     half.replace(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder

@@ -1,9 +1,9 @@
-"""The EAGLE-3 head as it is trained: whole texts at once, several draft steps one after another.
+"""The EAGLE-3 head in training: whole texts at once, with several unrolled draft steps.
 
 At index t of the first step the head takes the target's states at t and the token at t + 1, and predicts the token at
-t + 2. In step j it takes what it made itself at index t in step j - 1 and the token at t + 1 + j, at position t + j: so
-does the engine, which is then at the j-th draft behind t (``models/eagle3_head.py``, ``speculate/eagle.py``). Names of
-parameters are those of the file.
+t + 2. In step j it takes its own output at index t of step j - 1 and the token at t + 1 + j, at position t + j, as the
+engine does for the j-th draft after t (``models/eagle3_head.py``, ``speculate/eagle.py``). Parameters have the names of
+the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Norm(nn.Module):
 
 
 class WideAttention(nn.Module):
-    """Reads an embedding and a state side by side."""
+    """Attention over the concatenation of an embedding and a hidden state."""
 
     def __init__(self, plan: HeadPlan) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class WideAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, size, bias=False)
 
     def forward(self, joined: Tensor, past: list[KeyValue], cos_sin: Tensor) -> Tensor:
-        """``past`` has keys and values of the steps before, and gets those of this one."""
+        """``past`` has keys and values of the steps before; those of this step are appended."""
         rows, length, _ = joined.shape
         q, k, v = (
             proj(joined).view(rows, length, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -106,11 +106,11 @@ class TrainableHead(nn.Module):
         self.register_buffer("cos_sin", cos_sin_table(config.rope, max_position, embedding.device), persistent=False)
 
     @torch.no_grad()
-    def begin_with(self, head: Tensor, norm: Tensor, layer: Mapping[str, Tensor], seed: int) -> None:
-        """First weights: the last tap goes on through the target's last layer, to logits as the target makes them.
+    def initialise(self, head: Tensor, norm: Tensor, layer: Mapping[str, Tensor], seed: int) -> None:
+        """Initial weights: the last tap passes through the target's last layer, to the target's logits.
 
-        ``head`` and ``norm`` are the target's matrix and gain, ``layer`` are the weights of its last layer, where that
-        is a layer like ours. The rest is small and random.
+        ``head`` and ``norm`` are the target's logits weight and final norm, ``layer`` the weights of its last layer if
+        it has the same structure. The rest is small and random.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -121,13 +121,13 @@ class TrainableHead(nn.Module):
         self.fc.weight[:, -size:] += torch.eye(size, device=self.fc.weight.device, dtype=self.fc.weight.dtype)
         for name, weight in layer.items():
             own = {"input_layernorm.weight": "hidden_norm.weight"}.get(name, name)
-            # What reads embedding and state side by side takes the target's weights for the state.
+            # Weights over embedding and state take the target's weights for the state.
             self.midlayer.get_parameter(own)[..., -weight.shape[-1] :].copy_(weight)
         self.lm_head.weight.copy_(head[self.target_ids])
         self.norm.weight.copy_(norm)
 
     def states(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
-        """What the head makes in every step, [rows, length, hidden] each, before the final norm.
+        """The head's output in every step, [rows, length, hidden] each, before the final norm.
 
         ``features`` [rows, length, taps * hidden] and ``token_ids`` [rows, length] are of the same texts.
         """
@@ -140,7 +140,7 @@ class TrainableHead(nn.Module):
         return made
 
     def _mixed(self, features: Tensor) -> Tensor:
-        # The residual stream goes through all steps, so it is kept wide; products are as narrow as they may be.
+        # The residual stream passes through all steps, so it stays in float32; matrix products may be narrower.
         mixed: Tensor = self.fc(features).to(self.norm.weight.dtype)
         return mixed
 
@@ -151,7 +151,7 @@ class TrainableHead(nn.Module):
 
     @torch.no_grad()
     def drafts(self, features: Tensor, token_ids: Tensor, num_drafts: int) -> Tensor:
-        """[rows, length, num_drafts]: what would be drafted greedily behind index t, as ids of the target."""
+        """[rows, length, num_drafts]: the greedy drafts after index t, as ids of the target."""
         hidden = self._mixed(features)
         past: list[KeyValue] = []
         taken, ids = [], _moved(token_ids, 1)
@@ -169,5 +169,5 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:  # [rows, length, heads, head
 
 
 def _moved(token_ids: Tensor, by: int) -> Tensor:
-    """At index t the token at t + by; 0 where there is none."""
+    """The tokens shifted: at index t the one at t + by; 0 past the end."""
     return F.pad(token_ids[:, by:], (0, min(by, token_ids.shape[1])))

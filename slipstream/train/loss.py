@@ -1,7 +1,7 @@
 """Cross entropy between the target's distribution and the head's, over the draft vocabulary.
 
-Logits are as many numbers as tokens times vocabulary, for every draft step. They are made a part at a time, and their
-gradients at once with them, so that none has to be kept for the way back.
+Logits take memory of tokens times vocabulary for every draft step. They are computed a chunk at a time, together with
+their gradients, so that none has to be kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK = 8192  # rows at a time
 def target_distribution(normed: Tensor, head: Tensor) -> Tensor:
     """[n, draft_vocab]: the target's probabilities, renormalised over the tokens that can be drafted.
 
-    ``normed`` [n, hidden] is what its logits are made of, ``head`` [draft_vocab, hidden] their matrix.
+    ``normed`` [n, hidden] is the input of its logits, ``head`` [draft_vocab, hidden] their weight.
     """
     with torch.no_grad():  # torch sums in float32 whatever the type
         return torch.cat([(chunk @ head.T).softmax(dim=-1) for chunk in torch.split(normed, _CHUNK)])
@@ -44,12 +44,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight)
         for start in range(0, states.shape[0], _CHUNK):
             part = slice(start, start + _CHUNK)
-            inputs, wanted = states[part].to(target.dtype), target[part]
+            inputs, expected = states[part].to(target.dtype), target[part]
             grads = inputs @ matrix.T
-            loss += entropy_grads(grads, wanted).sum()
+            loss += entropy_grads(grads, expected).sum()
             state_grads[part] = grads @ matrix
             weight_grad += grads.T @ inputs
-        # The mean is taken of what is small, not of the logits' gradients.
+        # Divided after the products, which are smaller than the gradients of the logits.
         ctx.save_for_backward(state_grads.div_(rows), weight_grad.div_(rows))
         return loss / rows
 

@@ -1,4 +1,4 @@
-"""What the target is asked: files of prompts, and forms in which it writes both sides of a conversation itself."""
+"""Prompts for the target: files of given prompts, and formats in which it writes both sides of a conversation."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any, NamedTuple, Protocol
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.phrases import OPENERS, PLAIN_OPENERS
-from slipstream.train.words import Words
+from slipstream.train.fillers import Fillers
+from slipstream.train.prompt_templates import OPENERS, PLAIN_OPENERS
 
 _MARK = "a1turn2of3the4user"
-_NO_WORDS, _OPENER_ALONE = 0.25, 0.25  # shares of turns; the others have random words behind their opener
+_NO_OPENER, _OPENER_ALONE = 0.25, 0.25  # shares of turns; the others have random words after their opener
 
 
 class Opening(NamedTuple):
-    """The beginning of a text that the target is to write on."""
+    """The beginning of a text that the target continues."""
 
     token_ids: list[int]
-    words: str  # those at its end that belong to the turn already
+    text: str  # the part of it that belongs to the turn
 
 
-class Form(Protocol):
+class PromptFormat(Protocol):
     """How turns become a prompt."""
 
-    begin: int  # tokens that stand before the first turn
-    # What ends a user's turn, besides the end of sequence: a token, or a text where the template has none.
+    begin: int  # tokens before the first turn
+    # What ends a user's turn, besides the end of sequence: a token, or a stop string where the template has none.
     stop_ids: tuple[int, ...]
     stop: tuple[str, ...]
 
-    def opening(self, generator: random.Random, words: Words) -> Opening: ...
+    def opening(self, generator: random.Random, fillers: Fillers) -> Opening: ...
 
     def prompt(self, turns: Sequence[str]) -> list[int]:
         """Turns alternate, beginning and ending with the user's."""
         ...
 
 
-class ChatForm:
+class ChatPromptFormat:
     """The model's own chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -47,7 +47,7 @@ class ChatForm:
         text = tokenizer.render_chat([{"role": "user", "content": _MARK}], add_generation_prompt=False)
         before, mark, after = text.partition(_MARK)
         if not mark:
-            raise RequestError("the chat template does not show a user's words")
+            raise RequestError("the chat template does not show the user's message")
         self._before = before
         self.begin = len(tokenizer.encode(before, add_special_tokens=False))
         ids = tokenizer.encode(after.strip(), add_special_tokens=False)
@@ -55,11 +55,11 @@ class ChatForm:
         self.stop_ids: tuple[int, ...] = (ids[0],) if by_token else ()
         self.stop: tuple[str, ...] = (after.strip(),) if ids and not by_token else ()
 
-    def opening(self, generator: random.Random, words: Words) -> Opening:
+    def opening(self, generator: random.Random, fillers: Fillers) -> Opening:
         kind = generator.random()
         given = ""
-        if kind >= _NO_WORDS:
-            given = _opener(generator, words, generator.choice(OPENERS), kind >= _NO_WORDS + _OPENER_ALONE)
+        if kind >= _NO_OPENER:
+            given = _opener(generator, fillers, generator.choice(OPENERS), kind >= _NO_OPENER + _OPENER_ALONE)
         return Opening(self._tokenizer.encode(self._before + given, add_special_tokens=False), given)
 
     def prompt(self, turns: Sequence[str]) -> list[int]:
@@ -67,8 +67,8 @@ class ChatForm:
         return self._tokenizer.encode_chat([{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)])
 
 
-class PlainForm:
-    """For a model without a template: texts that go on."""
+class PlainPromptFormat:
+    """For a model without a chat template: plain text to continue."""
 
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -77,26 +77,26 @@ class PlainForm:
         self._tokenizer = tokenizer
         self.begin = len(tokenizer.encode(""))
 
-    def opening(self, generator: random.Random, words: Words) -> Opening:
-        given = _opener(generator, words, PLAIN_OPENERS, generator.random() >= 0.5)
+    def opening(self, generator: random.Random, fillers: Fillers) -> Opening:
+        given = _opener(generator, fillers, PLAIN_OPENERS, generator.random() >= 0.5)
         return Opening(self._tokenizer.encode(given), given)
 
     def prompt(self, turns: Sequence[str]) -> list[int]:
         return self._tokenizer.encode("\n\n".join(turns))
 
 
-def _opener(generator: random.Random, words: Words, openers: Sequence[str], more: bool) -> str:
-    return words.phrase(generator, openers, generator.choice((1, 1, 2)) if more else 0)
+def _opener(generator: random.Random, fillers: Fillers, openers: Sequence[str], more: bool) -> str:
+    return fillers.fill(generator, openers, generator.choice((1, 1, 2)) if more else 0)
 
 
-def form_of(tokenizer: Tokenizer) -> tuple[Form, str | None]:
-    """The form, and a line for the user where it is not the model's own."""
+def choose_prompt_format(tokenizer: Tokenizer) -> tuple[PromptFormat, str | None]:
+    """The format, and a line for the user where it is not the model's own chat template."""
     if not tokenizer.has_chat_template:
-        return PlainForm(tokenizer), "the model has no chat template: it continues plain texts instead"
+        return PlainPromptFormat(tokenizer), "the model has no chat template: the target continues plain texts instead"
     try:
-        return ChatForm(tokenizer), None
+        return ChatPromptFormat(tokenizer), None
     except RequestError as error:
-        return PlainForm(tokenizer), f"{error}: plain texts are continued instead"
+        return PlainPromptFormat(tokenizer), f"{error}: the target continues plain texts instead"
 
 
 def read_prompts(path: Path) -> list[list[str]]:
@@ -114,16 +114,16 @@ def read_prompts(path: Path) -> list[list[str]]:
     return [[line] for _, line in numbered]
 
 
-def _turns(line: str, place: str) -> list[str]:
+def _turns(line: str, location: str) -> list[str]:
     try:
         entry: Any = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{place} is not JSON; write one object a line") from error
+        raise ConfigError(f"{location} is not JSON; write one object a line") from error
     if isinstance(entry, str):
         entry = {"prompt": entry}
     if not isinstance(entry, dict) or ("prompt" in entry) == ("turns" in entry):
-        raise ConfigError(f'{place} must be an object with "prompt" or "turns"')
+        raise ConfigError(f'{location} must be an object with "prompt" or "turns"')
     turns = entry["turns"] if "turns" in entry else [entry["prompt"]]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ConfigError(f"{place} must have texts that are not empty")
+        raise ConfigError(f"{location} must hold texts that are not empty")
     return [turn.strip() for turn in turns]

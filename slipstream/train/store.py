@@ -1,4 +1,4 @@
-"""Files that training comes back to: tensors beside a description, written whole or not at all, checked when read."""
+"""Files of a training: tensors with a description, written atomically and verified when read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 
 
 def write_store(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Whoever is killed in the middle leaves the file that was there before."""
+    """Replace the file atomically: a process that is killed meanwhile leaves the previous one."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"about": json.dumps(about), "digest": _digest(tensors)}
     half = path.with_name(path.name + ".half")

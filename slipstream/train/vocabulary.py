@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens a head can draft, chosen by how often the target's texts have them."""
+"""The draft vocabulary: the tokens a head can draft, chosen by their frequency in the target's texts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    target_ids: Tensor  # [size] int64, rising: the target's id of each draft id
+    target_ids: Tensor  # [size] int64, ascending: the target's id of each draft id
     target_size: int
 
     @property
     def d2t(self) -> Tensor:
-        """[size] int64: what is to be added to a draft id to get the target's."""
+        """[size] int64: the offset from a draft id to the target's id."""
         return self.target_ids - torch.arange(len(self.target_ids))
 
     @property
@@ -31,9 +31,9 @@ def choose_vocabulary(
     token_ids: Tensor,  # [n] int32: the texts
     target_size: int,
     size: int,
-    always: Iterable[int] = (),  # tokens that must be among them: those that end a text
+    always: Iterable[int] = (),  # always included: tokens that end a text
 ) -> DraftVocabulary:
-    """The most frequent tokens; of equally frequent ones those with the lower ids."""
+    """The most frequent tokens; ties go to the lower ids."""
     counts = torch.bincount(token_ids.long(), minlength=target_size)
     counts[[token_id for token_id in always if token_id < target_size]] = len(token_ids) + 1
     kept = counts.argsort(descending=True, stable=True)[: min(size, target_size)]
@@ -41,5 +41,5 @@ def choose_vocabulary(
 
 
 def coverage(vocabulary: DraftVocabulary, token_ids: Tensor) -> float:
-    """The share of a text's tokens that can be drafted."""
+    """The share of a text's tokens that are in the draft vocabulary."""
     return float(vocabulary.t2d[token_ids.long()].double().mean())

@@ -1,1 +1,1 @@
-"""Stored weights: one file for each format that checkpoints bring and for each layout that products read."""
+"""Stored weights: one file for each checkpoint format and for each layout that products read."""

@@ -61,7 +61,7 @@ class CompressedIntegers:
 
 
 class CompressedTensors:
-    """One group of settings for all that is quantised; checkpoints with several are refused."""
+    """One group of settings for all quantised weights; checkpoints with several groups are refused."""
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         groups = quantization.get("config_groups")

@@ -1,4 +1,4 @@
-"""Weights as numbers of the engine's own type, one beside the other, as most checkpoints store them."""
+"""Unquantised weights in the engine's own type, as most checkpoints store them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from slipstream.weights.panels import Panels
 
 
 class DenseWeight(StoredWeight, Matrix):
-    """[num_rows, in_size]. It is multiplied with where it was loaded to, or copied into panels for a CPU."""
+    """[num_rows, in_size]. It is multiplied with in its loaded layout, or copied into panels for a CPU."""
 
     def __init__(self, shape: WeightShape, weight: Tensor | None = None) -> None:
         Matrix.__init__(self, shape.in_size, shape.out_size)
@@ -44,8 +44,8 @@ class DenseWeight(StoredWeight, Matrix):
         self._activate = ACTIVATIONS[shape.activation] if shape.activation else None
 
     @classmethod
-    def of(cls, weight: Tensor) -> DenseWeight:
-        """A matrix that is there already."""
+    def from_tensor(cls, weight: Tensor) -> DenseWeight:
+        """A matrix over an existing tensor."""
         return cls(WeightShape(weight.shape[1], {"": weight.shape[0]}), weight)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -77,7 +77,7 @@ class DenseWeight(StoredWeight, Matrix):
         return self.weight.data
 
     def rows(self, first: int, count: int) -> Matrix:
-        return DenseWeight.of(self.weight.data[first : first + count])
+        return DenseWeight.from_tensor(self.weight.data[first : first + count])
 
     def tile_key(self, kind: Kind) -> TileKey | None:
         return TileKey(kind, self.out_size, self.in_size, self.weight.element_size())
@@ -122,7 +122,7 @@ class DenseExperts(StoredExperts, ExpertMatrices):
 
 
 class Dense:
-    """The format, and the scheme of a checkpoint that says nothing of formats."""
+    """The format of unquantised weights, and the scheme of a checkpoint that does not mention formats."""
 
     def open(self, shape: WeightShape) -> StoredWeight:
         return DenseWeight(shape)

@@ -1,6 +1,6 @@
 """Weights that stay in the blocks of a GGUF file, repacked into panels for the C kernels of a CPU.
 
-A checkpoint that keeps its blocks names the encoding of each such weight. Its tensors are rows of raw bytes then.
+A checkpoint that keeps its blocks gives the encoding of each such weight. Its tensors are then rows of raw bytes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def is_kept(kind: str) -> bool:
 
 
 def row_bytes(kind: str, in_size: int) -> int:
-    """Of a row of so many weights in the file."""
+    """Bytes of a row of ``in_size`` weights in the file."""
     weights, num_bytes = KINDS[kind].file_block
     return in_size // weights * num_bytes
 
 
 class BlocksWeight(StoredWeight):
-    """Each part is packed as it comes, so that a weight is never in memory twice."""
+    """Each part is packed as soon as it is loaded, so that a weight is never in memory twice."""
 
     def __init__(self, shape: WeightShape, kinds: Mapping[str, str], memory: PanelMemory) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class BlocksWeight(StoredWeight):
 
 
 class BlocksFormat:
-    """Of the weights that one product stacks: the encoding of each, by its name in the product."""
+    """The format of weights that one product stacks: the encoding of each, by its name in the product."""
 
     def __init__(self, kinds: Mapping[str, str], memory: PanelMemory) -> None:
         self._kinds, self._memory = kinds, memory
@@ -83,11 +83,11 @@ class BlocksFormat:
 
 
 class GGUFScheme:
-    """What is not kept in blocks comes as plain numbers."""
+    """Weights that are not kept in blocks are dense."""
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         self._types: Mapping[str, str] = quantization[TYPES]
-        self._memory = PanelMemory()  # of all weights of the network
+        self._memory = PanelMemory()  # shared by all weights of the network
 
     def format_of(self, names: Sequence[str]) -> WeightFormat:
         kinds = {name.rpartition(".")[2]: kind for name in names if (kind := self._types.get(name)) is not None}

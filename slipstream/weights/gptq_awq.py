@@ -14,7 +14,7 @@ from slipstream.weights.dense import Dense
 from slipstream.weights.integers import Codes, IntegerFormat, unpack_nibbles
 from slipstream.weights.matrix import WeightFormat
 
-# Which output a nibble of AWQ's numbers belongs to, from the lowest on.
+# The output that each nibble of AWQ's numbers belongs to, from the lowest nibble up.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -73,7 +73,7 @@ class AWQIntegers:
 
 
 class _AllButSome:
-    """Every product, but for those whose names contain one of some words; never an output matrix."""
+    """Every product except those whose names contain one of some strings; never an output matrix."""
 
     def __init__(self, own: IntegerFormat, excepted: Sequence[str]) -> None:
         self._own, self._excepted = own, (*excepted, "lm_head")
@@ -104,7 +104,7 @@ def read_awq(quantization: Mapping[str, Any]) -> _AllButSome:
 def _read_common(
     method: str, quantization: Mapping[str, Any], bits_keys: Sequence[str], group_keys: Sequence[str]
 ) -> tuple[int | None, Sequence[str]]:
-    """The size of a group, None for all inputs; and what is not quantised."""
+    """The group size, None for one group; and the names that are not quantised."""
     bits = next((quantization[key] for key in bits_keys if quantization.get(key) is not None), None)
     group = next((quantization[key] for key in group_keys if quantization.get(key) is not None), None)
     if bits != 4 or type(group) is not int or not (group == -1 or group > 0):

@@ -1,4 +1,4 @@
-"""Weights of few bits with a scale for each group of inputs: what the integer formats of checkpoints have in common.
+"""Weights of few bits with a scale for each group of inputs: the common part of the integer formats of checkpoints.
 
 A format says which tensors a weight comes in and how codes are read from them. On a CPU codes are packed for the C
 kernels; everywhere else the weight becomes plain numbers of the engine's type.
@@ -25,9 +25,9 @@ class Codes(NamedTuple):
 
     codes: Tensor  # [num_rows, in] uint8
     scales: Tensor  # [num_rows, num_groups]
-    zeros: Tensor | None  # like scales; None: half of what a code can be
+    zeros: Tensor | None  # like scales; None: the middle of the range of codes
     bits: int
-    group_of: Tensor | None = None  # [in] int64: the group of each input, where they are not in order
+    group_of: Tensor | None = None  # [in] int64: the group of each input, where inputs are not grouped in order
 
     @property
     def group_size(self) -> int:
@@ -50,14 +50,14 @@ class IntegerLayout(Protocol):
     def group_size(self, in_size: int) -> int: ...
 
     def expect(self, num_rows: int, in_size: int) -> Mapping[str, Tensor]:
-        """The tensors of a weight by the last part of their names: without memory, of the shape and type they have."""
+        """The tensors of a weight by the last part of their names: without memory, with their shape and type."""
         ...
 
     def read(self, tensors: Mapping[str, Tensor], in_size: int) -> Codes: ...
 
 
 class IntegerWeight(StoredWeight):
-    """Tensors are kept until a part is complete, and it is packed then."""
+    """Tensors are kept until a part is complete and can be packed."""
 
     def __init__(self, shape: WeightShape, layout: IntegerLayout, memory: PanelMemory) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class IntegerWeight(StoredWeight):
 class IntegerFormat:
     def __init__(self, method: str, layout: IntegerLayout) -> None:
         self._method, self._layout = method, layout
-        self._memory = PanelMemory()  # of all weights of the network
+        self._memory = PanelMemory()  # shared by all weights of the network
 
     def open(self, shape: WeightShape) -> StoredWeight:
         return IntegerWeight(shape, self._layout, self._memory)
@@ -106,7 +106,7 @@ class IntegerFormat:
 
 
 def unpack_nibbles(packed: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 [..., n] -> uint8 [..., 8 * n]: nibble i of a number, from the lowest on, goes to place ``order[i]``."""
+    """int32 [..., n] -> uint8 [..., 8 * n]: nibble i of a number, from the lowest on, goes to index ``order[i]``."""
     shifts = torch.empty(8, dtype=torch.int32)
     shifts[list(order)] = torch.arange(0, 32, 4, dtype=torch.int32)
     return ((packed.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(-2)

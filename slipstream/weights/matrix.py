@@ -1,7 +1,7 @@
-"""What layers ask of a stored weight, and what a format of weights has to bring.
+"""The interface between layers and stored weights, and what a weight format has to provide.
 
-A format opens the memory that a checkpoint's tensors go to (``StoredWeight``), and when they are there it makes the
-``Matrix`` that layers multiply with. Only these two know how numbers lie in memory.
+A format opens the memory for a checkpoint's tensors (``StoredWeight``); once they are loaded it creates the ``Matrix``
+that layers multiply with. Only these two know how numbers are laid out in memory.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ExpertShape(NamedTuple):
 
 
 class PackingSlot(NamedTuple):
-    """In place of memory, where a format brings a tensor into its own layout as soon as it comes."""
+    """Replaces memory where a format converts a tensor to its own layout as soon as it is loaded."""
 
-    expected: Tensor  # without memory, of the shape and the type that the tensor must have
+    expected: Tensor  # without memory, with the shape and the type that the tensor must have
     fill: Callable[[Tensor], None]
 
 
@@ -67,8 +67,8 @@ Slot = Tensor | PackingSlot
 class Matrix(nn.Module, ABC):
     """A weight in the memory layout it is multiplied from. Its tensors are parameters of the module, and nothing else.
 
-    ``project`` and ``dequantised`` are all that a new layout must bring; the rest has an answer that is right
-    everywhere and fast nowhere.
+    ``project`` and ``dequantised`` are all that a new layout must provide; the other methods have defaults that are
+    correct everywhere but not fast.
     """
 
     def __init__(self, in_size: int, out_size: int) -> None:
@@ -82,19 +82,19 @@ class Matrix(nn.Module, ABC):
 
     @abstractmethod
     def dequantised(self) -> Tensor:
-        """[num_rows, in_size]: the numbers that the products are defined by."""
+        """[num_rows, in_size]: the numbers that define the products."""
 
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def formats(self) -> Mapping[str, int]:
-        """What users call the kinds of numbers that it holds, and how many of each there are."""
+        """The kinds of numbers that it holds, by the names that users know, with the count of each."""
         parameter = next(self.parameters())
         return {str(parameter.dtype).removeprefix("torch."): parameter.numel()}
 
     def project_wide(self, x: Tensor) -> Tensor:
-        """The same product with sums in float32 at least, for logits: neighbours there are close together."""
+        """The same product with sums in float32 at least, for logits, whose differences may be small."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), self.dequantised().to(wide))
 
@@ -103,28 +103,28 @@ class Matrix(nn.Module, ABC):
         return torch.index_select(self.dequantised(), 0, token_ids)
 
     def for_products(self, device: torch.device) -> Matrix:
-        """Of a table that is an output matrix as well: the same numbers in the layout that multiplies fastest."""
+        """For a table that is an output matrix as well: the same numbers in the layout that multiplies fastest."""
         return self
 
     def stack_matrix(self) -> StackMatrix | None:
-        """As the operation over all layers of a CPU takes it; None: layers with such a matrix run one by one."""
+        """The form for the operation over all layers on a CPU; None: layers with such a matrix run one by one."""
         return None
 
     def rows(self, first: int, count: int) -> Matrix:
-        """A part of the outputs. Heads that only keep keys of a token want no queries of it."""
+        """A part of the outputs, for passes that only write keys and values of a token."""
         return RowRange(self, first, count)
 
     def tile_key(self, kind: Kind) -> TileKey | None:
-        """What the cut of a fused product of that kind is looked up by; None: ``project_few`` cannot run."""
+        """The key of the tile table for a fused product of that kind; None: ``project_few`` cannot run."""
         return None
 
     def project_few(self, x: Tensor | Scaled, end: Epilogue) -> Product:
-        """For few tokens on a GPU: the product with its neighbours folded in. See ``kernels/fused_linear``."""
+        """For few tokens on a GPU: the product with the operations around it fused. See ``kernels/fused_linear``."""
         raise TypeError(f"{type(self).__name__} has no fused products; tile_key says so")
 
 
 class RowRange(Matrix):
-    """Some rows of a matrix that cannot be cut: all are multiplied, the others are left out."""
+    """Some rows of a matrix that cannot be split: all are multiplied, the others dropped."""
 
     def __init__(self, whole: Matrix, first: int, count: int) -> None:
         super().__init__(whole.in_size, count)
@@ -139,24 +139,24 @@ class RowRange(Matrix):
 
 
 class StoredWeight(nn.Module, ABC):
-    """Memory for what a checkpoint brings of one product's weight, under torch's default device and type.
+    """Memory for a checkpoint's tensors of one product's weight, under torch's default device and type.
 
-    Its tensors are parameters of the module. One that can be multiplied with as it is may be a ``Matrix`` as well.
+    Its tensors are parameters of the module. If it can be multiplied with as loaded, it may be a ``Matrix`` as well.
     """
 
     @abstractmethod
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Every tensor that the checkpoint must bring, by its name there, beside where it goes."""
+        """Every tensor that the checkpoint must bring, by its name there, with its destination."""
 
     def finish_table(self, device: torch.device) -> Matrix:
-        """As ``finish``, where rows are looked up, and products may be wanted or not."""
+        """As ``finish``, for a table whose rows are looked up, and which may also be used for products."""
         return self.finish(device)
 
     @abstractmethod
     def finish(self, device: torch.device) -> Matrix:
-        """When all tensors are there: bring them into the layout for this device. The memory here is dropped then.
+        """Convert the loaded tensors to the layout for this device; the memory here is dropped afterwards.
 
-        The tensors may have no memory of their own (torch's meta device): so the engine's is planned.
+        The tensors may be on torch's meta device, which is how the engine's memory is planned.
         """
 
 
@@ -170,14 +170,14 @@ class ExpertMatrices(nn.Module, ABC):
 
     @abstractmethod
     def run(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> the same: what each token's experts make of it, by weight.
+        """x [num_tokens, hidden] -> the same: the weighted sum of its experts' outputs for each token.
 
         ``weights`` and ``expert_ids`` are [num_tokens, experts of a token], from ``route_tokens``.
         """
 
 
 class StoredExperts(nn.Module, ABC):
-    """As ``StoredWeight``, of all experts of a layer."""
+    """As ``StoredWeight``, for all experts of a layer."""
 
     @abstractmethod
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]: ...
@@ -188,11 +188,11 @@ class StoredExperts(nn.Module, ABC):
 
 class WeightFormat(Protocol):
     def open(self, shape: WeightShape) -> StoredWeight:
-        """Under the device and the type that the network is built under."""
+        """Called under the device and the type that the network is built under."""
         ...
 
     def open_experts(self, shape: ExpertShape) -> StoredExperts:
-        """The same for a layer of experts; a ``ModelError`` where the format has none."""
+        """The same for a layer of experts; raises ``ModelError`` if the format does not support them."""
         ...
 
 
@@ -200,9 +200,9 @@ class WeightScheme(Protocol):
     """Which format each weight of a checkpoint has."""
 
     def format_of(self, names: Sequence[str]) -> WeightFormat:
-        """Of the weights that one product stacks, or of a layer's experts, by their full names without ``.weight``."""
+        """For the weights that one product stacks, or a layer's experts, by full names without ``.weight``."""
         ...
 
     def format_of_table(self, name: str) -> WeightFormat:
-        """Of an embedding: most checkpoints that quantise products do not quantise it."""
+        """For an embedding, which most checkpoints that quantise products do not quantise."""
         ...

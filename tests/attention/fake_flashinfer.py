@@ -114,7 +114,7 @@ class FakeLibrary:
         for i, num_keys in enumerate(key_lens.tolist()):
             tokens = slice(i * query_len, (i + 1) * query_len)
             assert query_len <= num_keys <= max_seq_len
-            assert num_keys <= block_table.shape[1] * kv_cache.shape[3], "reads behind the table"
+            assert num_keys <= block_table.shape[1] * kv_cache.shape[3], "reads past the end of the table"
             visible = causal(query_len, num_keys, window_left)
             if mask is not None:
                 assert window_left == -1

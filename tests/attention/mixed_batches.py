@@ -15,7 +15,7 @@ PAGE, MAX_PAGES, HEADS, KV_HEADS, DIM = 16, 24, 8, 2, 64
 
 
 def draw_batch(seed: int, num_reqs: int, query_len: int, page: int = PAGE) -> CommonAttentionMetadata:
-    """Sequences that end at, before and behind page borders; padded requests and tokens in some."""
+    """Sequences that end at, before and after page borders; padded requests and tokens in some."""
     rng = random.Random(seed)
     limit = page * MAX_PAGES
     num_decodes = rng.choice([0, num_reqs, rng.randint(0, num_reqs)])

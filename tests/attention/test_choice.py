@@ -22,10 +22,10 @@ def test_auto_is_a_function_of_the_device() -> None:
     assert all(choose_backend("auto", device).reason for device in ("cpu", "cuda", "sim"))
 
 
-@pytest.mark.parametrize(("wish", "device"), [("triton", "cpu"), ("flashinfer", "cpu"), ("cpu", "cuda")])
-def test_what_does_not_run_here_is_refused(wish: str, device: str) -> None:
-    with pytest.raises(ConfigError, match=f"attention_backend {wish} does not run on {device}; use "):
-        choose_backend(wish, device)
+@pytest.mark.parametrize(("asked", "device"), [("triton", "cpu"), ("flashinfer", "cpu"), ("cpu", "cuda")])
+def test_what_does_not_run_here_is_refused(asked: str, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend {asked} does not run on {device}; use "):
+        choose_backend(asked, device)
 
 
 def test_flashinfer_that_is_not_there_is_one_line() -> None:
@@ -54,7 +54,7 @@ def test_who_reads_a_common_beginning_once() -> None:
     auto = least()
     assert auto is not None and auto > 10_000
     assert least(cascade="always") == 1 and least(cascade="never") is None
-    assert least(enable_prefix_caching=False) is None, "nobody shares a page"
+    assert least(enable_prefix_caching=False) is None, "no pages are shared"
     assert least(attention_backend="flex") is None
     assert 1.5 * auto < (least(replace(MODEL, windows=(0, 32))) or 0) < 2 * auto
     assert least(replace(MODEL, windows=(32, 32))) is None

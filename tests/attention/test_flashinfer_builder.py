@@ -31,7 +31,7 @@ from tests.attention.fake_flashinfer import FakeLibrary, paths_of
 from tests.device.sim_setup import upload
 
 PAGE, HEADS, KV_HEADS, DIM, MAX_REQS = 4, 4, 2, 8, 8
-MAX_LEN = 48  # a multiple of the page size: nothing of a table is behind the context limit
+MAX_LEN = 48  # a multiple of the page size: no table entry is past the context limit
 MAX_PAGES, NUM_PAGES = MAX_LEN // PAGE, MAX_REQS * MAX_LEN // PAGE + 2
 DEVICE_TENSORS = ("query_start_loc", "query_lens", "seq_lens", "block_table", "slot_mapping")
 
@@ -41,7 +41,7 @@ DEVICE_TENSORS = ("query_start_loc", "query_lens", "seq_lens", "block_table", "s
 
 class Row(NamedTuple):
     start: int  # tokens before the step
-    planned: int  # query tokens, dead ones included
+    planned: int  # query tokens, unused draft slots included
     alive: int  # 0: the row has stopped
 
     @property
@@ -211,7 +211,7 @@ def test_every_batch(prefill: str, decode: str, cascade: bool, parallel: bool, q
 @pytest.mark.parametrize("decode", DECODE)
 @pytest.mark.parametrize("prefill", PREFILL)
 def test_a_dummy_run(prefill: str, decode: str, query_len: int, kind: str) -> None:
-    """As for a warm-up: nobody runs, and the host's numbers are the largest there are."""
+    """As for a warm-up: no request runs, and the host's numbers are the maximum."""
     num_reqs, num_tokens = 4, 4 * query_len if kind == "decodes" else 11
     starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * (query_len if kind == "decodes" else 1), num_tokens)
     starts[-1] = num_tokens
@@ -232,7 +232,7 @@ def test_a_dummy_run(prefill: str, decode: str, query_len: int, kind: str) -> No
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("prefill", "decode"), [("trtllm", "trtllm"), ("trtllm", "xqa"), ("native", "native")])
 def test_random_batches_one_after_another(prefill: str, decode: str, seed: int, window: int) -> None:
-    """On one backend, so that whatever a step leaves behind is there for the next to fall over."""
+    """On one backend, so that what a step leaves in its buffers can corrupt the next."""
     rng, bench = np.random.default_rng(seed), Bench(paths_of(prefill, decode), seed)
     for step in range(4):
         query_len = 1 if window and decode == "xqa" else int(rng.choice([1, 4]))
@@ -281,7 +281,7 @@ def test_decodes_are_recorded_once_for_all_lengths(decode: str, query_len: int) 
 @pytest.mark.parametrize("decode", DECODE)
 @pytest.mark.parametrize("prefill", PREFILL)
 def test_pages_of_who_had_the_row_before(prefill: str, decode: str) -> None:
-    """Behind a request's own pages its table may name any. Drafts that were not made lie there: nobody's business."""
+    """After a request's own pages its table may name any page. Slots of unused drafts there must not be written."""
     rows = [Row(11, 4, 2), Row(7, 4, 1), Row(2, 4, 2), Row(3, 7, 7)]
     batch = make_batch(rows).exact([row.start for row in rows])
     table, strange = batch.common.block_table, NUM_PAGES - 2
@@ -359,7 +359,7 @@ def test_a_guard_that_looks_at_decodes_alone_wants_host_lengths(monkeypatch: pyt
     bench = Bench(paths_of("trtllm", decode))
     assert_right(bench, mixed())
     monkeypatch.setattr(flashinfer, "needs_of", only_trtllm_decode)
-    assert_right(bench, make_batch(draw_rows(5, 4, "decodes")))  # which is why nobody saw it
+    assert_right(bench, make_batch(draw_rows(5, 4, "decodes")))  # where the bug is not visible
     with pytest.raises(ExactLengthsError):
         bench.build(mixed())
 
@@ -398,7 +398,7 @@ def from_the_host(self: FlashInferBackend, key_lens: Tensor) -> Tensor:
 @pytest.mark.parametrize("faulty", [stale, first_not_zeroed])
 @pytest.mark.parametrize("decode", ["trtllm", "xqa"])
 def test_page_counts_of_the_step_before(monkeypatch: pytest.MonkeyPatch, decode: str, faulty: Any) -> None:
-    """Report 000: trtllm prefill reads the index array, and on its way nobody fills it."""
+    """Report 000: trtllm prefill reads the index array, and on its path nothing fills it."""
     bench = Bench(paths_of("trtllm", decode))
     assert_right(bench, mixed())
     monkeypatch.setattr(FlashInferBackend, "_cumulate_pages", faulty)

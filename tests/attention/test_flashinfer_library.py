@@ -1,4 +1,4 @@
-"""What is handed to the package: each call must fit the signatures of FlashInfer 0.6.14, which stand here by name."""
+"""Calls to the package: each must fit the signatures of FlashInfer 0.6.14, which are listed here by name."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def test_decodes_of_lengths_on_the_device(package: Package) -> None:
     assert args["block_tables"] is table and args["seq_lens"] is lens and args["out"] is OUT
     assert (args["max_seq_len"], args["bmm1_scale"], args["bmm2_scale"], args["window_left"]) == (77, 0.5, 1.0, -1)
     assert (args["kv_layout"], args["q_len_per_req"]) == ("HND", 1) and "mask" not in args
-    words = torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
-    library.trtllm_decode(Q, KV, table[:1], lens[:1], words, OUT, 3, 77, 0.5, -1)
+    mask = torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
+    library.trtllm_decode(Q, KV, table[:1], lens[:1], mask, OUT, 3, 77, 0.5, -1)
     mask = package.calls[-1][1]["mask"]
     assert mask.dtype == torch.uint16 and mask.shape == (1, 3, 2) and mask.tolist() == [[[1, 0], [3, 0], [7, 0]]]
 
@@ -208,18 +208,18 @@ def test_what_the_package_computes(query_len: int, prefills: list[Any], num_comm
     """Against the definition, on whichever paths this GPU has; recorded too where they say that they can be."""
     pytest.importorskip("flashinfer")
     torch.manual_seed(0)
-    place, features = torch.device("cuda"), Features(query_len, window, cascade=num_common > 0)
+    device, features = torch.device("cuda"), Features(query_len, window, cascade=num_common > 0)
     shape = HeadShape(HEADS, KV_HEADS, DIM, PAGE, "bfloat16")
     paths = choose_paths(torch.cuda.get_device_capability(), shape, features, installed=True)
-    backend = FlashInferBackend(paths, FlashInferLibrary(paths, place), PAGE, 8, (1, query_len), place)
+    backend = FlashInferBackend(paths, FlashInferLibrary(paths, device), PAGE, 8, (1, query_len), device)
     step = gpu_step(query_len, prefills, num_common)
     layer = AttentionLayer(0, HEADS, KV_HEADS, DIM, 0.125, window)
     q = torch.randn(step.num_actual_tokens, HEADS, DIM).bfloat16()
     cache = torch.randn(len(step.seq_lens) * MAX_PAGES + 2, 2, KV_HEADS, PAGE, DIM).bfloat16()
     cache[0] = 0.0
     names = ("query_start_loc", "query_lens", "seq_lens", "block_table", "slot_mapping")
-    common = replace(step, **{name: getattr(step, name).to(place) for name in names})
-    there = (q.to(place), cache.to(place))
+    common = replace(step, **{name: getattr(step, name).to(device) for name in names})
+    there = (q.to(device), cache.to(device))
 
     def run() -> torch.Tensor:
         return backend.run(layer, *there, backend.build(common))

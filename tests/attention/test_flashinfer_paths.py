@@ -58,7 +58,7 @@ def test_the_library_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         FlashInferLibrary(paths, torch.device("cpu"))
 
 
-def test_nobody_imports_the_package_by_importing_slipstream() -> None:
+def test_importing_slipstream_does_not_import_the_package() -> None:
     modules = "slipstream.attention.flashinfer, slipstream.attention.flashinfer_library"
     code = f"import sys, {modules}; assert 'flashinfer' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -133,12 +133,12 @@ def test_what_paths_promise(sm: str, context_parallel: bool) -> None:
     assert paths.prefill_graphs == "never"
 
 
-def test_people_can_read_why() -> None:
+def test_reasons_are_readable() -> None:
     lines = choose_paths(SM["90"], LLAMA, PLAIN, installed=True).lines()
     assert lines == (
         "prefill: native (trtllm context kernels need sm_100 or sm_103, this is sm_90)",
         "decode: xqa (sm_90: trtllm decode runs as XQA; lengths stay on the device)",
-        "cascade: none (not asked for)",
+        "cascade: none (not enabled)",
     )
 
 

@@ -278,7 +278,7 @@ def test_a_token_to_which_the_mask_leaves_nothing_gives_zeros() -> None:
 
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_no_number_reaches_those_who_see_it_and_nobody_else(number: float, part: int) -> None:
+def test_nan_and_infinity_reach_only_tokens_that_attend_to_them(number: float, part: int) -> None:
     step = draw_step(1, 6)
     cache, at = draw_cache(step), int(step.common.seq_lens[0]) // 2
     right = step.expected(cache, 0)
@@ -360,16 +360,18 @@ def test_whole_blocks_are_found() -> None:
 def test_sizes_are_those_of_the_bounds() -> None:
     """The device's lengths may be anything below them; the host does not look."""
     step, window = draw_step(8, 9), 0
-    shape = FlexShape.of(step.common, 16, window)
+    shape = FlexShape.for_batch(step.common, 16, window)
     unknown: Any = None
-    blind = replace(step.common, seq_lens=unknown, query_lens=unknown, query_start_loc=unknown, block_table=unknown)
-    assert FlexShape.of(blind, 16, window) == shape
+    unreadable = replace(
+        step.common, seq_lens=unknown, query_lens=unknown, query_start_loc=unknown, block_table=unknown
+    )
+    assert FlexShape.for_batch(unreadable, 16, window) == shape
     bounds = step.common.seq_lens_cpu_upper_bound
     assert shape.num_key_blocks >= sum(-(-int(bound) // 16) for bound in bounds)
     cache = draw_cache(step)
     for longer in (1, 64, 1000):
         wide = replace(step.common, seq_lens_cpu_upper_bound=bounds + np.int32(longer))
-        assert FlexShape.of(wide, 16, window).num_key_blocks >= shape.num_key_blocks
+        assert FlexShape.for_batch(wide, 16, window).num_key_blocks >= shape.num_key_blocks
         assert_exact(flexed(replace(step, common=wide), step.poisoned(cache, 0), 0), step.expected(cache, 0))
 
 
@@ -377,7 +379,7 @@ def test_sizes_are_those_of_the_bounds() -> None:
 def test_a_window_bounds_what_is_gathered(window: int) -> None:
     for seed in range(20):
         step = draw_step(seed, 4, most=300)
-        far = FlexShape.of(replace(step.common, seq_lens_cpu_upper_bound=np.full(4, 10**6, np.int32)), 8, window)
+        far = FlexShape.for_batch(replace(step.common, seq_lens_cpu_upper_bound=np.full(4, 10**6, np.int32)), 8, window)
         tokens = int(np.diff(step.common.query_start_loc_cpu).sum())
         assert far.num_key_blocks <= 1.25 * (tokens + 4 * (window + 16)) / 8
         cache = draw_cache(step)
@@ -476,7 +478,7 @@ def test_sizes_do_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_reads_the_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernel for CPUs goes through the lists of blocks, as the one for GPUs does."""
     torch._dynamo.reset()
-    # That kernel wants lists as long as there are blocks.
+    # That kernel needs lists as long as there are blocks.
     of = FlexShape.of
     square = staticmethod(lambda *args: replace(of(*args), max_key_blocks=of(*args).num_key_blocks))
     monkeypatch.setattr(FlexShape, "of", square)

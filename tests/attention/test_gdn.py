@@ -92,7 +92,7 @@ def test_every_mix_is_built_without_a_wait(requests: list[Scheduled], padding: i
     assert device.peek(built.starts).tolist() == starts[:-1] + [starts[-1]] * padding
 
 
-def test_without_drafts_nobody_speculates() -> None:
+def test_without_drafts_no_request_speculates() -> None:
     device = SimDevice(0)
     common = step(PLAIN + PREFILL, device)
     no_drafts = CommonAttentionMetadata(

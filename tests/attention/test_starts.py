@@ -29,7 +29,7 @@ BACKENDS = {
 
 
 def step(query_lens: tuple[int, ...]) -> tuple[CommonAttentionMetadata, torch.Tensor]:
-    """What a backend is told, and where each token stands."""
+    """The metadata of a step, and the position of each token."""
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     positions = torch.cat([torch.arange(s - n, s) for s, n in zip(SEQ_LENS, query_lens, strict=True)])
     owner = torch.repeat_interleave(torch.arange(len(SEQ_LENS)), torch.tensor(query_lens))

@@ -33,12 +33,12 @@ def make_runner(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     return run
 
 
-def assert_one_line_error(outcome: Outcome, *phrases: str) -> None:
-    """Exit code 2, nothing on standard output, one line on standard error with all the phrases."""
+def assert_one_line_error(outcome: Outcome, *messages: str) -> None:
+    """Exit code 2, nothing on standard output, one line on standard error with all the messages."""
     assert outcome.code == 2
     assert outcome.out == ""
     assert outcome.err.startswith("error: ")
     assert outcome.err.count("\n") == 1
     assert outcome.err.endswith("\n")
-    for phrase in phrases:
-        assert phrase in outcome.err
+    for message in messages:
+        assert message in outcome.err

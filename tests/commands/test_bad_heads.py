@@ -40,8 +40,8 @@ def generate(cli: RunCli, tiny_model: Path, tmp_path: Path) -> Callable[..., Out
         folder.mkdir()
         damage(case.write(folder))
         config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
-        words = ("--model", tiny_model, "--max-tokens", 3, "--speculative-config", json.dumps(config))
-        return cli("generate", "x", *words)
+        arguments = ("--model", tiny_model, "--max-tokens", 3, "--speculative-config", json.dumps(config))
+        return cli("generate", "x", *arguments)
 
     return run
 
@@ -66,7 +66,7 @@ BAD: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
         lambda: with_tensor("fc.weight", torch.zeros(48, 96), right_head()),
         ("'fc.weight' has shape [48, 96], the config says [48, 144]", f"3 taps ('{TAPS}')"),
     ),
-    "taps behind the last layer": (lambda: right_head(**{TAPS: [0, 1, 9]}), (f"'{TAPS}'", "after 9 layers")),
+    "taps after the last layer": (lambda: right_head(**{TAPS: [0, 1, 9]}), (f"'{TAPS}'", "after 9 layers")),
     "unknown variant": (lambda: right_head(norm_after_fc=True), ("'norm_after_fc'", "a variant that is not known")),
     "misspelt variant": (lambda: right_head(norm_outputs=True), ("'norm_outputs'", "did you mean 'norm_output'?")),
     "variant inside": (
@@ -76,11 +76,11 @@ BAD: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "phrases"), BAD.values(), ids=list(BAD))
+@pytest.mark.parametrize(("make", "messages"), BAD.values(), ids=list(BAD))
 def test_a_head_that_does_not_fit(
-    generate: Callable[..., Outcome], make: Callable[[], Case], phrases: tuple[str, ...]
+    generate: Callable[..., Outcome], make: Callable[[], Case], messages: tuple[str, ...]
 ) -> None:
-    assert_one_line_error(generate(make()), *phrases)
+    assert_one_line_error(generate(make()), *messages)
 
 
 def test_the_head_they_were_made_from_fits(generate: Callable[..., Outcome]) -> None:
@@ -114,8 +114,8 @@ def test_a_target_without_mtp_layers(
     folder = Path(shutil.copytree(tiny_model, tmp_path / "target"))
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
-    words = ("--model", folder, "--speculative-config", json.dumps({"method": "mtp"}))
-    assert_one_line_error(cli("generate", "x", *words), line)
+    arguments = ("--model", folder, "--speculative-config", json.dumps({"method": "mtp"}))
+    assert_one_line_error(cli("generate", "x", *arguments), line)
 
 
 def test_mtp_layers_of_another_hidden_size(cli: RunCli, tiny_model: Path, tmp_path: Path) -> None:
@@ -126,5 +126,5 @@ def test_mtp_layers_of_another_hidden_size(cli: RunCli, tiny_model: Path, tmp_pa
     name = f"model.layers.{config['num_hidden_layers']}.enorm.weight"
     weights = folder / "model.safetensors"
     save_file({**load_file(weights), name: torch.ones(64)}, weights)
-    words = ("--model", folder, "--speculative-config", json.dumps({"method": "mtp"}))
-    assert_one_line_error(cli("generate", "x", *words), f"'{name}' has shape [64], the config says [48]")
+    arguments = ("--model", folder, "--speculative-config", json.dumps({"method": "mtp"}))
+    assert_one_line_error(cli("generate", "x", *arguments), f"'{name}' has shape [64], the config says [48]")

@@ -86,7 +86,7 @@ def test_config_that_is_no_json(cli: RunCli, broken_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "phrase"),
+    ("option", "value", "message"),
     [
         ("--temperature", "-1", "temperature must be a number of at least 0"),
         ("--temperature", "nan", "temperature must be a number"),
@@ -100,13 +100,13 @@ def test_config_that_is_no_json(cli: RunCli, broken_model: Path) -> None:
         ("--max-k", "-1", "max_k must be an integer of at least 0"),
     ],
 )
-def test_sampling_parameter_out_of_range(cli: RunCli, option: str, value: str, phrase: str) -> None:
+def test_sampling_parameter_out_of_range(cli: RunCli, option: str, value: str, message: str) -> None:
     # Refused before any model is looked for: there is none in this test's cache.
-    assert_one_line_error(cli("generate", "x", option, value), phrase)
+    assert_one_line_error(cli("generate", "x", option, value), message)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "phrase"),
+    ("option", "value", "message"),
     [
         ("--stop-token-ids", "999", "not a token id below 272"),
         ("--max-model-len", "0", "max_model_len must be a positive integer"),
@@ -124,12 +124,12 @@ def test_sampling_parameter_out_of_range(cli: RunCli, option: str, value: str, p
         ("--num-gpu-blocks-override", "1", "lower max_tokens or raise kv_cache_memory_bytes"),
     ],
 )
-def test_option_that_does_not_fit(cli: RunCli, tiny_model: Path, option: str, value: str, phrase: str) -> None:
-    assert_one_line_error(cli("generate", "x", "--model", tiny_model, option, value), phrase)
+def test_option_that_does_not_fit(cli: RunCli, tiny_model: Path, option: str, value: str, message: str) -> None:
+    assert_one_line_error(cli("generate", "x", "--model", tiny_model, option, value), message)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "phrase"),
+    ("option", "value", "message"),
     [
         ("--port", "99999", "--port must be from 0 to 65535, not 99999"),
         ("--port", "-1", "--port must be from 0 to 65535, not -1"),
@@ -140,8 +140,8 @@ def test_option_that_does_not_fit(cli: RunCli, tiny_model: Path, option: str, va
         ("--api-key", "", "--api-key must be printable ASCII"),
     ],
 )
-def test_server_option_out_of_range(cli: RunCli, option: str, value: str, phrase: str) -> None:
-    assert_one_line_error(cli("serve", "nothing", option, value), phrase)
+def test_server_option_out_of_range(cli: RunCli, option: str, value: str, message: str) -> None:
+    assert_one_line_error(cli("serve", "nothing", option, value), message)
 
 
 def test_serve_takes_the_model_as_an_option_too(cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llam
         ),
         (("--speculate", "ngram", "--k", 0), "k must be an integer from 1 to 16, not 0"),
         (("--speculate", "ngram", "--k", 17), "k must be an integer from 1 to 16, not 17"),
-        (("--k", 4), "k says nothing without speculate: name a method"),
+        (("--k", 4), "k has no effect without speculate: name a method"),
         (
             ("--speculate", "draft_model"),
             "draft_model needs a model: name one as draft_model, or as model in speculative_config",
@@ -194,7 +194,7 @@ COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llam
         ),
         (
             ("--speculate", "ngram", "--speculative-config", '{"method": "ngram"}'),
-            "speculate and speculative_config say the same; use one of them",
+            "speculate and speculative_config conflict; use one of them",
         ),
     ],
 )
@@ -206,11 +206,11 @@ def test_speculation_is_checked_before_any_model_is_looked_for(
     options: tuple[object, ...],
     line: str,
 ) -> None:
-    # The default model as any other: with a head in the package, some of these words would name it.
+    # The default model without its head: with it, some of these arguments would name it.
     monkeypatch.setattr("slipstream.models.hub._HEADS", tmp_path / "heads")
-    # Users of a name before its owner: a module that is imported for the first time would keep what stands in for it.
-    for place in ("commands.bench.shape_config", "engine.build.resolve_model", "models.hub.resolve_model"):
-        monkeypatch.setattr(f"slipstream.{place}", lambda name: pytest.fail(f"looked for {name}"))
+    # Users of a name before its owner: a module that is imported for the first time would keep the replacement.
+    for owner in ("commands.bench.shape_config", "engine.build.resolve_model", "models.hub.resolve_model"):
+        monkeypatch.setattr(f"slipstream.{owner}", lambda name: pytest.fail(f"looked for {name}"))
     outcome = cli(*command, *options)
     assert_one_line_error(outcome)
     assert outcome.err == f"error: {line}\n"
@@ -222,8 +222,8 @@ def test_speculative_config_that_is_no_json(cli: RunCli) -> None:
 
 
 def test_a_draft_model_that_is_not_there(cli: RunCli, tiny_model: Path, tmp_path: Path) -> None:
-    words = ("--speculate", "draft_model", "--draft-model", tmp_path / "nowhere")
-    assert_one_line_error(cli("generate", "x", "--model", tiny_model, *words), "nowhere", "check the path")
+    arguments = ("--speculate", "draft_model", "--draft-model", tmp_path / "nowhere")
+    assert_one_line_error(cli("generate", "x", "--model", tiny_model, *arguments), "nowhere", "check the path")
 
 
 def change(file: Path, **values: object) -> None:
@@ -234,15 +234,15 @@ def change(file: Path, **values: object) -> None:
 def test_a_draft_model_that_does_not_fit(
     cli: RunCli, tiny_model: Path, broken_model: Path, tmp_path: Path, command: tuple[object, ...]
 ) -> None:
-    words = (*command, "--model", tiny_model, "--speculative-config", json.dumps({"model": str(broken_model)}))
+    arguments = (*command, "--model", tiny_model, "--speculative-config", json.dumps({"model": str(broken_model)}))
     change(broken_model / "config.json", max_position_embeddings=64)
-    outcome = cli(*words, *(("--output-dir", tmp_path / "out") if "bench" in command else ()))
+    outcome = cli(*arguments, *(("--output-dir", tmp_path / "out") if "bench" in command else ()))
     assert_one_line_error(outcome, "the draft model's context of 64 is shorter than the target's")
     file = broken_model / "tokenizer.json"
     model = json.loads(file.read_text())["model"]
     vocab = model["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     change(file, model=model)
-    outcome = cli(*words)
+    outcome = cli(*arguments)
     assert_one_line_error(outcome, "has another vocabulary than the target", "use a draft model of the same family")
     assert not (tmp_path / "out").exists()

@@ -52,7 +52,7 @@ def test_table_of_a_shape(cli: RunCli, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("arguments", "phrases"),
+    ("arguments", "messages"),
     [
         (("--batch", "0"), ["--batch must be positive numbers"]),
         (("--batch", ""), ["--batch must be positive numbers"]),
@@ -67,11 +67,11 @@ def test_table_of_a_shape(cli: RunCli, tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_bad_workload(
-    cli: RunCli, tiny_model: Path, tmp_path: Path, arguments: tuple[object, ...], phrases: list[str]
+    cli: RunCli, tiny_model: Path, tmp_path: Path, arguments: tuple[object, ...], messages: list[str]
 ) -> None:
     folder = tmp_path / "results"
     base = ("bench", "--model", tiny_model, "--batch", 4, *SMALL, "--output-dir", folder)
-    assert_one_line_error(cli(*base, *arguments), *phrases)
+    assert_one_line_error(cli(*base, *arguments), *messages)
     assert not folder.exists()
 
 

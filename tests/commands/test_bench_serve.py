@@ -155,7 +155,7 @@ def test_comparison(cli: RunCli, tmp_path: Path) -> None:
     ("arguments", "phrases"),
     [
         (("--url", "http://127.0.0.1:1"), ["no server answers at http://127.0.0.1:1", "slipstream serve"]),
-        (("--url", "https://127.0.0.1:1"), ["https is not spoken here"]),
+        (("--url", "https://127.0.0.1:1"), ["https is not supported"]),
         (("--concurrency", "0"), ["--concurrency must be positive numbers"]),
         (("--rate", "fast"), ["--rate fast", "must be a number above 0"]),
         (("--goodput", "speed:5"), ["--goodput knows ttft, tpot, e2e"]),

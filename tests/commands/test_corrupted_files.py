@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_process(arguments: list[str]) -> Outcome:
-    """A command as the shell runs it. How much memory it took is not measured."""
+    """A command as the shell runs it. Its memory is not measured."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "slipstream", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)

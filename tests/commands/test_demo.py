@@ -32,7 +32,7 @@ def test_a_prompt_of_the_user(cli: RunCli, tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "phrase"),
+    ("arguments", "message"),
     [
         (("--speculate", "none"), "leave out --speculate none"),
         ((" ",), "the prompt is empty"),
@@ -40,8 +40,8 @@ def test_a_prompt_of_the_user(cli: RunCli, tiny_model: Path) -> None:
         (("--max-tokens", 1), "max-tokens"),
     ],
 )
-def test_what_cannot_be_compared(cli: RunCli, tiny_model: Path, words: tuple[object, ...], phrase: str) -> None:
-    assert_one_line_error(cli("demo", *words, "--model", tiny_model), phrase)
+def test_what_cannot_be_compared(cli: RunCli, tiny_model: Path, arguments: tuple[object, ...], message: str) -> None:
+    assert_one_line_error(cli("demo", *arguments, "--model", tiny_model), message)
 
 
 def test_the_drafter_reads_the_prompt_itself(cli: RunCli, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +81,14 @@ def steps(*taken: tuple[list[int], int]) -> Iterator[RequestOutput]:
 def test_accepted_drafts_are_painted_and_the_targets_own_tokens_are_not() -> None:
     file = io.StringIO()
     out = Console(file=file, force_terminal=True, color_system="standard", soft_wrap=True, highlight=False)
-    # A first token, two drafts and one behind them, a step whose drafts all failed, and one that ended at a draft.
+    # A first token, two drafts and one token after them, a step whose drafts all failed, and one that ended at a draft.
     paint(steps(([0], 0), ([1, 2, 3], 2), ([4], 0), ([5, 6], 2)), Letters(), out)  # type: ignore[arg-type]
     green = "\x1b[1;32m{}\x1b[0m"
     assert file.getvalue() == "a" + green.format("bc") + "d" + "e" + green.format("fg") + "\n"
 
 
 class Half:
-    """Ends in the middle of a character, behind what looks like markup and like an emoji's name."""
+    """Ends in the middle of a character, after what looks like markup and like an emoji's name."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "[/b] :key: \N{REPLACEMENT CHARACTER}" if ids else ""
@@ -101,5 +101,5 @@ def test_answers_are_shown_as_they_are() -> None:
 
 
 def test_texts_that_may_differ_are_no_demo(cli: RunCli, tiny_model: Path) -> None:
-    words = '{"method": "ngram", "verify": "rejection"}'
-    assert_one_line_error(cli("demo", "--model", tiny_model, "--speculative-config", words), "verify 'rejection'")
+    arguments = '{"method": "ngram", "verify": "rejection"}'
+    assert_one_line_error(cli("demo", "--model", tiny_model, "--speculative-config", arguments), "verify 'rejection'")

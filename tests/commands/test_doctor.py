@@ -101,7 +101,7 @@ def test_cache_that_cannot_be_written(cli: RunCli, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("version", "wanted", "fits"),
+    ("version", "expected", "fits"),
     [
         ("2.13.0+cpu", ">=2.11,<=2.13.0", True),
         ("2.13.1", ">=2.11,<=2.13.0", False),
@@ -112,5 +112,5 @@ def test_cache_that_cannot_be_written(cli: RunCli, tmp_path: Path, monkeypatch: 
         ("unknown", ">=1", False),
     ],
 )
-def test_satisfies(version: str, wanted: str, fits: bool) -> None:
-    assert doctor.satisfies(version, wanted) is fits
+def test_satisfies(version: str, expected: str, fits: bool) -> None:
+    assert doctor.satisfies(version, expected) is fits

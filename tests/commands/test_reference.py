@@ -23,7 +23,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 @pytest.mark.parametrize("name", tables())
 def test_page_is_up_to_date(name: str) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert update(page, tables()[name]) == page, f"docs/{name} is behind the code; run `make docs`"
+    assert update(page, tables()[name]) == page, f"docs/{name} is out of date; run `make docs`"
 
 
 def test_fields_of_sampling_operations_are_up_to_date() -> None:

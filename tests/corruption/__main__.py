@@ -33,9 +33,9 @@ def main() -> int:
                 print(
                     f"case {number} of seed {options.seed}: {note}: {fault or outcome.err.strip()[-300:]!r}", flush=True
                 )
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     print(
-        f"seed {options.seed}: {options.cases} cases in {took:.0f} s, exit codes {dict(codes)}, "
+        f"seed {options.seed}: {options.cases} cases in {seconds:.0f} s, exit codes {dict(codes)}, "
         f"slowest {slowest:.1f} s, at most {largest >> 20} MiB more: {num_faults} faults"
     )
     return int(num_faults > 0)

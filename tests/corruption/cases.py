@@ -93,11 +93,15 @@ def intact_arguments(models: Path, target: Target) -> list[str]:
 
 
 def _arguments(model: Path, method: str = "", head: Path | None = None) -> list[str]:
-    words = ["generate", "hello", "--model", str(model), "--max-tokens", "3", *_OPTIONS]
+    arguments = ["generate", "hello", "--model", str(model), "--max-tokens", "3", *_OPTIONS]
     if not method:
-        return words
+        return arguments
     config = {"method": method, "num_speculative_tokens": 2}
-    return [*words, "--speculative-config", json.dumps(config if method == "mtp" else {**config, "model": str(head)})]
+    return [
+        *arguments,
+        "--speculative-config",
+        json.dumps(config if method == "mtp" else {**config, "model": str(head)}),
+    ]
 
 
 def _draw_damage(rng: random.Random, file: str) -> Damage:

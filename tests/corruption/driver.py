@@ -45,7 +45,7 @@ def find_fault(outcome: Outcome) -> str | None:
         return f"output beside the error: {out[:100]!r}, {_tail(err)}"
     if code == 0 and not out:
         return "exit code 0, but no answer"
-    if any(words in err for words in _OURS):
+    if any(text in err for text in _OURS):
         return _tail(err)
     if seconds > MAX_SECONDS:
         return f"{seconds:.1f} seconds: {_tail(err)}"
@@ -100,7 +100,7 @@ class Worker:
         self._process.communicate()
 
     def end(self) -> str:
-        """Stop it, and return how it ended by itself, if it did, with its last words."""
+        """Stop it, and return how it ended by itself, if it did, with its last output."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)
         ended = self._process.poll()

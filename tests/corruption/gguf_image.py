@@ -123,10 +123,10 @@ def damage_gguf(rng: random.Random, content: bytes) -> tuple[bytes, str]:
 
 
 def _change_number(rng: random.Random, image: Image) -> str:
-    places = [idx for idx, (_, value) in enumerate(image.pairs) if value.type_id in _FORMATS]
-    if not places:
+    indices = [idx for idx, (_, value) in enumerate(image.pairs) if value.type_id in _FORMATS]
+    if not indices:
         return "nothing"
-    key, value = image.pairs[rng.choice(places)]
+    key, value = image.pairs[rng.choice(indices)]
     value.content = rng.choice(_FLOATS if _FORMATS[value.type_id] in "fd" else _WIDE)
     return f"{key!r} = {value.content}"
 
@@ -166,14 +166,14 @@ def _change_pairs(rng: random.Random, image: Image) -> str:
 
 
 def _change_array(rng: random.Random, image: Image) -> str:
-    places = [
+    indices = [
         idx
         for idx, (_, value) in enumerate(image.pairs)
         if value.type_id == _ARRAY and isinstance(value.content, list) and value.content
     ]
-    if not places:
+    if not indices:
         return "nothing"
-    key, value = image.pairs[rng.choice(places)]
+    key, value = image.pairs[rng.choice(indices)]
     kind = rng.choice(("count", "item type", "item", "remove item", "repeat item", "shuffle", "empty"))
     idx = rng.randrange(len(value.content))
     if kind == "count":
@@ -199,8 +199,8 @@ def _change_row(rng: random.Random, image: Image) -> str:
     row = rng.choice(image.rows)
     kind = rng.choice(("dims", "dims", "order", "type", "offset", "name"))
     if kind == "dims":
-        place = rng.randrange(len(row.dims) + 1)
-        row.dims[place : place + rng.randrange(2)] = [rng.choice(_WIDE)] * rng.choice((1, 1, 1, 9))
+        at = rng.randrange(len(row.dims) + 1)
+        row.dims[at : at + rng.randrange(2)] = [rng.choice(_WIDE)] * rng.choice((1, 1, 1, 9))
     elif kind == "order":
         row.dims.reverse()
     elif kind == "type":

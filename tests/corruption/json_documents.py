@@ -43,13 +43,13 @@ def _change(rng: random.Random, document: Any) -> tuple[Any, str]:
     if not path or kind in ("extreme", "type"):
         value = copy.deepcopy(rng.choice(EXTREMES if kind == "extreme" else WRONG_TYPES))
         return _replaced(document, path, value), f"{_spell(path)} = {str(value)[:40]!a}"
-    place = _at(document, path[:-1])
+    parent = _at(document, path[:-1])
     if kind == "move":
         value = _at(document, rng.choice(paths))
         return _replaced(document, path, copy.deepcopy(value)), f"{_spell(path)} = another value"
-    value = place.pop(path[-1])
-    if kind == "rename" and isinstance(place, dict):
-        place[rng.choice(("", "self", f"{path[-1]}x", "\ud800", "model"))] = value
+    value = parent.pop(path[-1])
+    if kind == "rename" and isinstance(parent, dict):
+        parent[rng.choice(("", "self", f"{path[-1]}x", "\ud800", "model"))] = value
     return document, f"{kind} {_spell(path)}"
 
 

@@ -16,10 +16,10 @@ def damage_bytes(rng: random.Random, content: bytes) -> tuple[bytes, str]:
 
 def _flip(rng: random.Random, content: bytes, size: int) -> tuple[bytes, str]:
     damaged = bytearray(content)
-    places = [rng.randrange(size) for _ in range(rng.choice((1, 1, 2, 8)))]
-    for place in places:
-        damaged[place] ^= 1 << rng.randrange(8)
-    return bytes(damaged), f"flip a bit at {places}"
+    offsets = [rng.randrange(size) for _ in range(rng.choice((1, 1, 2, 8)))]
+    for offset in offsets:
+        damaged[offset] ^= 1 << rng.randrange(8)
+    return bytes(damaged), f"flip a bit at {offsets}"
 
 
 def _truncate(rng: random.Random, content: bytes, size: int) -> tuple[bytes, str]:

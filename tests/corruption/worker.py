@@ -60,8 +60,8 @@ def _run_into(out: IO[bytes], err: IO[bytes], arguments: list[str]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for place, kept in enumerate(saved, start=1):
-            os.dup2(kept, place)
+        for fd, kept in enumerate(saved, start=1):
+            os.dup2(kept, fd)
             os.close(kept)
 
 

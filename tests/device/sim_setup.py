@@ -38,7 +38,7 @@ def order(device: SimDevice, before: Stream, after: Stream) -> None:
 
 
 def marked(function: Callable[..., Any], mark: str) -> str:
-    """The place of the line in a function that ends with a comment, as errors name it."""
+    """The file and line in a function that ends with a comment, as errors name it."""
     lines, first = inspect.getsourcelines(function)
     (offset,) = (i for i, line in enumerate(lines) if line.rstrip().endswith(f"# {mark}"))
     return f"{Path(inspect.getfile(function)).name}:{first + offset}"

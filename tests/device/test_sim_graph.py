@@ -235,7 +235,7 @@ def test_memory_of_the_recording_may_be_written_in_parts(device: SimDevice) -> N
     assert device.peek(y).tolist() == [2.0] * 4 + [4.0] * 4
 
 
-def test_memory_of_the_recording_that_nobody_wrote_cannot_be_read(device: SimDevice) -> None:
+def test_unwritten_memory_of_a_recording_cannot_be_read(device: SimDevice) -> None:
     x = torch.ones(16, device="sim")
 
     def run() -> Tensor:
@@ -318,7 +318,7 @@ def test_graphs_of_one_pool_share_memory(device: SimDevice) -> None:
     _, y = record(device, first, pool=pool)
     _, z = record(device, lambda: x + 5, pool=pool)
     assert z.handle.block is blocks[0]
-    assert y.handle.block is not z.handle.block, "a result that somebody holds is not shared"
+    assert y.handle.block is not z.handle.block, "the memory of a result in use is not shared"
     _, other = record(device, lambda: x + 5)
     assert other.handle.block not in (*blocks, y.handle.block), "another pool is other memory"
 

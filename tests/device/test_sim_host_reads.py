@@ -129,8 +129,8 @@ def test_a_read_of_the_host_raises_and_names_its_line(inputs: Inputs, name: str,
     with torch.inference_mode(in_inference_mode), pytest.raises(HostSyncError) as caught:
         read(inputs)
     assigns = "_set" in read.__code__.co_names
-    place = marked(_set, "the assignment") if assigns else f"test_sim_host_reads.py:{read.__code__.co_firstlineno}"
-    assert f"at {place}" in str(caught.value)
+    site = marked(_set, "the assignment") if assigns else f"test_sim_host_reads.py:{read.__code__.co_firstlineno}"
+    assert f"at {site}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -183,7 +183,7 @@ def test_showing_a_tensor_neither_raises_nor_waits(show: Callable[[Tensor], Any]
 
 
 @pytest.mark.parametrize("give", [lambda x: x.data_ptr(), lambda x: x.__dlpack__()], ids=["data_ptr", "dlpack"])
-def test_memory_is_given_to_nobody(device: SimDevice, inputs: Inputs, give: Callable[[Tensor], Any]) -> None:
+def test_device_memory_cannot_be_exported(device: SimDevice, inputs: Inputs, give: Callable[[Tensor], Any]) -> None:
     with device.sync_guard.allow("collect"), pytest.raises(HostSyncError, match="device memory"):
         give(inputs.x)
 

@@ -67,7 +67,7 @@ def sim_fails(x: Tensor) -> Tensor:
 
 
 def test_one_operation_is_queued_and_its_outputs_have_shapes_at_once() -> None:
-    behind = 0
+    num_lagging = 0
     for seed in SEEDS:
         device = SimDevice(seed)
         x_cpu = torch.randn(3, 4)
@@ -75,13 +75,13 @@ def test_one_operation_is_queued_and_its_outputs_have_shapes_at_once() -> None:
         before = device.num_launched
         values, choice = sim_scale_and_choose(x, scale=2.0)
         assert device.num_launched == before + 1
-        behind += len(device.streams[0].queue) > 0
+        num_lagging += len(device.streams[0].queue) > 0
         assert isinstance(values, SimTensor)
         assert (values.shape, values.dtype) == ((3, 4), torch.float32)
         assert (choice.shape, choice.dtype) == ((3,), torch.int64)
         assert torch.equal(device.peek(values), x_cpu * 2)
         assert torch.equal(device.peek(choice), x_cpu.argmax(1))
-    assert behind > 10
+    assert num_lagging > 10
 
 
 def test_arguments_may_be_left_to_their_defaults_or_named(device: SimDevice) -> None:

@@ -151,7 +151,7 @@ def test_looking_at_no_value_is_always_allowed(device: SimDevice, name: str) -> 
 
 
 @pytest.mark.parametrize("name", READS)
-def test_memory_that_nobody_wrote_cannot_be_read(device: SimDevice, name: str) -> None:
+def test_unwritten_memory_cannot_be_read(device: SimDevice, name: str) -> None:
     with pytest.raises(StaleReadError, match="pinned_empty"):
         READS[name](device.pinned_empty((4,), torch.float32))
 

@@ -65,14 +65,14 @@ def test_shapes_that_do_not_fit_are_an_error_at_once(call: Any) -> None:
 
 
 def test_results_have_a_shape_before_they_have_values() -> None:
-    behind = 0
+    num_lagging = 0
     for seed in range(20):
         device = SimDevice(seed)
         x = torch.ones(2, 3, device="sim")
         y = (x @ x.t()).softmax(-1)[:, :1]
         assert y.shape == (2, 1)
-        behind += len(device.streams[0].queue) > 0
-    assert behind > 5, "on some seeds the device is slower than the host"
+        num_lagging += len(device.streams[0].queue) > 0
+    assert num_lagging > 5, "on some seeds the device is slower than the host"
 
 
 def test_numbers_of_the_host_are_taken_when_the_call_is_made() -> None:
@@ -128,7 +128,7 @@ def test_questions_about_a_tensor_are_answered_without_waiting() -> None:
 def test_memory_is_not_changed_under_a_tensor(call: Any) -> None:
     device = SimDevice()
     x = torch.zeros(3, device="sim")
-    with pytest.raises(SimError, match="keeps the memory it was made with"):
+    with pytest.raises(SimError, match="keeps the memory it was allocated with"):
         call(x)
     assert device.peek(x).tolist() == [0.0, 0.0, 0.0]
 

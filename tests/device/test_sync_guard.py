@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.device.cpu import CpuDevice
 from slipstream.device.sim import SimDevice
-from slipstream.device.sync_guard import ALLOWED_PLACES, HostSyncError, NoGuard, SyncGuard
+from slipstream.device.sync_guard import ALLOWED_PHASES, HostSyncError, NoGuard, SyncGuard
 
 
 def raises(guard: SyncGuard) -> bool:
@@ -16,31 +16,31 @@ def raises(guard: SyncGuard) -> bool:
     return False
 
 
-def test_every_place_that_may_wait_says_why() -> None:
-    assert "collect" in ALLOWED_PLACES
-    for place, why in ALLOWED_PLACES.items():
-        assert place.isidentifier()
-        assert len(why.split()) > 5, f"{place}: a reason is a sentence"
+def test_every_phase_that_may_synchronise_says_why() -> None:
+    assert "collect" in ALLOWED_PHASES
+    for phase, why in ALLOWED_PHASES.items():
+        assert phase.isidentifier()
+        assert len(why.split()) > 5, f"{phase}: a reason is a sentence"
 
 
-def test_the_table_of_places_cannot_be_changed() -> None:
+def test_the_table_of_phases_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
-        ALLOWED_PLACES["lunch"] = "hungry"  # type: ignore[index]
+        ALLOWED_PHASES["lunch"] = "hungry"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("guard", [SyncGuard(), SyncGuard(forbidden=True), NoGuard()], ids=["off", "on", "none"])
-def test_an_unknown_place_is_an_error(guard: SyncGuard) -> None:
+def test_an_unknown_phase_is_an_error(guard: SyncGuard) -> None:
     before = guard.forbidden
-    with pytest.raises(ValueError, match="'lunch' is not in the table"), guard.allow("lunch"):
+    with pytest.raises(ValueError, match="'lunch' is not among the phases"), guard.allow("lunch"):
         pass
     assert guard.forbidden == before
 
 
-@pytest.mark.parametrize("place", ALLOWED_PLACES)
-def test_waiting_is_allowed_inside_a_place_and_nowhere_else(place: str) -> None:
+@pytest.mark.parametrize("phase", ALLOWED_PHASES)
+def test_synchronising_is_allowed_inside_a_phase_and_nowhere_else(phase: str) -> None:
     guard = SyncGuard(forbidden=True)
     assert raises(guard)
-    with guard.allow(place):
+    with guard.allow(phase):
         assert not raises(guard)
     assert raises(guard)
 

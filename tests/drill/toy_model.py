@@ -80,7 +80,7 @@ class Twin:
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         self._config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self._shape, self._tensors = plain_heads.Shape.of(self._config), tensors
+        self._shape, self._tensors = plain_heads.Shape.from_config(self._config), tensors
 
     def logits(self, token_ids: list[int]) -> Tensor:
         tensors, eps = self._tensors, self._shape.eps

@@ -72,7 +72,7 @@ class Bench:
         return [request.request_id for request in self.engine.requests[num_known:]], outputs
 
     def say(self, request_id: str, text: str, **more: Any) -> None:
-        self.engine.deliver(TokenUpdates.of([TokenUpdate(request_id, Letters().encode(text), **more)]))
+        self.engine.deliver(TokenUpdates.from_list([TokenUpdate(request_id, Letters().encode(text), **more)]))
 
     def say_alone(self, request_id: str, text: str, time: float) -> None:
         """Tokens of a request that goes on, as most updates are: there is nothing else to say of it."""
@@ -87,7 +87,7 @@ def bench() -> Iterator[Bench]:
 
 
 def take(outputs: Outputs) -> RequestOutput:
-    return outputs.get(timeout=10)
+    return outputs.get(timeout=60)
 
 
 @pytest.mark.parametrize("id_prefix", ["", "0.0:", "1.0:", "0.1:"])

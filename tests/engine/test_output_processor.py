@@ -49,10 +49,10 @@ class Bench:
         rows = [LogprobRow(1, [token_id], [-1.0]) for token_id in ids]
         num_drafts, num_accepted = drafts
         update = TokenUpdate(request_id, ids, logprobs=rows, num_drafts=num_drafts, num_accepted=num_accepted, **ends)
-        self.thread.deliver(TokenUpdates.of([update]))
+        self.thread.deliver(TokenUpdates.from_list([update]))
 
     def next(self) -> RequestOutput:
-        return self.outputs.get(timeout=10)
+        return self.outputs.get(timeout=60)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_what_follows_a_stop_string_in_the_same_update_is_dropped(bench: Bench, 
     assert choice.token_ids == [ord(letter) for letter in "hello"]
     assert choice.logprobs is not None and [next(iter(entry)) for entry in choice.logprobs] == choice.token_ids
     assert bench.ended == ["a"]
-    # Of the second step's accepted drafts the last stands behind the end, and so does the target's own token.
+    # The last accepted draft of the second step is after the end, and so is the target's own token.
     assert choice.speculation is not None
     assert (choice.speculation.num_steps, choice.speculation.num_drafts, choice.speculation.num_accepted) == (2, 9, 4)
     assert bench.outputs.empty()
@@ -106,7 +106,7 @@ def test_several_tokens_with_the_stop_token_last(bench: Bench) -> None:
     assert [bench.next().text for _ in range(2)] == ["ab", "abcd"]
 
 
-def test_figures_count_drafts_by_place(bench: Bench) -> None:
+def test_stats_count_drafts_by_position(bench: Bench) -> None:
     bench.begin(every_token=True)
     bench.say("a")  # the prompt's own token: nothing was drafted for it
     first = bench.next().speculation
@@ -160,7 +160,7 @@ def test_the_engine_counts_the_same() -> None:
     stats = EngineStats()
     assert stats.mean_accepted_length == 1.0
     for drafts in ((4, 2), (2, 0), (3, 3)):
-        stats.count_drafts(*drafts)
+        stats.drafts.add(*drafts)
     assert (stats.num_draft_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 9, 5)
     assert stats.num_draft_tokens_at == [3, 3, 2, 1]
     assert stats.num_accepted_tokens_at == [2, 2, 1, 0]

@@ -16,7 +16,7 @@ import zmq
 from slipstream.config import EngineOptions
 from slipstream.engine import supervisor
 from slipstream.engine.driver import Stop
-from slipstream.engine.link import EngineLink, LinkPlace
+from slipstream.engine.link import EngineLink, LinkAddress
 from slipstream.engine.process import EngineProcess
 from slipstream.engine.pulse import PulseMonitor
 from slipstream.engine.resolve import resolve
@@ -26,7 +26,7 @@ from slipstream.engine.wire import EngineBack, EngineLost, Ready, Refused, Stats
 from slipstream.errors import EngineError
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import open_checkpoint
-from slipstream.server.front_end_process import place_of
+from slipstream.server.front_end_process import link_address
 from slipstream.types import SamplingParams, TokenUpdate, TokenUpdates
 from tests.engine.drive import make_request
 from tests.test_config import CPU, MODEL
@@ -36,7 +36,7 @@ RESTARTING = "the engine is being restarted; try again in a moment"
 
 
 class ScriptedChild:
-    """In place of one engine process: it says what it is given, and lives until it is told to end.
+    """Replaces an engine process: it sends given messages, and lives until it is told to end.
 
     What the real one tells its clients goes out by the socket that the client has bound.
     """
@@ -84,7 +84,7 @@ class ScriptedChild:
         except queue.Empty:
             return None
 
-    def note_last_words(self) -> None:
+    def read_last_messages(self) -> None:
         pass
 
     def end(self, timeout_s: float = 0.0) -> None:
@@ -100,7 +100,7 @@ class Pause:
 
     def wait(self, seconds: float) -> None:
         self.lengths.append(seconds)
-        self._may_go_on.acquire(timeout=20)
+        self._may_go_on.acquire(timeout=60)
 
     def set(self) -> None:
         self._may_go_on.release()
@@ -146,7 +146,7 @@ def tokenizer(tiny_folder: Path) -> Tokenizer:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -206,12 +206,12 @@ def test_a_dead_engine_has_lost_the_requests_that_it_had_not_ended(start: Start)
     bench = start(first, ScriptedChild(READY))
     for request_id in ("ended", "left", "open", "waiting"):
         bench.running.add(make_request(request_id, [1]))
-    first.tell_client(TokenUpdates.of([TokenUpdate("ended", [5], "length"), TokenUpdate("open", [6])]))
-    assert bench.delivered.get(timeout=20).ended == ["ended"]
+    first.tell_client(TokenUpdates.from_list([TokenUpdate("ended", [5], "length"), TokenUpdate("open", [6])]))
+    assert bench.delivered.get(timeout=60).ended == ["ended"]
     bench.running.finish("left")
     assert bench.running._link._known == {"open", "waiting"}
     first.die()
-    lost = bench.delivered.get(timeout=20)
+    lost = bench.delivered.get(timeout=60)
     assert lost.ended == ["open", "waiting"]
     for update in lost:
         assert update.finish_reason == "abort"
@@ -221,9 +221,9 @@ def test_a_dead_engine_has_lost_the_requests_that_it_had_not_ended(start: Start)
     assert not bench.running._link._known
 
 
-def place_in(bench: Bench) -> LinkPlace:
-    """Of a client that starts now. Nobody else has its number, so it hears what the test says."""
-    return place_of(bench.running._supervisor, client=1, incarnation=1)
+def address_in(bench: Bench) -> LinkAddress:
+    """Of a client that starts now. No other client has its number, so it receives what the test sends."""
+    return link_address(bench.running._supervisor, client=1, incarnation=1)
 
 
 def test_a_client_that_starts_while_there_is_no_engine(start: Start, tokenizer: Tokenizer) -> None:
@@ -234,7 +234,7 @@ def test_a_client_that_starts_while_there_is_no_engine(start: Start, tokenizer: 
     first.tell_client(violations(2))
     first.die()
     wait_until(lambda: len(bench.pause.lengths) == 1)
-    link = EngineLink(place_in(bench), READY, tokenizer, bench.delivered.put)
+    link = EngineLink(address_in(bench), READY, tokenizer, bench.delivered.put)
     try:
         assert not link.is_ready and link.trouble == RESTARTING
         with pytest.raises(EngineError, match="try again"):
@@ -255,7 +255,7 @@ def test_a_client_that_starts_after_a_restart(start: Start, tokenizer: Tokenizer
     first.tell_client(violations(2))
     first.die()
     wait_until(lambda: bench.running.num_restarts == 1)
-    link = EngineLink(place_in(bench), READY, tokenizer, bench.delivered.put)
+    link = EngineLink(address_in(bench), READY, tokenizer, bench.delivered.put)
     try:
         assert link.is_ready and link.num_restarts == 1
         link.add(make_request("a", [1]))

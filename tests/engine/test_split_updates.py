@@ -24,7 +24,7 @@ def steps(draw: st.DrawFn) -> tuple[int, list[TokenUpdates]]:
         tokens = [draw(st.lists(st.integers(0, 9), max_size=3)) for _ in ids]
         drafts = [draw(st.integers(0, 3)) for _ in ids] if draw(st.booleans()) else []
         ends = draw(st.sets(st.integers(0, len(ids) - 1))) if ids else set()
-        others = {place: TokenUpdate(ids[place], tokens[place], "stop", time=7.0) for place in ends}
+        others = {i: TokenUpdate(ids[i], tokens[i], "stop", time=7.0) for i in ends}
         found.append(TokenUpdates(ids, tokens, drafts, drafts, others, time=7.0))
     return num_clients, found
 

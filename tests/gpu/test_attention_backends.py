@@ -22,7 +22,7 @@ from tests.attention.mixed_batches import DIM, HEADS, KV_HEADS, PAGE, draw_batch
 from tests.engine.drive import make_request, run
 
 pytestmark = pytest.mark.gpu
-PLACE = torch.device("cuda")
+DEVICE = torch.device("cuda")
 NATIVE = Paths(Choice("native", "asked for"), Choice("native", "asked for"), Choice("none", ""))
 TINY: dict[str, Any] = {
     **shapes.SHAPES["llama-3.1-8b"],
@@ -48,7 +48,7 @@ def make(name: str, query_len: int) -> AttentionBackend:
         paths = choose_paths(torch.cuda.get_device_capability(), shape, Features(query_len), installed=True)
         if paths.decode.path != "xqa":
             pytest.skip(f"no XQA here: {paths.decode.reason}")
-    return FlashInferBackend(paths, FlashInferLibrary(paths, PLACE), PAGE, 40, {1, query_len}, PLACE)
+    return FlashInferBackend(paths, FlashInferLibrary(paths, DEVICE), PAGE, 40, {1, query_len}, DEVICE)
 
 
 @pytest.mark.parametrize("query_len", [1, 4])
@@ -60,7 +60,7 @@ def test_random_batches_are_as_defined(name: str, query_len: int) -> None:
         common = draw_batch(seed, num_reqs, query_len)
         q, cache = draw_values(common)
         expected = ReferenceBackend().run(layer, q.float(), cache.nan_to_num().float(), common)
-        there, values = on(common, PLACE), (q.to(PLACE), cache.to(PLACE))
+        there, values = on(common, DEVICE), (q.to(DEVICE), cache.to(DEVICE))
         found = backend.run(layer, *values, backend.build(there)).float().cpu()
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 

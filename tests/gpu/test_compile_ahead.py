@@ -76,5 +76,5 @@ def test_nothing_is_left_to_compile_when_graphs_are_recorded(
     core = build_shape(options, "own").core
     while core.use_idle_time():
         pass
-    assert core.runner.graphs.num_missing == 0
+    assert core.runner.idle_work.num_left == 0
     assert compiled and late == []

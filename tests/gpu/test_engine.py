@@ -209,8 +209,8 @@ def test_long_prompts_in_graphs(make_engine: MakeEngine, folder: Path) -> None:
     while core.use_idle_time():
         pass
     chosen = []
-    choose = core.runner.graphs._choose
-    core.runner.graphs._choose = lambda *about: chosen.append(choose(*about)) or chosen[-1]  # type: ignore[method-assign]
+    choose = core.runner.graphs.choose
+    core.runner.graphs.choose = lambda *about: chosen.append(choose(*about)) or chosen[-1]  # type: ignore[method-assign]
     assert {i: outcome.token_ids for i, outcome in run(core, requests).items()} == wanted
     assert {choice.desc.mode.value for choice in chosen} == {"full"}
     assert max(choice.desc.num_tokens for choice in chosen) > 512
@@ -299,7 +299,7 @@ def test_memory_is_measured(make_engine: MakeEngine, monkeypatch: pytest.MonkeyP
         make_engine(gpu_memory_utilization=0.001)
     with pytest.raises(ConfigError, match="or kv_cache_memory_bytes"):
         make_engine(num_gpu_blocks_override=2 * total // 1000)
-    # What nobody could foresee: the memory is gone when it is asked for.
+    # Unpredictable: the memory is gone when it is requested.
     monkeypatch.setattr("slipstream.engine.build.randomize_weights", None)
     monkeypatch.setattr("slipstream.engine.build.build_model", lambda *_: torch.empty(1 << 46, device="cuda"))
     with pytest.raises(ConfigError, match="lower gpu_memory_utilization"):

@@ -1,7 +1,7 @@
 """Models with gated delta nets on the GPU under the guard: decodes and checks of drafts in graphs, tokens of the CPU.
 
 In float32 a token that differs from the CPU's float64 would have to be a tie. Where all graphs are recorded every step
-is a replay, and nobody builds the delta nets' metadata: that was recorded as well.
+is a replay, and the delta nets' metadata is not built on the host: that was captured as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the last holds any step
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "cudagraph_capture_sizes": SIZES}
-# The layers' own widths; few heads, experts and words.
+# The layers' own widths; few heads, experts and tokens.
 REAL_WIDTHS: dict[str, Any] = {
     **shapes.SHAPES["qwen3-next-16l-64e"],
     "vocab_size": 512,
@@ -54,13 +54,13 @@ class Steps:
     """Of one engine, since the last ``clear``: which graphs were replayed, and how often metadata were built."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replayed: Counter[tuple[int | None, int]] = Counter()  # tokens of each request, drafts made behind
+        self.replayed: Counter[tuple[int | None, int]] = Counter()  # tokens of each request, drafts proposed after
         self.num_built = 0
         self.engine: Engine | None = None
         replay, build = CudaGraphManager.replay, GDNBackend.build
 
         def noted_replay(manager: CudaGraphManager, desc: BatchExecutionDescriptor) -> None:
-            if self.engine is not None and manager is self.engine.core.runner.graphs._manager:  # not a drafter's own
+            if self.engine is not None and manager is self.engine.core.runner.graphs.manager:  # not a drafter's own
                 self.replayed[desc.query_len, desc.num_drafts] += 1
             replay(manager, desc)
 
@@ -84,7 +84,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 def record_all(engine: Engine) -> None:
     while engine.core.use_idle_time():
         pass
-    assert engine.core.runner.graphs.num_missing == 0
+    assert engine.core.runner.idle_work.num_left == 0
 
 
 def check_replays(engine: Engine, steps: Steps, requests: list[Request], k: int) -> dict[str, Outcome]:
@@ -175,7 +175,7 @@ def check_acceptance(engine: Engine, k: int) -> None:
     assert (stats.num_draft_tokens > 30) is (k > 0)
     if k:
         share = stats.num_accepted_tokens / stats.num_draft_tokens
-        assert 0.05 < share < 0.95, "drafts that stand, and drafts that do not"
+        assert 0.05 < share < 0.95, "accepted drafts, and rejected ones"
 
 
 # --- random weights, the layers' own widths -------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_the_same_tokens_with_drafts_at_real_widths(monkeypatch: pytest.MonkeyPa
 
 
 def test_sixteen_bits_at_real_widths(monkeypatch: pytest.MonkeyPatch, steps: Steps) -> None:
-    """What bfloat16 makes of near ties nobody promises; that all come to their end, in graphs, is."""
+    """Near ties in bfloat16 may break either way; that all requests finish, in graphs, is certain."""
     engine = build_real(monkeypatch, "ngram", cudagraph_mode="full", dtype="bfloat16")
     record_all(engine)
     outcomes = check_replays(engine, steps, repeating_requests(), 3)

@@ -80,7 +80,7 @@ def test_page_tables_far_out() -> None:
     assert out["slot_mapping"].item() == 77 * PAGE + position % PAGE
     assert block_table[0, position // PAGE].item() == 77
 
-    # A request whose row of the table begins behind 2^31 elements.
+    # A request whose row of the table begins after 2^31 elements.
     cache = torch.randn(78, 2, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(3, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     table[2, :7] = torch.arange(70, 77, dtype=torch.int32, device="cuda")

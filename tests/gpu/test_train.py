@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers writes the tiny models"
 from slipstream.cli import main
 from slipstream.llm import LLM
 from slipstream.models.weights import open_checkpoint
-from slipstream.train.teacher import load_teacher
+from slipstream.train.target import load_target
 from slipstream.types import SamplingParams
 from tests import tiny_models
 from tests.train.conftest import TAPS, arguments, build_target
@@ -23,19 +23,19 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # The kernels want heads of at least 16.
+    # The kernels need heads of at least 16.
     return tiny_models.save(build_target(head_dim=16), tmp_path_factory.mktemp("target"))
 
 
 def test_states_are_those_of_the_cpu(folder: Path) -> None:
     token_ids = torch.randint(0, 256, (5, 224), generator=torch.Generator().manual_seed(0))
-    lessons = [
-        load_teacher(folder, open_checkpoint(folder), TAPS, device, dtype).read(token_ids)
+    outputs = [
+        load_target(folder, open_checkpoint(folder), TAPS, device, dtype).read(token_ids)
         for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16"))
     ]
-    for wide, expected in zip(lessons[1], lessons[0], strict=True):
+    for wide, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(wide.cpu(), expected, rtol=2e-2, atol=2e-2)  # products may be made in TF32
-    for narrow, expected in zip(lessons[2], lessons[0], strict=True):
+    for narrow, expected in zip(outputs[2], outputs[0], strict=True):
         error = (narrow.cpu().float() - expected).norm() / expected.norm()
         assert float(error) < 0.05
 

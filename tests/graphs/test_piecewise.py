@@ -34,10 +34,10 @@ class AddBackend:
 
 
 def make_context(device: SimDevice, caches: list[Tensor], query_len: int) -> AttentionContext:
-    place, backend = device.torch_device, AddBackend()
-    positions = torch.zeros(4, dtype=torch.int64, device=place)
-    slots = torch.full((4,), -1, dtype=torch.int64, device=place)
-    one = torch.zeros(2, dtype=torch.int32, device=place)
+    device_, backend = device.torch_device, AddBackend()
+    positions = torch.zeros(4, dtype=torch.int64, device=device_)
+    slots = torch.full((4,), -1, dtype=torch.int64, device=device_)
+    one = torch.zeros(2, dtype=torch.int32, device=device_)
     common = CommonAttentionMetadata(
         num_reqs=1,
         num_actual_tokens=query_len,

@@ -1,4 +1,4 @@
-"""A small server in a thread of the test: streams of words at once, or what a test writes down."""
+"""A small server in a thread of the test: streams of words at once, or a scripted response."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_rows_are_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "phrase"),
+    ("text", "message"),
     [
         (None, "No such file"),
         ("{oops", "is no result of bench serve"),
@@ -131,9 +131,9 @@ def test_rows_are_read_back(tmp_path: Path) -> None:
         ('{"rows": [{"case": "x", "batch": 1, "tok_s": 4}]}', "its rows lack batch, tok_s or ttft_p50_ms"),
     ],
 )
-def test_files_that_are_no_result(tmp_path: Path, text: str | None, phrase: str) -> None:
+def test_files_that_are_no_result(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "a.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=phrase):
+    with pytest.raises(ConfigError, match=message):
         read_rows(path)

@@ -74,7 +74,7 @@ def test_goodput() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "phrase"),
+    ("options", "message"),
     [
         ({"api": "responses"}, "--api must be chat or completions, not 'responses'"),
         ({"concurrency": "1,two"}, "--concurrency must be positive numbers separated by commas, such as 1,8,32"),
@@ -107,10 +107,10 @@ def test_goodput() -> None:
         ({"goodput": ("ttft:-1",)}, "the limit must be a number above 0, not '-1'"),
     ],
 )
-def test_bad_options(options: dict[str, Any], phrase: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LoadSettings(**options)
-    assert phrase in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_limits_need_their_option() -> None:

@@ -77,9 +77,9 @@ def test_servers_that_list_no_models(answer: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "phrase"),
+    ("url", "message"),
     [
-        ("https://127.0.0.1:8000", "https is not spoken here; use the server's own port or a local proxy"),
+        ("https://127.0.0.1:8000", "https is not supported; use the server's own port or a local proxy"),
         ("127.0.0.1:8000", "--url must be such as http://127.0.0.1:8000, not '127.0.0.1:8000'"),
         ("ftp://x", "--url must be such as http://127.0.0.1:8000"),
         ("http://", "--url must be such as http://127.0.0.1:8000"),
@@ -88,10 +88,10 @@ def test_servers_that_list_no_models(answer: bytes) -> None:
         ("http://127.0.0.1:1", "no server answers at http://127.0.0.1:1 (Connection refused); start one with"),
     ],
 )
-def test_bad_addresses(url: str, phrase: str) -> None:
+def test_bad_addresses(url: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Target.parse(url)
-    assert phrase in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_key_cannot_bring_fields_with_it() -> None:

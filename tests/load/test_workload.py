@@ -85,7 +85,7 @@ def test_data_set_of_every_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "phrase"),
+    ("line", "message"),
     [
         ("{oops", "line 2 is not JSON"),
         ("[1]", "line 2 is no JSON object"),
@@ -99,8 +99,8 @@ def test_data_set_of_every_form(tmp_path: Path) -> None:
         ('{"prompt": "x", "max_tokens": "9"}', "line 2: max_tokens must be a positive integer, not '9'"),
     ],
 )
-def test_bad_data_set(tmp_path: Path, line: str, phrase: str) -> None:
-    with pytest.raises(ConfigError, match=phrase):
+def test_bad_data_set(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_data_set(write(tmp_path / "set.jsonl", {"prompt": "x"}, line), 1)
 
 
@@ -155,7 +155,7 @@ def test_trace_of_mooncake(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "phrase"),
+    ("line", "message"),
     [
         ({"prompt": "x"}, "timestamp must be a number, not None"),
         ({"timestamp": "1", "prompt": "x"}, "timestamp must be a number, not '1'"),
@@ -166,8 +166,8 @@ def test_trace_of_mooncake(tmp_path: Path) -> None:
         ({"timestamp": 1, "input_length": 5, "hash_ids": "a"}, "hash_ids must be a list of integers"),
     ],
 )
-def test_bad_trace(tmp_path: Path, line: Any, phrase: str) -> None:
-    with pytest.raises(ConfigError, match=phrase):
+def test_bad_trace(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         trace_of(write(tmp_path / "trace.jsonl", line))
 
 

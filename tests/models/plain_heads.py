@@ -38,7 +38,7 @@ class Shape:
     experts_per_token: int = 0
 
     @classmethod
-    def of(cls, config: dict[str, Any], window: int = 0) -> Shape:
+    def from_config(cls, config: dict[str, Any], window: int = 0) -> Shape:
         rope = config.get("rope_parameters") or {}
         return cls(
             config["num_attention_heads"],
@@ -127,7 +127,7 @@ def target_states(ids: Tensor, tensors: dict[str, Tensor], config: dict[str, Any
     """A dense target's states after 0, 1, ... layers, and the one after its final norm."""
     after = [tensors["model.embed_tokens.weight"][ids.long()]]
     for idx in range(config["num_hidden_layers"]):
-        after.append(layer(after[-1], under(tensors, f"model.layers.{idx}."), Shape.of(config)))
+        after.append(layer(after[-1], under(tensors, f"model.layers.{idx}."), Shape.from_config(config)))
     return after, rms(after[-1], tensors["model.norm.weight"], config["rms_norm_eps"])
 
 
@@ -175,7 +175,7 @@ class PlainHead(ABC):
 class PlainEagle(PlainHead):
     def forward(self, step: int, ids: Tensor, hidden: Tensor) -> Tensor:
         config = self.config.get("transformer_layer_config") or self.config.get("model") or self.config
-        shape = Shape.of(config)
+        shape = Shape.from_config(config)
         fc = under(self._named, "fc.", "fusion_fc.")
         x = F.linear(torch.cat([self.embed(ids), hidden], dim=-1), fc["weight"], fc.get("bias"))
         first = under(self._named, "layers.0.", "transformer.")
@@ -221,7 +221,7 @@ class PlainEagle3(PlainHead):
     def forward(self, step: int, ids: Tensor, hidden: Tensor) -> Tensor:
         config = self._layer_config
         sliding = "sliding_attention" in config.get("layer_types", [])
-        shape = Shape.of(config, config["sliding_window"] if sliding else 0)
+        shape = Shape.from_config(config, config["sliding_window"] if sliding else 0)
         first = under(self._named, "layers.0.", "midlayer.")
         normed = rms(hidden, first["hidden_norm.weight"], shape.eps)
         is_speculators = "speculators_model_type" in self.config
@@ -242,7 +242,7 @@ class PlainEagle3(PlainHead):
 
 class PlainDeepSeekMtp(PlainHead):
     def forward(self, step: int, ids: Tensor, hidden: Tensor) -> Tensor:
-        shape = Shape.of(self.config)
+        shape = Shape.from_config(self.config)
         idx = self.target.num_layers + step % self.config["num_nextn_predict_layers"]
         weights = under(self.tensors, f"model.layers.{idx}.")
         embedded = weights.get("embed_tokens.weight", self.target.embedding)[ids.long()].clone()
@@ -258,7 +258,7 @@ class PlainDeepSeekMtp(PlainHead):
 
 class PlainQwenMtp(PlainHead):
     def forward(self, step: int, ids: Tensor, hidden: Tensor) -> Tensor:
-        shape, w = Shape.of(self.config), under(self.tensors, "mtp.")
+        shape, w = Shape.from_config(self.config), under(self.tensors, "mtp.")
         parts = [
             rms(self.target.embedding[ids.long()], w["pre_fc_norm_embedding.weight"], shape.eps),
             rms(hidden, w["pre_fc_norm_hidden.weight"], shape.eps),

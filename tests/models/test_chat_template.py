@@ -104,7 +104,7 @@ def test_text_parts_are_joined() -> None:
     assert rendered == "one\ntwo"
 
 
-# In the manner of Qwen2.5: calls as JSON in tags, and answers of tools as the user's words.
+# Like Qwen2.5's: calls as JSON in tags, and results of tools as messages of the user.
 TOOL_TEMPLATE = """
 {%- for message in messages %}
     {%- if message.role == "tool" %}

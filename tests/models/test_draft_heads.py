@@ -52,7 +52,7 @@ class Run:
         config, num_pages = head.config, 1 + NUM_REQUESTS * PAGES_PER_REQUEST
         shape = (num_pages + 1, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
         dtype = head.borrowed.like.dtype
-        # What nobody wrote must not be read.
+        # Unwritten slots must not be read.
         self.kv_caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(config.num_layers)]
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(3)) + 1
         self.block_table = order.view(NUM_REQUESTS, PAGES_PER_REQUEST).int()
@@ -191,7 +191,7 @@ def test_what_is_the_targets_is_not_the_heads(tmp_path: Path) -> None:
     assert head.lm_head is None
     assert not {id(p) for p in head.parameters()} & {id(p) for p in target.model.parameters()}
     assert all(p.shape[0] != VOCAB for p in head.parameters())
-    # Before they are compared with the target's nobody knows that they are copies.
+    # That they are copies is known only once they are compared with the target's.
     assert size_without_memory(case) == sum(p.numel() for p in head.parameters()) + 2 * VOCAB * HIDDEN
 
 

@@ -89,7 +89,7 @@ def test_the_file_stays_known(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"inner": {"x": -1}, "size": 2, "none": None}))
     fields = read_json(path)
-    assert Fields.of(fields) is fields
+    assert Fields.from_dict(fields) is fields
     assert fields.with_defaults({"size": 1, "none": 3, "other": 4}) == {**fields, "other": 4}
     changed = fields.with_defaults({}).changed(size=5, self=6)
     assert (changed["size"], changed["self"], fields["size"]) == (5, 6, 2)

@@ -55,8 +55,8 @@ def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drafts_what_the_plain_head_drafts(
     name: str, chunks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes: list[int] = []
-    behind = fused_layer.FusedLayers._behind
+    num_fused: list[int] = []
+    original = fused_layer.FusedLayers._after_projection
 
     def load(case: Case, folder: Path) -> DraftHead:
         head = tiny_heads.load(case, folder)
@@ -65,11 +65,13 @@ def test_drafts_what_the_plain_head_drafts(
 
     monkeypatch.setattr(test_draft_heads, "load", load)
     monkeypatch.setattr(
-        fused_layer.FusedLayers, "_behind", lambda *args: passes.append(args[1].shape[0]) or behind(*args)
+        fused_layer.FusedLayers,
+        "_after_projection",
+        lambda *args: num_fused.append(args[1].shape[0]) or original(*args),
     )
     test_draft_heads.test_drafts_what_the_plain_head_drafts(CASES[name], chunks, tmp_path)
-    # Experts take the plain way, and so do passes of many tokens.
-    assert (len(passes) >= 3 if name in DENSE else not passes) and all(n <= 16 for n in passes)
+    # Experts run unfused, and so do passes of many tokens.
+    assert (len(num_fused) >= 3 if name in DENSE else not num_fused) and all(n <= 16 for n in num_fused)
 
 
 def build(case: Case, dtype: torch.dtype, device: str) -> DraftHead:
@@ -102,11 +104,11 @@ def two_passes(head: DraftHead, device: str = "cpu") -> list[Tensor]:
     run = Run(head, None)  # type: ignore[arg-type]
     run.kv_caches = [cache.to(device) for cache in run.kv_caches]
     at_first = moved(run.context([0, 1], [0, 0], [4, 2]), device)
-    behind = moved(run.context([0, 1], [4, 2], [1, 1]), device)
+    next_context = moved(run.context([0, 1], [4, 2], [1, 1]), device)
     with torch.device(device):
         first = head.forward(0, ids[:6], head.combine(features), at_first)
         last = first[[3, 5]]
-        second = head.forward(0, ids[6:], last, behind)
+        second = head.forward(0, ids[6:], last, next_context)
         return [first, head.compute_logits(last), second, head.compute_logits(second)]
 
 

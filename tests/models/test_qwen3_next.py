@@ -110,7 +110,7 @@ def test_no_call_for_plain_layers_is_taken(tmp_path: Path) -> None:
 def test_nothing_stands_between_a_product_and_the_kernels_that_start_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The convolution reads where requests stand before its predecessor has ended: that must be the product."""
+    """The convolution reads positions of requests before its predecessor has ended, which must be the projection."""
     tiny_models.save(tiny_models.build("qwen3-next"), tmp_path)
     engine = build_engine(EngineOptions(model=str(tmp_path), dtype="float32"))
     said: list[str] = []

@@ -89,3 +89,18 @@ def test_a_bias_is_added_once() -> None:
     torch.testing.assert_close(linear(x), expected)
     linear.reduction = lambda partial: partial
     assert not torch.allclose(linear(x), expected)
+
+
+@torch.inference_mode()
+def test_a_product_alone_is_added_up_too() -> None:
+    """One that is followed by no sum, of few tokens: in a draft head it mixes what the head attends from."""
+    linear = Linear(8, {"fc": 6}, bias=True)
+    linear.open_weights(Dense(), "fc")
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    assert linear.matrix.tile_key("plain") is not None, "it may be the kernel for few tokens"
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    expected = fused_layer.project_few(linear, x)
+    linear.matrix.dequantised().mul_(0.5)
+    linear.reduction = lambda partial: partial + partial
+    torch.testing.assert_close(fused_layer.project_few(linear, x), expected)

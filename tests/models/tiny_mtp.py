@@ -18,7 +18,7 @@ _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
 
 @dataclass
 class TinyMtp:
-    """The layer as a model of one layer, and what stands before it."""
+    """The layer as a model of one layer, and its input projection."""
 
     body: PreTrainedModel
     fc: Tensor  # [hidden, 2 * hidden]

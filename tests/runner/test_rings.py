@@ -36,8 +36,8 @@ def test_slots_come_in_turn_and_a_busy_one_is_never_handed_out() -> None:
 
 def test_outputs_survive_the_next_step_overwriting_its_buffer() -> None:
     outputs = OutputRing(CpuDevice(), max_reqs=4, num_drafts=2, max_tokens=8, depth=2)
-    plan = StepPlan.of(0, [ScheduledRequest(name, 1, row, 3, 0, True, 2) for row, name in enumerate("abc")])
-    # Status, drafts, accepted, foreseen, tokens.
+    plan = StepPlan.from_requests(0, [ScheduledRequest(name, 1, row, 3, 0, True, 2) for row, name in enumerate("abc")])
+    # Status, drafts, accepted, would_accept, tokens.
     rows = [[0, 2, 1, 0, 5, 6, -1], [3, 1, 0, 0, -1, -1, -1], [0, 0, 0, 1, 4, -1, -1]]
     out = torch.tensor(rows, dtype=torch.int32)
     logits = torch.randn(9, 30)
@@ -51,7 +51,7 @@ def test_outputs_survive_the_next_step_overwriting_its_buffer() -> None:
     assert result.token_ids == [[5, 6], [], [4]]
     assert result.statuses == [RowStatus.RUNNING, RowStatus.ERROR, RowStatus.RUNNING]
     assert (result.num_drafts, result.num_accepted) == ([2, 1, 0], [1, 0, 0])
-    assert result.foreseen == [0, 0, 1]
+    assert result.would_accept == [0, 0, 1]
     assert result.logprobs is not None
     assert [[row.token_ids[0] for row in own] for own in result.logprobs] == [[5, 6], [], [4]]
     position, scored = result.prompt_logprobs[1]

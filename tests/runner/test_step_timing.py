@@ -87,17 +87,18 @@ def prices_in_idle_time(mode: str, num_wanted: int) -> set[tuple[int, int]]:
     """Requests and drafts of the timed steps, where there was better to do so many times before."""
     device, told = Onlooker(1), set[tuple[int, int]]()
     core = adaptive_core(device, mode)
-    graphs = core.runner.graphs
-    graphs._on_cost = lambda num_reqs, num_drafts, seconds: told.add((num_reqs, num_drafts))
+    idle_work = core.runner.idle_work
+    assert idle_work.timer is not None
+    idle_work.timer.on_cost = lambda num_reqs, num_drafts, seconds: told.add((num_reqs, num_drafts))
     device.look = lambda: torch.zeros(0)
     for _ in range(num_wanted):
         assert core.use_idle_time(lambda: True)
     assert not device.seen
-    assert graphs.num_missing > 0
+    assert idle_work.num_left > 0
     while core.use_idle_time():
         pass
     assert device.seen
-    assert graphs.num_missing == 0
+    assert idle_work.num_left == 0
     return told
 
 

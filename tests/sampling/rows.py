@@ -31,7 +31,7 @@ def make_rows(
     for i, (request, history) in enumerate(zip(requests, histories, strict=True)):
         rows.stage_init(RowInit(len(requests) - 1 - i, request, history, 0))
         rows.flush()
-        needs |= SamplingNeeds.of(request)
+        needs |= SamplingNeeds.for_request(request)
     order = torch.arange(len(requests) - 1, -1, -1, dtype=torch.int32)
     return rows.sampling, Positions(order, rows.num_tokens[order]), needs
 

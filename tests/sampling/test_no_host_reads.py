@@ -1,6 +1,6 @@
 """Operations without a kernel of their own run on a GPU as they are: they read no value and stay on the device.
 
-Tensors without data stand for the GPU's: there is nothing in them to read, and they do not mix with the host's.
+Tensors without data replace the GPU's: there is nothing in them to read, and they do not mix with the host's.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ KNOWN = [
 ]
 
 
-def words(text: str) -> tuple[torch.Tensor, ...]:
+def parse_words(text: str) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor([int(word, 16)]) for word in text.split())
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_published_answers(counter: str, key: str, expected: str) -> None:
-    c0, c1, c2, c3 = words(counter)
-    k0, k1 = words(key)
-    assert philox((c0, c1, c2, c3), (k0, k1)) == words(expected)
+    c0, c1, c2, c3 = parse_words(counter)
+    k0, k1 = parse_words(key)
+    assert philox((c0, c1, c2, c3), (k0, k1)) == parse_words(expected)

@@ -117,12 +117,12 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
     together = sample(logits, rows, at, needs)
     for i in range(8):
         own = Positions(*(part[i : i + 1] for part in at))
-        alone = sample(logits[i : i + 1], rows, own, SamplingNeeds.of(cases[i][0]))
+        alone = sample(logits[i : i + 1], rows, own, SamplingNeeds.for_request(cases[i][0]))
         assert alone.token_ids[0] == together.token_ids[i]
 
 
 def test_a_row_is_its_requests_alone_whichever_had_it_before() -> None:
-    """What the last one has left in it, such as a longer list of biases or words, counts for nothing, even where a
+    """What the previous one has left in it, such as a longer list of biases or bad words, has no effect, even where a
     neighbour makes the step look at every parameter."""
     rng, needs = random.Random(4), SamplingNeeds(frozenset(o.name for o in operations()))
     for seed in range(20):
@@ -168,7 +168,7 @@ def test_a_batch_runs_what_it_needs_alone() -> None:
 
 
 def test_a_greedy_batch_needs_nothing() -> None:
-    assert SamplingNeeds.of(make_request([1], top_k=5, top_p=0.5, min_p=0.1)) == SamplingNeeds()
+    assert SamplingNeeds.for_request(make_request([1], top_k=5, top_p=0.5, min_p=0.1)) == SamplingNeeds()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_parameter_that_is_hardly_on_is_on(name: str, value: Any) -> None:
     """Nothing else of the batch would make the step look at it."""
     kind = "penalties" if name.endswith("_penalty") else name
     request = make_request([1], temperature=0.01, **{name: value})
-    needed = SamplingNeeds.of(request)
+    needed = SamplingNeeds.for_request(request)
     assert needed.operations == {"temperature", kind} - {"logprobs"}
     assert needed.noise and needed.logprobs == (kind == "logprobs")
 

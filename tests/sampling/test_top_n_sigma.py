@@ -64,7 +64,7 @@ def test_the_same_tokens_stay_at_any_temperature(temperature: float) -> None:
 
 
 def test_only_sampled_requests_need_it() -> None:
-    assert SamplingNeeds.of(make_request([1], top_n_sigma=1.0)) == SamplingNeeds()
-    needed = SamplingNeeds.of(make_request([1], temperature=1.0, top_n_sigma=0.001))
+    assert SamplingNeeds.for_request(make_request([1], top_n_sigma=1.0)) == SamplingNeeds()
+    needed = SamplingNeeds.for_request(make_request([1], temperature=1.0, top_n_sigma=0.001))
     assert needed.operations == {"temperature", "top_n_sigma"}
     assert SamplingParams().top_n_sigma == 0.0

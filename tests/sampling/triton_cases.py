@@ -19,7 +19,7 @@ VOCABULARIES = (1, 5, 1000, 5003)
 
 
 def grid_logits(n: int, vocab_size: int) -> Tensor:
-    """Numbers that every float type holds, so that all tie in the same places, with some tokens forbidden."""
+    """Numbers that every float type holds, so that ties are at the same columns, with some tokens forbidden."""
     logits = (torch.randn(n, vocab_size) * 64).round().clamp(-256, 256) / 32
     if vocab_size > 4:
         logits[torch.rand(n, vocab_size) < 0.1] = -torch.inf
@@ -70,7 +70,7 @@ def _draws() -> Iterator[Case]:
                     spoilt(grid_logits(n, v)), noise, scaled
                 ),
             )
-    # Tokens far apart in different blocks tie for the first place.
+    # Tokens far apart in different blocks tie for the maximum.
     yield Case(
         "draw_tokens-ties",
         draw_tokens,
@@ -155,23 +155,23 @@ def _top_k() -> Iterator[Case]:
     )
 
 
-def safe_p(logits: Tensor, wanted: float) -> float:
-    """Near what is wanted, but half a token away from where the answer changes."""
+def safe_p(logits: Tensor, expected: float) -> float:
+    """Near what is expected, but half a token away from where the answer changes."""
     probs = logits.double().softmax(0).sort(descending=True).values
     before = probs.cumsum(0) - probs
-    last = int((before < wanted).sum()) - 1
+    last = int((before < expected).sum()) - 1
     assert probs[last] > 4e-5
     return float(before[last] + probs[last] / 2)
 
 
-def safe_sigma(logits: Tensor, wanted: float) -> float:
-    """Near what is wanted, but in the middle between two logits."""
+def safe_sigma(logits: Tensor, expected: float) -> float:
+    """Near what is expected, but in the middle between two logits."""
     allowed = logits[torch.isfinite(logits)].double().unique()
     distances = ((allowed[-1] - allowed) / logits[torch.isfinite(logits)].double().std(correction=0)).sort().values
     if len(distances) < 2 or not torch.isfinite(distances).all():
-        return wanted
+        return expected
     middles = (distances[1:] + distances[:-1]) / 2
-    return float(middles[(middles - wanted).abs().argmin()])
+    return float(middles[(middles - expected).abs().argmin()])
 
 
 def _top_n_sigma() -> Iterator[Case]:
@@ -181,8 +181,8 @@ def _top_n_sigma() -> Iterator[Case]:
             logits = grid_logits(6, v)
             logits[:, 0] = 1.0  # nothing finite is a row of its own
             logits[5] = -torch.inf
-            wanted = (1.0, 0.3, 2.5)
-            n = [*(safe_sigma(row, n) for row, n in zip(logits, wanted, strict=False)), 0.0, 100.0, 1.0]
+            expected = (1.0, 0.3, 2.5)
+            n = [*(safe_sigma(row, n) for row, n in zip(logits, expected, strict=False)), 0.0, 100.0, 1.0]
             return {"logits": Real(logits), "top_n_sigma": torch.tensor(n)}
 
         yield Case(f"top_n_sigma-{vocab_size}", apply_top_n_sigma, args)
@@ -201,8 +201,8 @@ def _top_p() -> Iterator[Case]:
             logits[:, 0] = 1.0  # nothing finite is a row of its own
             logits[5] = -torch.inf
             logits[3, -1] = -200.0  # off is off, also for what has no mass
-            wanted = (0.5, 0.9, 0.2)
-            top_p = [*(safe_p(row, p) for row, p in zip(logits, wanted, strict=False)), 1.0, 0.0, 0.5]
+            expected = (0.5, 0.9, 0.2)
+            top_p = [*(safe_p(row, p) for row, p in zip(logits, expected, strict=False)), 1.0, 0.0, 0.5]
             return {"logits": Real(logits), "top_p": torch.tensor(top_p)}
 
         yield Case(f"top_p-{vocab_size}", apply_top_p, args)
@@ -218,8 +218,8 @@ def penalty_args(n: int, vocab_size: int, max_len: int) -> dict[str, Any]:
     num_rows = n + 2
     token_ids = torch.randint(0, vocab_size, (num_rows, max_len), dtype=torch.int32)
     positions = torch.randint(0, max_len - 9, (n,), dtype=torch.int32)
-    batch_rows = torch.randint(0, num_rows, (n,)).int()  # a row may have several: behind its drafts
-    # The definition looks as far as the longest row of the batch goes; nobody may look further.
+    batch_rows = torch.randint(0, num_rows, (n,)).int()  # a row may have several: one after each draft
+    # The definition reads up to the length of the longest row of the batch; nothing may read further.
     token_ids[:, int(positions.max()) :] = POISON << 16
     repetition = torch.rand(num_rows) + 0.6
     frequency, presence = torch.randn(2, num_rows)

@@ -21,12 +21,12 @@ class Engine:
     """Steps of a batch with a few in flight, drafts accepted at given rates, costs of which time is the sum."""
 
     def __init__(
-        self, num_reqs: int, cost: dict[int, float], seed: int = 0, in_flight: int = 2, foresees: bool = True
+        self, num_reqs: int, cost: dict[int, float], seed: int = 0, in_flight: int = 2, knows_acceptance: bool = True
     ) -> None:
         self.costs = StepCosts(in_graphs=True)
         for k, seconds in cost.items():
             self.costs.record(num_reqs, k, seconds)
-        self.policy = AdaptiveLength(CHOICES, 3, num_reqs, self.costs, foresees)
+        self.policy = AdaptiveLength(CHOICES, 3, num_reqs, self.costs, knows_acceptance)
         self.num_prompts = 0  # beside the decodes, in every step
         self._cost, self._n, self._random, self._depth = cost, num_reqs, random.Random(seed), in_flight
         for row in range(num_reqs):
@@ -39,7 +39,7 @@ class Engine:
         self.checked: list[int] = []
 
     def step(self, rates: tuple[float, ...]) -> None:
-        check, make = self.policy.wanted()
+        check, make = self.policy.next_lengths()
         check = min(check, self._made)
         n = self._n
         # Steps that are alike share a composition, as the scheduler's do. Prompts are chunks that draw nothing.
@@ -54,7 +54,7 @@ class Engine:
         draws = [self._random.random() for _ in range(n)] + [1.0] * p
         accepted = [sum(draw < rate for rate in rates[:check]) for draw in draws]
         # Of a draft that is there and has no place the device says whether it was right.
-        foreseen = [int(draw < rates[0] and self._made > 0 and check == 0) for draw in draws]
+        would_accept = [int(draw < rates[0] and self._made > 0 and check == 0) for draw in draws]
         # What a step costs is half what it checks and half what it makes.
         self.seconds += (self._cost[check] + self._cost[make]) / 2
         self.tokens += n + sum(accepted)
@@ -62,8 +62,8 @@ class Engine:
         self.trace.append(make)
         self.checked.append(check)
         self.policy.launched(composition)
-        self.policy.look()  # while it waits for an older one
-        self._flying.append((composition, accepted, foreseen))
+        self.policy.update()  # while it waits for an older one
+        self._flying.append((composition, accepted, would_accept))
         if len(self._flying) >= self._depth:
             self.policy.collected(*self._flying.pop(0))
 
@@ -144,7 +144,7 @@ def test_who_has_begun_with_drafts_soon_tries_more() -> None:
 
 
 def test_where_that_says_too_little_it_is_checked() -> None:
-    engine = Engine(2, dear(0.05), foresees=False)
+    engine = Engine(2, dear(0.05), knows_acceptance=False)
     engine.run(ZERO, 400)
     assert engine.policy.length == 0
     assert 0 < sum(engine.checked[-200:]) == sum(engine.trace[-201:-1])
@@ -167,10 +167,10 @@ def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
     policy.acceptance.usual[:] = 0.0
     policy.move_in(0)
     usual = Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 0)
-    while policy.wanted().make == 0:
+    while policy.next_lengths().make == 0:
         policy.launched(usual)
         policy.collected(usual, [0], [0])
-        policy.look()
+        policy.update()
     assert policy.length == 0, "a trial"
     drafting = Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 1)
     policy.launched(drafting)
@@ -180,7 +180,7 @@ def test_a_trial_says_nothing_of_who_has_the_row_next() -> None:
     other = Composition(("b",), (2,), (0,), (1,), (True,), (0,), 1, 0)
     policy.launched(other)
     policy.collected(other, [0], [0])
-    policy.look()
+    policy.update()
     assert policy.acceptance.num_failed[0] == before
 
 
@@ -232,13 +232,13 @@ def test_right_trials_are_followed_by_others_soon() -> None:
 def test_steps_that_were_in_flight_when_the_length_fell_are_no_trials() -> None:
     engine = Engine(1, dear(0.05), in_flight=4)
     engine.run(HIGH, 200)
-    engine.policy.look()
+    engine.policy.update()
     before = engine.policy._interval = 8
     engine.policy._longest_interval = 64
     usual = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     engine.policy.length = 1
     engine.policy.collected(usual, [0], [0])
-    engine.policy.look()
+    engine.policy.update()
     assert engine.policy._interval == before
 
 
@@ -262,14 +262,14 @@ def test_only_lengths_whose_cost_is_known_are_chosen() -> None:
 
 def test_without_any_cost_the_first_length_stays() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, StepCosts(in_graphs=True))
-    assert policy.wanted() == Lengths(3, 3)
+    assert policy.next_lengths() == Lengths(3, 3)
     policy.move_in(0)
     composition = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     for _ in range(200):
         policy.launched(composition)
         policy.collected(composition, [0], [0])
-        policy.look()
-    assert policy.wanted() == Lengths(3, 3)
+        policy.update()
+    assert policy.next_lengths() == Lengths(3, 3)
 
 
 def test_requests_are_learnt_of_one_by_one() -> None:
@@ -283,7 +283,7 @@ def test_requests_are_learnt_of_one_by_one() -> None:
     for _ in range(50):
         policy.launched(both)
         policy.collected(both, [3, 0], [0, 0])
-        policy.look()
+        policy.update()
     # A batch of the one that is always right wants many; of the other none.
     policy.launched(Composition(("a",), (1,), (2,), (4,), (True,), (3,), 4, 3))
     assert policy.length >= 3
@@ -301,7 +301,7 @@ def test_prompts_beside_decodes_are_not_counted() -> None:
     before = policy.acceptance.right[1].copy()
     policy.launched(mixed)
     policy.collected(mixed, [0, 0], [0, 0])
-    policy.look()
+    policy.update()
     assert np.array_equal(policy.acceptance.right[1], before)
     assert policy.acceptance.right[0, 0] < before[0]
 
@@ -315,7 +315,7 @@ def test_what_is_not_yet_learnt_of_a_row_is_not_its_next_requests() -> None:
     assert np.array_equal(policy.acceptance.right[0], before), "the device is waiting"
     policy.move_in(0)
     usual = policy.acceptance.right[0].copy()
-    policy.look()
+    policy.update()
     assert np.array_equal(policy.acceptance.right[0], usual)
     assert policy.acceptance.usual[0] < before[0], "but it counts for everybody"
 
@@ -363,17 +363,17 @@ def test_what_is_measured_in_graphs_stays() -> None:
 def test_steps_of_a_trial_are_half_of_each_length() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=False))
     for _ in range(60):
-        policy.took(step_of(0, 0), 1.0)
+        policy.record_seconds(step_of(0, 0), 1.0)
         for step in (step_of(0, 1), step_of(1, 0)):
-            policy.took(step, 1.1)
+            policy.record_seconds(step, 1.1)
     assert policy._costs.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
     assert policy._costs.seconds(1, 1) == pytest.approx(1.2, rel=0.05)  # measured: 1.5
 
 
 def test_steps_with_prompts_say_nothing_of_drafts() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=False))
-    policy.took(Composition(("a",), (1,), (0,), (9,), (True,), (0,), 9, 0), 9.0)
-    policy.took(Composition(("a", "b"), (1, 1), (0, 1), (1, 9), (True, True), (0, 0), 10, 0), 9.0)
+    policy.record_seconds(Composition(("a",), (1,), (0,), (9,), (True,), (0,), 9, 0), 9.0)
+    policy.record_seconds(Composition(("a", "b"), (1, 1), (0, 1), (1, 9), (True, True), (0, 0), 10, 0), 9.0)
     assert policy._costs.seconds(1, 0) == 1.0
 
 
@@ -387,14 +387,14 @@ def lengths_on_a_cpu(dear_measured: float, phases: list[tuple[int, float, float]
     rng, made, lengths = random.Random(3), 0, []
     for count, load, right in phases:
         for _ in range(count):
-            check, make = policy.wanted()
+            check, make = policy.next_lengths()
             check = min(check, made)
             step, draw = step_of(check, make), rng.random()
             policy.launched(step)
-            foreseen = int(draw < right and made > 0 and check == 0)
-            policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))], [foreseen])
-            policy.took(step, load * (1.0 + 0.12 * (check + make) / 2))
-            policy.look()
+            would_accept = int(draw < right and made > 0 and check == 0)
+            policy.collected(step, [sum(draw < right ** (i + 1) for i in range(check))], [would_accept])
+            policy.record_seconds(step, load * (1.0 + 0.12 * (check + make) / 2))
+            policy.update()
             made = make
             lengths.append(policy.length)
     return lengths
@@ -423,7 +423,7 @@ def test_steps_with_prompts_are_no_trials() -> None:
     for accepted in ([7, 0], [0, 0]):
         policy.launched(beside)
         policy.collected(beside, accepted, [0, 0])
-        policy.look()
+        policy.update()
         assert policy._interval == before
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from hypothesis import given, settings
@@ -24,8 +24,9 @@ class Undecided(Scheduler):
     def schedule(self) -> StepPlan | None:
         return self._decide()
 
-    def _take_all(self, result: StepResult, states: Sequence[RequestState]) -> TokenUpdates:
-        return self._take_each(result, states)
+    def collect(self, result: StepResult) -> TokenUpdates:
+        self._collector.take_all = self._collector.take_each  # type: ignore[method-assign]
+        return super().collect(result)
 
 
 class Counting(Scheduler):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -50,6 +54,18 @@ class RunningServer:
         finally:
             os.kill(pid, signal.SIGCONT)
 
+    def connect(self) -> socket.socket:
+        parts = urlsplit(self.url)
+        return socket.create_connection((parts.hostname or "", parts.port or 0), timeout=60)
+
+    def send(self, body: dict[str, Any], *headers: str) -> socket.socket:
+        """Ask for a completion; the answer is the caller's to read, or to leave."""
+        content = json.dumps(body).encode()
+        lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(content)}", *headers, "", ""]
+        client = self.connect()
+        client.sendall("\r\n".join(lines).encode() + content)
+        return client
+
     def wait_until_open(self, num_completions: int, timeout_s: float = 60.0) -> None:
         """As many continuations as this have been given to the engine and have not ended; it need not be running."""
         deadline = time.monotonic() + timeout_s
@@ -62,20 +78,20 @@ class RunningServer:
         return float(found[1]) if found else 0.0
 
     def _metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics").text
+        return httpx.get(f"{self.url}/metrics", timeout=60).text
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^slipstream_{name} (.*)$", self._metrics(), re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found[1])
 
-    def wait_until_idle(self, timeout_s: float = 20.0) -> None:
+    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.metric("running") or self.metric("waiting") or self.metric("free_pages") != self.metric("pages"):
             assert time.monotonic() < deadline, self._metrics()
             time.sleep(0.1)
 
-    def wait_for_line(self, text: str, timeout_s: float = 20.0) -> str:
+    def wait_for_line(self, text: str, timeout_s: float = 60.0) -> str:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for line in self.lines:
@@ -87,15 +103,17 @@ class RunningServer:
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        self.process.wait(20)
+        self.process.wait(60)
         assert self.process.stderr is not None
-        self.reader.join(5)
+        self.reader.join(60)
         self.process.stderr.close()
 
 
 def start_server(folder: Path, *options: str) -> RunningServer:
     command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0"]
     command += ["--served-model-name", MODEL_NAME, "--max-num-seqs", "8", *options]
+    if "--api-server-count" not in options:
+        command += ["--api-server-count", "1"]  # else a machine with many cores has several, each with lines of its own
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     server = RunningServer(process, "")
@@ -108,7 +126,7 @@ def start_server(folder: Path, *options: str) -> RunningServer:
 
     server.reader = threading.Thread(target=read, daemon=True)
     server.reader.start()
-    server.url = server.wait_for_line("serving", 60).rpartition(" on ")[2]
+    server.url = server.wait_for_line("serving", 120).rpartition(" on ")[2]
     return server
 
 

@@ -30,7 +30,7 @@ Step = tuple[Text, int, int]  # text or token ids, drafts that were checked, dra
 
 
 class ScriptedEngine:
-    """Answers every request with the same steps, at once; the last one ends it."""
+    """Answers every request with the same steps; the last one ends it. Each is an event of its own."""
 
     id_prefix = ""
 
@@ -49,7 +49,7 @@ class ScriptedEngine:
     def add(self, request: Request) -> None:
         self.requests.append(request)
         assert self.info.tokenizer is not None
-        steps = self.steps_of(request)
+        steps, updates = self.steps_of(request), list[TokenUpdate]()
         for i, (text, num_drafts, num_accepted) in enumerate(steps, 1):
             encode = self.info.tokenizer.encode
             text = text(request) if callable(text) else text
@@ -59,8 +59,16 @@ class ScriptedEngine:
                 update.logprobs = [self.logprob_row(token_id) for token_id in token_ids]
             update.num_drafts, update.num_accepted = num_drafts, num_accepted
             if num_drafts:
-                self.stats.count_drafts(num_drafts, num_accepted)
-            self._deliver(TokenUpdates.of([update]))
+                self.stats.drafts.add(num_drafts, num_accepted)
+            updates.append(update)
+        self._deliver_next(updates)
+
+    def _deliver_next(self, updates: list[TokenUpdate]) -> None:
+        """The first of them, and the rest when the server has written what came of it."""
+        self._deliver(TokenUpdates.from_list([updates.pop(0)]))
+        if updates:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._deliver_next, updates)
 
     def logprob_row(self, token_id: int) -> LogprobRow:
         """The token that was chosen is the second likeliest, with what ``likeliest`` says before and after it."""

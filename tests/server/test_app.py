@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from typing import Any
+
 import pytest
 
 from slipstream.types import Request
@@ -68,3 +72,29 @@ def test_choices_are_numbered_by_prompt_and_then_by_continuation(
         for choice in chunk["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == expected
+
+
+def test_a_long_prompt_holds_up_no_other_request(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tokenised in a thread: others are answered meanwhile."""
+    begun, may_go_on = threading.Event(), threading.Event()
+    encode = scripted.client.tokenizer.encode
+
+    def held(text: str, *options: Any, **more: Any) -> list[int]:
+        if len(text) > 5000:
+            begun.set()
+            assert may_go_on.wait(60)
+        return encode(text, *options, **more)
+
+    monkeypatch.setattr(scripted.client.tokenizer, "encode", held)
+
+    async def run() -> list[int]:
+        async with scripted.http() as http:
+            long = asyncio.create_task(http.post("/v1/completions", json={"prompt": "word " * 2000}))
+            while not begun.is_set():
+                await asyncio.sleep(0.005)
+            others = [await http.get("/health"), await http.post("/v1/completions", json={"prompt": "x"})]
+            assert not long.done()
+            may_go_on.set()
+            return [answer.status_code for answer in (*others, await long)]
+
+    assert asyncio.run(run()) == [200, 200, 400]

@@ -55,3 +55,40 @@ def test_a_field_of_another_route_is_not_its_own_hint(
     message = scripted.post(path, **body, **{field: [1]}).json()["error"]["message"]
     hinted = re.search(r"did you mean '(.*)'", message)
     assert hinted is None or hinted[1] in kind.model_fields
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": ""}, "prompt: it must not be empty"),
+        ({"prompt": []}, "prompt: it must not be empty"),
+        ({"prompt": 5}, "prompt: Input should be a valid string or a valid list"),
+        ({"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
+        ({"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0"),
+        ({"prompt": [[1], [1, -1]]}, "prompt.1.1: Input should be greater than or equal to 0"),
+        ({"prompt": [True]}, "prompt.0: Input should be a valid string or a valid integer or a valid list"),
+        ({"prompt": "x", "stop": ["x"] * 17}, "stop: List should have at most 16 items, not 17"),
+        ({"prompt": "x", "stop": ["x", ""]}, "stop.1: String should have at least 1 character"),
+        ({"prompt": "x", "stop": 1}, "stop: Input should be a valid string or a valid list"),
+        ({"messages": []}, "messages: it must not be empty"),
+        ({"messages": ["x"]}, "messages.0: Input should be an object"),
+        (
+            {"messages": [*MESSAGES, {"role": "user", "content": 5}]},
+            "messages.1.content: Input should be a valid string",
+        ),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: Input should be an object"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages.0.content.0.text: Input should be a valid string",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_told_in_the_words_of_the_api(
+    scripted: ScriptedServer, body: dict[str, Any], message: str
+) -> None:
+    """And not by the names of types in the server, of which a field may have several."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = scripted.post(path, **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert answer.json()["error"]["param"] == message.partition(":")[0].partition(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ def test_without_memory_for_another_process_the_server_goes_on(
         tries.append(clock.now)
         raise OSError("Cannot allocate memory")
 
-    monkeypatch.setattr(front_end_group.subprocess, "Popen", refuse)
+    monkeypatch.setattr(front_end_group, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
     for _ in range(1000):
         group._replace_dead()
         clock.now += 0.05

@@ -80,7 +80,7 @@ def test_what_python_takes_and_json_does_not_have(scripted: ScriptedServer, cont
     ],
 )
 def test_a_body_with_many_faults_is_read_to_the_first(kind: type[BaseModel], body: dict[str, Any]) -> None:
-    """An error for each of a million ids took 16 s and 4 GB, in which no other client was served."""
+    """An error for each of a million ids needed 16 s and 4 GB, in which no other client was served."""
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() <= MAX_LOGIT_BIAS + 1

@@ -1,11 +1,10 @@
-"""Many clients at once, clients that vanish, and whether anything is left behind."""
+"""Many clients at once, clients that vanish, and whether anything is left over."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -37,21 +36,14 @@ def many(count: int) -> httpx.AsyncClient:
 
 
 def test_200_streams_at_once(server: RunningServer) -> None:
-    async def run() -> list[tuple[str, float]]:
-        async def timed(client: httpx.AsyncClient, i: int) -> tuple[str, float]:
-            start = time.monotonic()
-            return await stream(client, server.url, f"prompt {i % 20}", 12), time.monotonic() - start
-
+    async def run() -> list[str]:
         async with many(200) as client:
-            return await asyncio.gather(*(timed(client, i) for i in range(200)))
+            return await asyncio.gather(*(stream(client, server.url, f"prompt {i % 20}", 12) for i in range(200)))
 
-    results = asyncio.run(run())
-    texts = [text for text, _ in results]
+    texts = asyncio.run(run())
     assert all(texts)
     for i in range(20):
         assert len(set(texts[i::20])) == 1, "the same prompt, the same text, whoever ran beside it"
-    # First come, first served: nobody waits much longer than it takes to serve everybody.
-    assert max(seconds for _, seconds in results) < 60
     server.wait_until_idle()
 
 
@@ -68,13 +60,11 @@ def test_100_clients_that_vanish_leave_nothing_behind(server: RunningServer) -> 
 def test_a_client_that_hangs_up_without_streaming_is_aborted_too(server: RunningServer) -> None:
     body = {"model": MODEL_NAME, "prompt": "long", "max_tokens": 500, "ignore_eos": True, "n": 8}
     num_aborted, num_tokens = server.num_aborted(), server.metric("tokens_out_total")
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=0.5)
-        while server.metric("running") < 8 and not asked.done():
-            pass
-        with server.engine_at_rest(), pytest.raises(httpx.ReadTimeout):
-            asked.result()
-    server.wait_until_idle(5)
+    with server.engine_at_rest():  # nothing comes to its end by itself
+        with server.send(body):
+            server.wait_until_open(8)
+        server.wait_until_open(0)
+    server.wait_until_idle()
     assert server.num_aborted() == num_aborted + 8
     assert server.metric("tokens_out_total") - num_tokens < 8 * 500
 

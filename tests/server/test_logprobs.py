@@ -147,7 +147,9 @@ def test_chunks_of_completions_join_to_the_whole_answer(split: ScriptedServer) -
     asked: dict[str, Any] = {"prompt": ["x", "y"], "n": 2, "logprobs": 3}
     whole = {choice["index"]: choice for choice in split.post("/v1/completions", **asked).json()["choices"]}
     told: dict[int, dict[str, Any]] = {i: {} for i in range(4)}
-    for chunk in chunks_of(split.post("/v1/completions", **asked, stream=True)):
+    chunks = chunks_of(split.post("/v1/completions", **asked, stream=True))
+    assert len(chunks) == 4 * 4, "each step of each choice is one"
+    for chunk in chunks:
         for choice in chunk["choices"]:
             for name, values in choice["logprobs"].items():
                 told[choice["index"]].setdefault(name, []).extend(values)

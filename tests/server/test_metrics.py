@@ -17,7 +17,7 @@ def samples_of(stats: EngineStats, is_synthetic: bool = False) -> Samples:
 def test_drafts_are_counted_by_position() -> None:
     stats = EngineStats()
     for drafts in ((3, 2), (3, 0), (1, 1)):
-        stats.count_drafts(*drafts)
+        stats.drafts.add(*drafts)
     samples = samples_of(stats)
     assert samples["draft_steps_total", None] == 3
     assert samples["draft_tokens_total", None] == 7

@@ -171,6 +171,6 @@ def test_another_model_is_not_found(client: OpenAI) -> None:
         client.chat.completions.create(model="gpt", messages=MESSAGES)
 
 
-def test_a_wish_that_cannot_be_met_is_refused(client: OpenAI) -> None:
+def test_an_unsupported_option_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="min_tokens 9 is above max_tokens 3; lower it"):
         client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, max_tokens=3, extra_body={"min_tokens": 9})

@@ -1,4 +1,4 @@
-"""Places in the queue: a request takes as many as it has continuations, and gives them back once, however it ends."""
+"""Queue slots: a request takes one for each choice, and releases them once, however it ends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_as_many_as_there_are_places_are_taken(narrow: ScriptedServer, monkeypat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("ends", ["well", "refused", "the engine is away", "n beyond the places", "fails later"])
+@pytest.mark.parametrize("ends", ["well", "refused", "the engine is away", "n beyond the queue", "fails later"])
 def test_every_end_gives_the_places_back_once(
     narrow: ScriptedServer, ends: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,19 +63,19 @@ def test_every_end_gives_the_places_back_once(
     def fail_later(request: Request) -> None:
         updates = [TokenUpdate(request.request_id, [5]), TokenUpdate(request.request_id, [], "error", error="fault")]
         for seconds, update in zip((0.0, 0.05), updates, strict=True):
-            asyncio.get_running_loop().call_later(seconds, narrow.engine._deliver, TokenUpdates.of([update]))
+            asyncio.get_running_loop().call_later(seconds, narrow.engine._deliver, TokenUpdates.from_list([update]))
 
     asked = {"prompt": ["x", "y"], "stream": stream}
-    statuses = {"well": [200], "refused": [400], "the engine is away": [503], "n beyond the places": [400]}
+    statuses = {"well": [200], "refused": [400], "the engine is away": [503], "n beyond the queue": [400]}
     expected = statuses.get(ends, [200, 500] if stream else [500])  # a stream that has begun has told its status
     with monkeypatch.context() as patch:
         if ends == "refused":
-            asked["prompt"] = ["x", "y" * 5000]  # the second is too long, when the first has its place
+            asked["prompt"] = ["x", "y" * 5000]  # the second is too long, when the first has its slot
         elif ends == "the engine is away":
             patch.setattr(narrow.engine, "add", be_away)
         elif ends == "fails later":
             patch.setattr(narrow.engine, "add", fail_later)
-        elif ends == "n beyond the places":
+        elif ends == "n beyond the queue":
             asked["n"] = 2
         for _ in range(3):
             assert narrow.post(PATH, **asked).status_code in expected

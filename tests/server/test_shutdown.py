@@ -29,7 +29,7 @@ class Endless(ScriptedEngine):
 
     def say(self, num_tokens: int) -> None:
         updates = [TokenUpdate(request.request_id, [70] * num_tokens) for request in self.requests]
-        self._deliver(TokenUpdates.of(updates))
+        self._deliver(TokenUpdates.from_list(updates))
 
 
 def make(tokenizer: Tokenizer, shutdown_timeout_s: float) -> tuple[FrontEnd, Endless]:
@@ -50,9 +50,9 @@ def test_a_client_that_does_not_read_holds_nothing_up(
 ) -> None:
     """A closed connection is all it is told; what it had asked for counts as aborted, and nothing is traced."""
     caplog.set_level(logging.INFO)
-    front_end, engine = make(tokenizer, 30.0 if is_forced else 0.0)
+    front_end, engine = make(tokenizer, 3600.0 if is_forced else 0.0)
 
-    async def serve_and_end() -> float:
+    async def serve_and_end() -> None:
         listener = open_listener("127.0.0.1", 0, is_shared=False)
         await front_end.start([listener])
         _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
@@ -63,13 +63,12 @@ def test_a_client_that_does_not_read_holds_nothing_up(
         while connection.can_write:
             engine.say(10_000)
             await asyncio.sleep(0)
-        start = asyncio.get_running_loop().time()
         await front_end.shut_down(lambda: is_forced)
+        assert connection.is_lost, "it was not waited for"
         writer.close()
-        return asyncio.get_running_loop().time() - start
 
-    assert asyncio.run(serve_and_end()) < 10
-    assert f"shutting down: 3 requests have {30 if is_forced else 0} s to finish" in caplog.text
+    asyncio.run(serve_and_end())
+    assert f"shutting down: 3 requests have {3600 if is_forced else 0} s to finish" in caplog.text
     assert "shut down: 0 requests finished, 3 aborted" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
 
@@ -97,10 +96,10 @@ def test_a_client_that_falls_behind_gets_the_rest_in_one_piece(tokenizer: Tokeni
             num_said += 10
             await asyncio.sleep(0)
         assert connection._transport.get_write_buffer_size() == buffered, "news of a slow client is not queued as bytes"
-        engine._deliver(TokenUpdates.of([TokenUpdate(engine.requests[0].request_id, [], "length")]))
+        engine._deliver(TokenUpdates.from_list([TokenUpdate(engine.requests[0].request_id, [], "length")]))
         answer = b""
         while not answer.endswith(b"0\r\n\r\n"):
-            answer += await asyncio.wait_for(reader.read(1 << 20), 10)
+            answer += await asyncio.wait_for(reader.read(1 << 20), 60)
         found = [json.loads(event) for event in re.findall(rb"data: (\{.*?\})\n\n", answer)]
         text = "".join(event["choices"][0]["text"] for event in found)
         assert len(text) == num_said

@@ -22,8 +22,8 @@ def test_sigterm_while_loading_leaves_nothing(model_folder: Path, tmp_path: Path
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 60
-    wanted = "slipstream-*/watch-0" if moment == "with an engine process" else "slipstream-*"
-    while not list(tmp_path.glob(wanted)):
+    expected = "slipstream-*/watch-0" if moment == "with an engine process" else "slipstream-*"
+    while not list(tmp_path.glob(expected)):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     children: list[int] = []
@@ -35,10 +35,11 @@ def test_sigterm_while_loading_leaves_nothing(model_folder: Path, tmp_path: Path
         ]
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 143
     assert "Traceback" not in said
     assert not list(tmp_path.glob("slipstream-*"))
+    deadline = time.monotonic() + 60
     for pid in children:  # one that the signal met while it was started ends by itself, when it finds no server
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < deadline, "the engine loads on"
@@ -49,12 +50,13 @@ def test_health_tells_of_an_engine_that_does_not_answer(server: RunningServer) -
     health = f"{server.url}/health"
     assert httpx.get(health).status_code == 200
     with server.engine_at_rest():
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (answer := httpx.get(health)).status_code == 200:
             assert time.monotonic() < deadline, "a hung engine was not noticed"
             time.sleep(0.1)
         assert answer.status_code == 503
         assert "the engine process has not answered for" in answer.json()["error"]["message"]
+    deadline = time.monotonic() + 60
     while httpx.get(health).status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -41,7 +41,7 @@ def test_chat_warns_only_of_what_was_asked_for(small: ScriptedServer, name: str)
 
 def test_several_prompts_are_one_line(small: ScriptedServer) -> None:
     answer = small.post("/v1/completions", prompt=["abcd", "x", "xyz"], max_tokens=500)
-    assert answer.headers[WARNING] == f"{LOWERED}; so it is with 2 more prompts"
+    assert answer.headers[WARNING] == f"{LOWERED}; the same holds for 2 more prompts"
     answer = small.post("/v1/completions", prompt=["x", "abcd"], max_tokens=62)
     assert answer.headers[WARNING].startswith("max_tokens was lowered from 62 to 60: ")
 

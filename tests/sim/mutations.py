@@ -1,9 +1,9 @@
-"""Does the simulator find faults? Each of these changes one line; each must be found.
+"""Does the simulator find faults? Each of these changes a piece of code; each must be found.
 
     python -m tests.sim.mutations [--seeds 200] [--only NAME]
 
-The tree is copied, the line changed, and the worlds run until one fails. What was found, and after how many seeds, is
-printed as a table. A mutation whose line is no longer there is an error: the list is kept true by hand.
+The tree is copied, the code changed, and the worlds run until one fails. What was found, and after how many seeds, is
+printed as a table. A mutation whose code is no longer there is an error: the list is kept true by hand.
 """
 
 from __future__ import annotations
@@ -17,17 +17,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-class Mutation(NamedTuple):
-    name: str
-    file: str
-    line: str
-    changed: str
-
+from tests.sim.planted import ROOT, Mutation, plant
 
 MUTATIONS = [
     Mutation(
@@ -92,25 +83,25 @@ MUTATIONS = [
     ),
     Mutation(
         "staging: the batch stays what it was in the first step",
-        "runner/input_batch.py",
-        "if self._staged is None or composition is not self._staged.composition:",
-        "if self._staged is None:",
+        "runner/batch.py",
+        "if batch is None or batch.composition is not composition:",
+        "if batch is None:",
     ),
     Mutation(
         "scheduler: the last token may come from the cache",
-        "scheduler/scheduler.py",
+        "scheduler/request_pages.py",
         "num_pages = (len(state.token_ids) - 1) // self.pool.page_size",
         "num_pages = len(state.token_ids) // self.pool.page_size",
     ),
     Mutation(
         "scheduler: a page is remembered before its last token is computed",
-        "scheduler/scheduler.py",
-        "self._remember_pages(state, len(state.token_ids) - 1 if",
-        "self._remember_pages(state, len(state.token_ids) if",
+        "scheduler/collected_step.py",
+        "self._pages.remember(state, len(state.token_ids) - 1 if",
+        "self._pages.remember(state, len(state.token_ids) if",
     ),
     Mutation(
         "scheduler: pages for one token too few",
-        "scheduler/scheduler.py",
+        "scheduler/request_pages.py",
         "missing = self.pool.pages_for(state.num_slots) - len(state.page_ids)",
         "missing = self.pool.pages_for(state.num_slots - 1) - len(state.page_ids)",
     ),
@@ -194,13 +185,13 @@ MUTATIONS = [
     ),
     Mutation(
         "drafts: the mirror stays as if all were accepted",
-        "scheduler/scheduler.py",
+        "scheduler/collected_step.py",
         "state.num_computed -= num_drafts - max(0, len(token_ids) - 1)",
         "state.num_computed -= 0",
     ),
     Mutation(
         "drafts: the mirror stays as if all were accepted where all go on",
-        "scheduler/scheduler.py",
+        "scheduler/collected_step.py",
         "state.num_computed -= num_drafts + 1 - len(new)",
         "state.num_computed -= 0",
     ),
@@ -294,20 +285,21 @@ MUTATIONS = [
     Mutation(
         "lengths: a step with another number of drafts runs in the same graph",
         "runner/step_graphs.py",
-        "num_drafts = batch.drafting.num_drafts if drafting and tier",
-        "num_drafts = self._drafts.initial if drafting and tier",
+        "desc = self.manager.dispatch(num_reqs, num_tokens, query_len, tier, work.num_drafts, inside)",
+        'proposed = self.plan.initial if tier == "fast" and batch.drafting.padded_reqs else 0\n'
+        "        desc = self.manager.dispatch(num_reqs, num_tokens, query_len, tier, proposed, inside)",
     ),
     Mutation(
         "following: a launched step without drafts is not shown to the head",
-        "runner/step_graphs.py",
-        "self._follower.run(drafted)",
+        "runner/generate_head.py",
+        "head.follower.run(drafted)",
         "pass",
     ),
     Mutation(
-        "following: the target does not say what it thought of a step without drafts",
-        "runner/step_graphs.py",
-        "program.target(batch, drafting is not None)",
-        "program.target(batch, drafting is not None and drafting.makes)",
+        "following: the target leaves no hidden states in a step without drafts",
+        "runner/generate_head.py",
+        "return None if self.requirements.drafting is None else",
+        "return None if (own := self.requirements.drafting) is None or not own.proposes else",
     ),
     Mutation(
         "notes: the head drafts without having read them",
@@ -335,21 +327,21 @@ MUTATIONS = [
     ),
     Mutation(
         "logits: in the order of tokens where not all decode",
-        "runner/program.py",
+        "runner/generate_head.py",
         "chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)",
         "chosen = hidden[: len(wanted)]",
     ),
     Mutation(
         "checking: drafts that are there are taken for none",
         "runner/input_batch.py",
-        "are_none=decode_len == 1,",
-        "are_none=decode_len is not None and decode_len < 3,",
+        "are_none=shape.decode_len == 1,",
+        "are_none=shape.decode_len is not None and shape.decode_len < 3,",
     ),
     Mutation(
         "gaps: of a single token they are not seen",
         "speculate/draft_gaps.py",
-        "gap = runs & (first > end)\n    if not goes",
-        "gap = runs & (first > end + 1)\n    if not goes",
+        "gap = runs & (first > end)\n    if not goes_over_all",
+        "gap = runs & (first > end + 1)\n    if not goes_over_all",
     ),
     Mutation(
         "gaps: attention begins a token early",
@@ -479,11 +471,8 @@ def find(mutation: Mutation, num_seeds: int) -> str:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         for name in ("slipstream", "tests"):
             shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
-        path = Path(folder) / "slipstream" / mutation.file
-        text = path.read_text()
-        if text.count(mutation.line) != 1:
-            raise SystemExit(f"{mutation.name}: its line stands {text.count(mutation.line)} times in {mutation.file}")
-        path.write_text(text.replace(mutation.line, mutation.changed))
+        path, text = plant(mutation)
+        (Path(folder) / path).write_text(text)
         command = [sys.executable, "-m", "tests.sim", "--seeds", str(num_seeds), "--jobs", "1", "--stop"]
         ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         found = re.search(r"^seed (\d+): (.*)$", ran.stdout, re.MULTILINE)

@@ -87,7 +87,7 @@ def test_nobody_is_told_anything_while_bounds_will_do() -> None:
 
 def test_a_step_that_runs_ahead_of_others_does_not_know_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the drain is there for."""
-    monkeypatch.setattr(Scheduler, "_must_know_lengths", lambda _self: False)
+    monkeypatch.setattr(Scheduler, "_must_drain", lambda _self: False)
     found = []
     for seed in SEEDS:
         try:

@@ -27,7 +27,7 @@ from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescripto
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput, _Channel
-from slipstream.runner.input_batch import InputBuffers
+from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.rings import Ring
 from slipstream.runner.staging import _StagingSlot
@@ -251,15 +251,15 @@ def test_3_a_property_that_copies_lengths_to_the_host() -> None:
 
 
 def test_3_a_bound_that_forgets_what_this_step_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = InputBuffers.stage
+    right = BatchPreparer.prepare
 
-    def faulty(self: InputBuffers, plan: StepPlan) -> Any:
+    def faulty(self: BatchPreparer, plan: StepPlan) -> Any:
         batch = right(self, plan)
-        batch.attention.seq_lens_cpu_upper_bound[:] -= [r.num_tokens for r in plan.requests]
+        batch.inputs.attention.seq_lens_cpu_upper_bound[:] -= [r.num_tokens for r in plan.requests]
         return batch
 
     assert_right(faults_found())
-    monkeypatch.setattr(InputBuffers, "stage", faulty)
+    monkeypatch.setattr(BatchPreparer, "prepare", faulty)
     assert_found(faults_found(), DeviceFaultError)
 
 
@@ -331,7 +331,7 @@ def capture_lazily(device: SimDevice, shared: bool) -> CudaGraphManager:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_5_warm_up_and_capture_share_one_lazy_state(seed: int) -> None:
-    with pytest.raises(CaptureError, match="which the warm-up made"):
+    with pytest.raises(CaptureError, match="which the warm-up allocated"):
         capture_lazily(SimDevice(seed), shared=True)
     capture_lazily(SimDevice(seed), shared=False)
 

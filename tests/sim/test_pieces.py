@@ -133,7 +133,7 @@ def test_drafts_decoded_in_pieces_are_found(monkeypatch: pytest.MonkeyPatch, fol
     speculator, device, size = runner.speculator, runner.device, 4
     assert isinstance(speculator, EagleSpeculator)
     batch = runner.buffers.no_drafting.static(size, size, 1, 96, K)
-    pieces = PiecewiseForward(device, runner.graphs._manager.pool)
+    pieces = PiecewiseForward(device, runner.graphs.manager.pool)
     with torch.inference_mode(), device.use_stream(device.compute_stream):
         each, bounds = speculator._one_each[: size + 1], batch.seq_lens_bound
         context = speculator._context(batch, size, each, batch.start_loc_cpu, 1, bounds)

@@ -21,10 +21,10 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.graphs.piecewise import PiecewiseForward
-from slipstream.runner.async_output import InFlightStep
-from slipstream.runner.input_batch import InputBatch
+from slipstream.runner.batch import PreparedBatch
+from slipstream.runner.executor import StepExecutor
+from slipstream.runner.program import LaunchedStep
 from slipstream.runner.runner import Runner
-from slipstream.runner.step_graphs import StepGraphs
 from slipstream.types import Request, StepPlan
 from tests import tiny_models
 from tests.attention.fake_flashinfer import FakeLibrary, paths_of
@@ -187,7 +187,7 @@ class Watched:
 
     @property
     def num_target_replays(self) -> int:
-        own = {id(pieces) for pieces in self.engine.core.runner.graphs._pieces.values()}
+        own = {id(pieces) for pieces in self.engine.core.runner.graphs.pieces.values()}
         return sum(id(pieces) in own for pieces in self.replays)
 
 
@@ -203,10 +203,10 @@ def watch(
     core = watched.engine.core
     while record_all and core.use_idle_time():
         pass
-    launch, replay, choose = Runner._launch, PiecewiseForward.replay, StepGraphs.run
+    launch, replay, run_step = Runner._launch, PiecewiseForward.replay, StepExecutor.run
     modes: list[CUDAGraphMode] = []
 
-    def launch_watched(self: Runner, plan: StepPlan) -> InFlightStep:
+    def launch_watched(self: Runner, plan: StepPlan) -> LaunchedStep:
         before, drains, plans = len(core._in_flight), core.stats.num_drains, watched.num_plans
         who = plan.composition
         decodes = [n == 1 + k for n, k in zip(who.num_tokens, who.num_drafts, strict=True)]
@@ -215,19 +215,16 @@ def watch(
         watched.launches.append(Launch(before, drains, *kinds, watched.num_plans - plans, modes.pop()))
         return step
 
-    def run_watched(self: StepGraphs, batch: InputBatch, *wishes: Any) -> Any:
-        out = choose(self, batch, *wishes)
-        chosen = self._choices.get(batch)
-        assert chosen is not None
-        modes.append(chosen.desc.mode)
-        return out
+    def run_watched(self: StepExecutor, batch: PreparedBatch) -> Any:
+        modes.append(batch.graph.desc.mode)
+        return run_step(self, batch)
 
     def replay_watched(self: PiecewiseForward, context: Any) -> Any:
         watched.replays.append(self)
         return replay(self, context)
 
     patch.setattr(Runner, "_launch", launch_watched)
-    patch.setattr(StepGraphs, "run", run_watched)
+    patch.setattr(StepExecutor, "run", run_watched)
     patch.setattr(PiecewiseForward, "replay", replay_watched)
     return watched
 

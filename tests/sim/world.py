@@ -116,7 +116,7 @@ class Drafted:
     num_tokens: int
     start: int  # of its own keys, without a gap
     end: int
-    num_made: int = 0  # by the newest step
+    num_proposed: int = 0  # by the newest step
     num_before: int = 0  # by the one before: those that the newest step could check
     start_before: int = 0
 
@@ -124,11 +124,11 @@ class Drafted:
         self, scheduled: ScheduledRequest, num_new: int, plan: StepPlan, goes_over_all: bool, follows: bool
     ) -> None:
         """Another step is collected."""
-        first, num_made = self.num_computed, plan.composition.num_next_drafts
+        first, num_proposed = self.num_computed, plan.composition.num_next_drafts
         self.num_tokens += num_new
         self.num_computed = self.num_tokens - 1 if num_new else first + scheduled.num_tokens - scheduled.num_drafts
-        self.num_before, self.start_before, self.num_made = self.num_made, self.start, num_made
-        if num_made or follows:
+        self.num_before, self.start_before, self.num_proposed = self.num_proposed, self.start, num_proposed
+        if num_proposed or follows:
             begins = first if goes_over_all else self.num_computed - 1 - plan.composition.num_caught_up
             if first > self.end and begins > self.end:
                 self.start = begins
@@ -486,7 +486,7 @@ class World:
         self.core.scheduler.check_idle()
         runner, peek = self.core.runner, self.device.peek
         rows = runner.rows
-        for ring in (rows._staged._ring, runner._outputs._ring):
+        for ring in (rows._staged._ring, runner.head.outputs._ring):
             assert all(slot.event.query() for slot in ring.slots), "a ring slot is still in use"
         assert peek(rows.status)[rows.scratch_row] == RowStatus.INERT, "the scratch row runs"
         assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"

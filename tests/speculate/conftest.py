@@ -11,7 +11,7 @@ from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
-from slipstream.runner.step_graphs import OnCost
+from slipstream.runner.step_timing import OnCost
 from slipstream.scheduler.draft_length import DraftLength
 from tests import tiny_models
 from tests.sim.world import RandomLength

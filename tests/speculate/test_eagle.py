@@ -178,7 +178,7 @@ def test_what_is_recorded_later_writes_no_old_notes(written: Any, monkeypatch: p
         return desc.tier == "fast" and not desc.num_drafts and follower.leaves_notes(desc)
 
     def are_missing(*num_reqs: int) -> bool:
-        missing = {desc.num_reqs for desc in graphs._manager._missing if leaves_notes(desc)}
+        missing = {desc.num_reqs for desc in graphs.manager._missing if leaves_notes(desc)}
         return not missing.isdisjoint(num_reqs)
 
     def kept() -> list[torch.Tensor]:

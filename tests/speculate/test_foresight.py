@@ -27,9 +27,9 @@ class Unchecked(FixedLength):
     def launched(self, composition: Composition) -> None:
         self._lengths = Lengths(0, 0 if composition.num_next_drafts else 1)
 
-    def collected(self, composition: Composition, num_accepted: Sequence[int], foreseen: Sequence[int]) -> None:
+    def collected(self, composition: Composition, num_accepted: Sequence[int], would_accept: Sequence[int]) -> None:
         assert not any(num_accepted)
-        self.said = list(foreseen)
+        self.said = list(would_accept)
 
 
 def outcomes(engine: Engine, num_steps: int) -> list[tuple[bool, bool, bool]]:
@@ -61,7 +61,7 @@ def test_it_is_the_token_that_came(
 
 
 @pytest.mark.parametrize(
-    ("method", "verify", "foresees"),
+    ("method", "verify", "knows_acceptance"),
     [
         ("eagle3", "match", True),
         ("eagle3", "synthetic", True),
@@ -70,9 +70,11 @@ def test_it_is_the_token_that_came(
         ("ngram", "rejection", True),
     ],
 )
-def test_whose_drafts_have_noise_of_their_own_has_them_checked(method: Any, verify: Any, foresees: bool) -> None:
+def test_whose_drafts_have_noise_of_their_own_has_them_checked(
+    method: Any, verify: Any, knows_acceptance: bool
+) -> None:
     """Speculative sampling accepts more than is equal; what a lookup finds has no noise."""
-    assert speculation(method, 3, verify=verify, adaptive=True).foresees is foresees
+    assert speculation(method, 3, verify=verify, adaptive=True).knows_acceptance is knows_acceptance
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise", "none"])

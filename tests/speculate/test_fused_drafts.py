@@ -14,16 +14,18 @@ from tests.speculate import test_head_drafts
 
 @pytest.mark.parametrize("name", test_head_drafts.HEADS)
 def test_what_the_engine_drafts_with_few_launches(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes: list[int] = []
-    behind = fused_layer.FusedLayers._behind
+    num_layers: list[int] = []
+    original = fused_layer.FusedLayers._after_projection
     monkeypatch.setattr(fused_layer, "max_fused_tokens", lambda like, weights: 16)
     monkeypatch.setattr(
-        fused_layer.FusedLayers, "_behind", lambda *args: passes.append(len(args[0].layers)) or behind(*args)
+        fused_layer.FusedLayers,
+        "_after_projection",
+        lambda *args: num_layers.append(len(args[0].layers)) or original(*args),
     )
     target, head = tmp_path / "target", tmp_path / "head"
     target.mkdir()
     head.mkdir()
     tiny_models.save(tiny_models.build("llama", num_hidden_layers=tiny_heads.NUM_LAYERS), target)
     test_head_drafts.test_what_the_engine_drafts(name, 2, target, head)
-    assert passes.count(1) > 20
-    assert passes.count(tiny_heads.NUM_LAYERS) > 5
+    assert num_layers.count(1) > 20
+    assert num_layers.count(tiny_heads.NUM_LAYERS) > 5

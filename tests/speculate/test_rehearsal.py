@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.build import Engine, decide_draft_length
-from slipstream.runner.program import StepProgram
+from slipstream.runner.generate_head import GenerateHead
 from slipstream.scheduler.acceptance import Judged
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.step_costs import StepCosts
@@ -167,7 +167,7 @@ class Writer:
         begin, text = len(coming), list(text)
         coming += text
         while begin < len(coming):
-            check, make = self.policy.wanted()
+            check, make = self.policy.next_lengths()
             check = min(check, self._made)
             wanted.append(Lengths(check, make))
             draft = oracle(coming[:begin], check, 1, 5, 7) if check else []
@@ -185,7 +185,7 @@ class Writer:
                 ),
             )
             self.policy.launched(composition)
-            self.policy.look()
+            self.policy.update()
             self._flying.append((composition, right, new))
             if len(self._flying) == 2:
                 composition, right, new = self._flying.pop(0)
@@ -246,7 +246,7 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
     adaptive = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config=adaptive, steps_in_flight=2)
     core, policy = engine.core, engine.core.scheduler.drafts.length
-    assert isinstance(policy, AdaptiveLength) and core.runner.graphs._drafts.num_made(1) == 3
+    assert isinstance(policy, AdaptiveLength) and core.runner.graphs.plan.num_proposed(1) == 3
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
             policy._costs.record(num_reqs, k, 1.0 + 0.06 * k)
@@ -294,8 +294,8 @@ def test_a_beginning_says_nothing_of_what_its_drafts_will_cost() -> None:
         costs.record(1, k, 1.0 + 0.1 * k)
     policy = AdaptiveLength(CHOICES, 5, 1, costs, True, NgramRehearsal(speculation("ngram", 7, adaptive=True), 1))
     for _ in range(20):
-        policy.took(Composition(("a",), (1,), (0,), (8,), (True,), (7,), 8, 7), 1.7)
-        policy.took(Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 7), 1.0)
+        policy.record_seconds(Composition(("a",), (1,), (0,), (8,), (True,), (7,), 8, 7), 1.7)
+        policy.record_seconds(Composition(("a",), (1,), (0,), (1,), (True,), (0,), 1, 7), 1.0)
     assert costs.seconds(1, 7) == pytest.approx(1.7, rel=0.02)
     assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.02)
 
@@ -319,15 +319,17 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
 ) -> None:
     engine = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": True})
     core, made = engine.core, []
-    policy, draft = core.scheduler.drafts.length, StepProgram.draft
+    policy, draft = core.scheduler.drafts.length, GenerateHead.draft
     assert isinstance(policy, AdaptiveLength)
 
-    def watched(self: StepProgram, batch: DraftBatch, *args: Any, **kwargs: Any) -> None:
+    def watched(self: GenerateHead, batch: DraftBatch, *args: Any, **kwargs: Any) -> None:
         made.append(batch.num_drafts)
         draft(self, batch, *args, **kwargs)
 
-    monkeypatch.setattr(StepProgram, "draft", watched)
-    core.runner.graphs._measure_launches(1, 2)
+    monkeypatch.setattr(GenerateHead, "draft", watched)
+    timer = core.runner.idle_work.timer
+    assert timer is not None
+    timer.time_launches(1, 2)
     assert set(made) == {3}
     monkeypatch.setattr(policy, "_decide", lambda: None)
     policy.length, policy._interval = 2, 1000
@@ -336,5 +338,5 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
     seen = set()
     for _ in range(6):
         core.step()
-        seen.add((core.stats.draft_length, core.scheduler.drafts.num_made))
+        seen.add((core.stats.draft_length, core.scheduler.drafts.num_proposed))
     assert seen == {(2, 3)}

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.cli import main
 from slipstream.models.weights import open_checkpoint
-from slipstream.train.teacher import Teacher, load_teacher
+from slipstream.train.target import TargetModel, load_target
 from tests import tiny_models
 
 OPTIONS: dict[str, Any] = {
@@ -36,7 +36,7 @@ def build_target(num_layers: int = 7, **changes: Any) -> Any:
 
 
 def arguments(target: Path, out: Path, **changes: Any) -> list[str]:
-    """Of the command line."""
+    """Arguments of the command line."""
     options = {"model": target, "out": out, **OPTIONS, **changes}
     return ["train", "eagle3", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
 
@@ -57,5 +57,5 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 TAPS = (2, 3, 4)
 
 
-def teacher_of(target: Path, dtype: str = "float64") -> Teacher:
-    return load_teacher(target, open_checkpoint(target), TAPS, "cpu", dtype)
+def open_target_model(target: Path, dtype: str = "float64") -> TargetModel:
+    return load_target(target, open_checkpoint(target), TAPS, "cpu", dtype)

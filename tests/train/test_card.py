@@ -27,7 +27,7 @@ def test_data_steps_time_and_acceptance_are_named(tmp_path: Path) -> None:
     write_card(tmp_path, ABOUT)
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("# EAGLE-3 head for some/model\n")
-    for words in (
+    for text_part in (
         "24,000 texts, 11,797,118 tokens",
         "in 143 s",
         "16,000 tokens, 98.7% of held-out texts",
@@ -37,7 +37,7 @@ def test_data_steps_time_and_acceptance_are_named(tmp_path: Path) -> None:
         "14.4 M in bfloat16",
         "--model some/model --speculate eagle3",
     ):
-        assert words in text, words
+        assert text_part in text, text_part
     assert "given prompts" not in text
 
 

@@ -17,16 +17,16 @@ from slipstream.train import loss as loss_module
 from slipstream.train.attention import KeyValue, draft_attention
 from slipstream.train.eagle3 import make_head
 from slipstream.train.export import write_head
-from slipstream.train.loop import Trainer
 from slipstream.train.loss import soft_cross_entropy, target_distribution
 from slipstream.train.settings import FORMATS, TrainSettings
-from slipstream.train.teacher import padded_length
+from slipstream.train.target import padded_length
+from slipstream.train.trainer import Trainer
 from slipstream.train.vocabulary import choose_vocabulary
 from tests import tiny_models
 from tests.engine.drive import make_request, run
 from tests.speculate.test_head_drafts import watch
-from tests.train.conftest import OPTIONS, teacher_of
-from tests.train.test_loop import random_texts
+from tests.train.conftest import OPTIONS, open_target_model
+from tests.train.test_trainer import random_texts
 
 
 def naive_attention(q: Tensor, past: list[KeyValue]) -> Tensor:
@@ -85,10 +85,10 @@ def test_loss_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_engine_drafts_the_trainers_chain(format: str, target: Path, tmp_path: Path) -> None:  # noqa: A002
     settings = TrainSettings(**OPTIONS, model=str(target), out=str(tmp_path))
-    teacher = teacher_of(target)
+    target_model = open_target_model(target)
     ids = torch.randperm(272, generator=torch.Generator().manual_seed(5))[:200]
     vocabulary = choose_vocabulary(ids, 272, 200)
-    head = make_head(settings, teacher, vocabulary)
+    head = make_head(settings, target_model, vocabulary)
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():  # far enough from its beginning that every weight matters
         for parameter in head.parameters():
@@ -97,7 +97,7 @@ def test_the_engine_drafts_the_trainers_chain(format: str, target: Path, tmp_pat
         tmp_path,
         head,
         vocabulary,
-        teacher.config,
+        target_model.config,
         format=format,
         dtype=torch.float64,
         verifier=str(target),
@@ -115,7 +115,7 @@ def test_the_engine_drafts_the_trainers_chain(format: str, target: Path, tmp_pat
     for drafted in seen:
         tokens = torch.zeros(1, padded_length(len(drafted.tokens)), dtype=torch.int64)
         tokens[0, : len(drafted.tokens)] = torch.tensor(drafted.tokens)
-        drafts = head.drafts(teacher.read(tokens).features, tokens, 4)[0, len(drafted.tokens) - 2]
+        drafts = head.drafts(target_model.read(tokens).features, tokens, 4)[0, len(drafted.tokens) - 2]
         assert drafted.drafts[: drafted.room] == drafts[: drafted.room].tolist()
         different.add(tuple(drafts.tolist()))
     assert len(different) > 6
@@ -125,8 +125,8 @@ def test_types_fit_in_sixteen_bits(target: Path, tmp_path: Path) -> None:
     """As on a GPU: products in bfloat16, weights and their gradients in float32. Shapes and types only: not every CPU
     that the suite runs on can multiply such numbers."""
     settings = TrainSettings(**OPTIONS, model=str(target), out=str(tmp_path))
-    teacher = teacher_of(target, "float32")
-    head = make_head(settings, teacher, choose_vocabulary(torch.arange(200), 272, 200))
+    target_model = open_target_model(target, "float32")
+    head = make_head(settings, target_model, choose_vocabulary(torch.arange(200), 272, 200))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for name, buffer in list(head.named_buffers()):
             setattr(head, name, mode.from_tensor(buffer.bfloat16() if name == "embedding" else buffer))
@@ -146,10 +146,10 @@ def test_types_fit_in_sixteen_bits(target: Path, tmp_path: Path) -> None:
 
 def test_a_head_begins_with_the_targets_last_layer(target: Path, tmp_path: Path) -> None:
     settings = TrainSettings(**OPTIONS, model=str(target), out=str(tmp_path))
-    teacher = teacher_of(target)
-    head = make_head(settings, teacher, choose_vocabulary(torch.arange(200), 272, 200))
+    target_model = open_target_model(target)
+    head = make_head(settings, target_model, choose_vocabulary(torch.arange(200), 272, 200))
     theirs = load_file(target / "model.safetensors")
-    layer = {name: theirs[f"model.layers.6.{name}.weight"].double() for name in teacher_layer_names()}
+    layer = {name: theirs[f"model.layers.6.{name}.weight"].double() for name in target_layer_names()}
     ours = {name: head.midlayer.get_parameter(f"{name}.weight") for name in layer if name != "input_layernorm"}
     for name, weight in ours.items():
         assert torch.equal(weight[..., -layer[name].shape[-1] :], layer[name])
@@ -158,7 +158,7 @@ def test_a_head_begins_with_the_targets_last_layer(target: Path, tmp_path: Path)
     assert torch.equal(head.lm_head.weight, theirs["lm_head.weight"].double()[:200])
 
 
-def teacher_layer_names() -> list[str]:
+def target_layer_names() -> list[str]:
     attention = [f"self_attn.{part}_proj" for part in "qkvo"]
     return [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
 
@@ -170,9 +170,9 @@ def test_other_targets(variant: str, tmp_path: Path) -> None:
         tiny_models.build(variant, num_hidden_layers=7, **_WITH_WINDOWS.get(variant, {})), tmp_path
     )
     settings = TrainSettings(**OPTIONS, model=str(folder), out=str(tmp_path / "out"))
-    teacher = teacher_of(folder, "float32")
-    head = make_head(settings, teacher, choose_vocabulary(torch.arange(200), 272, 200))
-    trainer = Trainer(settings, teacher, head, random_texts(12), tmp_path / "checkpoint")
+    target_model = open_target_model(folder, "float32")
+    head = make_head(settings, target_model, choose_vocabulary(torch.arange(200), 272, 200))
+    trainer = Trainer(settings, target_model, head, random_texts(12), tmp_path / "checkpoint")
     losses = [float(trainer.train_step(0.5)) for _ in range(3)]
     assert losses[-1] < losses[0]
 

@@ -8,8 +8,8 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.prompts import ChatForm, PlainForm, form_of, read_prompts
-from slipstream.train.words import Words
+from slipstream.train.fillers import Fillers
+from slipstream.train.prompts import ChatPromptFormat, PlainPromptFormat, choose_prompt_format, read_prompts
 from tests import tiny_models
 
 
@@ -23,7 +23,7 @@ def test_lines_and_json_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "phrase"),
+    ("name", "content", "message"),
     [
         ("a.txt", b" \n\n", "is empty; put a prompt on each line"),
         ("a.jsonl", b"", "is empty"),
@@ -35,9 +35,9 @@ def test_lines_and_json_lines(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": 3}', "texts that are not empty"),
     ],
 )
-def test_bad_files(tmp_path: Path, name: str, content: bytes, phrase: str) -> None:
+def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=phrase):
+    with pytest.raises(ConfigError, match=message):
         read_prompts(tmp_path / name)
     with pytest.raises(ConfigError, match="check the path"):
         read_prompts(tmp_path / "nowhere")
@@ -52,28 +52,30 @@ def tokenizer_with(folder: Path, template: str | None) -> Tokenizer:
 
 def test_the_template_is_cut_where_the_user_speaks(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, tiny_models.CHAT_TEMPLATE)
-    form, line = form_of(tokenizer)
-    assert isinstance(form, ChatForm) and line is None
-    assert form.stop_ids == (tiny_models.EOS_ID,) and form.stop == ()
-    words, generator = Words(["harbor"]), random.Random(0)
-    openings = [form.opening(generator, words) for _ in range(400)]
-    assert 70 < sum(opening.words == "" for opening in openings) < 130
-    assert 140 < sum("arbor" in opening.words for opening in openings) < 220
+    prompt_format, line = choose_prompt_format(tokenizer)
+    assert isinstance(prompt_format, ChatPromptFormat) and line is None
+    assert prompt_format.stop_ids == (tiny_models.EOS_ID,) and prompt_format.stop == ()
+    fillers, generator = Fillers(["harbor"]), random.Random(0)
+    openings = [prompt_format.opening(generator, fillers) for _ in range(400)]
+    assert 70 < sum(opening.text == "" for opening in openings) < 130
+    assert 140 < sum("arbor" in opening.text for opening in openings) < 220
     for opening in openings:
-        assert tokenizer.decode(opening.token_ids) == "user: " + opening.words
-    assert form.begin == len(tokenizer.encode("<s>user: ", add_special_tokens=False))
-    assert tokenizer.decode(form.prompt(["a", "b", "c"])) == "user: aassistant: buser: cassistant: "
+        assert tokenizer.decode(opening.token_ids) == "user: " + opening.text
+    assert prompt_format.begin == len(tokenizer.encode("<s>user: ", add_special_tokens=False))
+    assert tokenizer.decode(prompt_format.prompt(["a", "b", "c"])) == "user: aassistant: buser: cassistant: "
 
 
-def test_a_turn_may_end_with_plain_words(tmp_path: Path) -> None:
-    form, _ = form_of(tokenizer_with(tmp_path, "{% for m in messages %}[Q]{{ m['content'] }}[/Q]{% endfor %}"))
-    assert form.stop == ("[/Q]",) and form.stop_ids == ()
+def test_a_turn_may_end_with_a_stop_string(tmp_path: Path) -> None:
+    prompt_format, _ = choose_prompt_format(
+        tokenizer_with(tmp_path, "{% for m in messages %}[Q]{{ m['content'] }}[/Q]{% endfor %}")
+    )
+    assert prompt_format.stop == ("[/Q]",) and prompt_format.stop_ids == ()
 
 
-@pytest.mark.parametrize(("template", "phrase"), [(None, "no chat template"), ("hello", "does not show")])
-def test_without_a_template_texts_go_on(tmp_path: Path, template: str | None, phrase: str) -> None:
+@pytest.mark.parametrize(("template", "message"), [(None, "no chat template"), ("hello", "does not show")])
+def test_without_a_template_texts_are_continued(tmp_path: Path, template: str | None, message: str) -> None:
     tokenizer = tokenizer_with(tmp_path, template)
-    form, line = form_of(tokenizer)
-    assert isinstance(form, PlainForm) and line is not None and phrase in line
-    assert tokenizer.decode(form.prompt(["a", "b"])) == "a\n\nb"
-    assert form.opening(random.Random(0), Words([])).token_ids
+    prompt_format, line = choose_prompt_format(tokenizer)
+    assert isinstance(prompt_format, PlainPromptFormat) and line is not None and message in line
+    assert tokenizer.decode(prompt_format.prompt(["a", "b"])) == "a\n\nb"
+    assert prompt_format.opening(random.Random(0), Fillers([])).token_ids

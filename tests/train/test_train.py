@@ -19,14 +19,14 @@ from slipstream.llm import LLM
 from slipstream.models.weights import open_checkpoint
 from slipstream.train.data import Texts
 from slipstream.train.eagle3 import make_head
-from slipstream.train.loop import Trainer, read_checkpoint
 from slipstream.train.settings import FORMATS, TrainSettings
 from slipstream.train.store import read_store
+from slipstream.train.trainer import Trainer, read_checkpoint
 from slipstream.train.vocabulary import choose_vocabulary
 from slipstream.types import SamplingParams
 from tests import tiny_models
 from tests.commands.run_cli import RunCli, assert_one_line_error, make_runner
-from tests.train.conftest import OPTIONS, arguments, build_target, teacher_of
+from tests.train.conftest import OPTIONS, arguments, build_target, open_target_model
 
 
 @pytest.fixture
@@ -45,15 +45,15 @@ def texts_of(folder: Path) -> Texts:
 
 def restored(target: Path, folder: Path) -> Trainer:
     """The trainer as it was at the end."""
-    settings, texts, teacher = (
+    settings, texts, target_model = (
         TrainSettings(**OPTIONS, model=str(target), out=str(folder)),
         texts_of(folder),
-        teacher_of(target, "float32"),
+        open_target_model(target, "float32"),
     )
-    learnt = torch.cat([texts.tokens_of(idx) for idx in texts.where(False).tolist()])
+    trained_ids = torch.cat([texts.tokens_of(idx) for idx in texts.where(False).tolist()])
     always = (open_checkpoint(target).tokenizer().eos_token_id or 0,)
-    head = make_head(settings, teacher, choose_vocabulary(learnt, 272, settings.draft_vocab, always))
-    trainer = Trainer(settings, teacher, head, texts, folder / "training" / "checkpoint.safetensors")
+    head = make_head(settings, target_model, choose_vocabulary(trained_ids, 272, settings.draft_vocab, always))
+    trainer = Trainer(settings, target_model, head, texts, folder / "training" / "checkpoint.safetensors")
     trainer.restore(read_checkpoint(trainer._path, settings))
     return trainer
 
@@ -69,7 +69,7 @@ def test_acceptance_rises(trained: Path) -> None:
     assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_the_target_wrote(target: Path, trained: Path) -> None:
+def test_generated_texts(target: Path, trained: Path) -> None:
     texts, tokenizer = texts_of(trained), open_checkpoint(target).tokenizer()
     assert len(texts.lengths) > 40 and 1 < len(texts.where(True)) < 10
     assert int(texts.lengths.max()) <= OPTIONS["max_len"]
@@ -77,25 +77,25 @@ def test_what_the_target_wrote(target: Path, trained: Path) -> None:
     starts = [tokenizer.decode(texts.tokens_of(idx).tolist()) for idx in range(len(texts.lengths))]
     assert all(text.startswith("user: ") for text in starts)
     # Held-out texts are the target's own greedy answers.
-    teacher = teacher_of(target, "float32")
+    target_model = open_target_model(target, "float32")
     for idx in texts.where(True).tolist():
         tokens, start = texts.tokens_of(idx).long(), int(texts.answer_from[idx])
         padded = torch.zeros(1, 224, dtype=torch.int64)
         padded[0, : len(tokens)] = tokens
-        greedy = teacher.greedy(teacher.read(padded).normed[0])
+        greedy = target_model.greedy(target_model.read(padded).normed[0])
         assert torch.equal(greedy[start - 1 : len(tokens) - 1], tokens[start:])
 
 
-def test_acceptance_is_counted_as_a_reader_would(target: Path, trained: Path) -> None:
-    """Chains one by one."""
+def test_measured_acceptance_equals_a_count_of_chains(target: Path, trained: Path) -> None:
+    """Counts the accepted drafts of each chain one by one."""
     trainer, texts = restored(target, trained), texts_of(trained)
     head = trainer._head
     counts, total = [0, 0, 0], 0
     for idx in texts.where(held_out=True).tolist():
-        batch = trainer._held_out.batch_of(torch.tensor([idx]))
-        lesson = trainer._teacher.read(batch.token_ids)
-        choices = (lesson.normed[0] @ trainer._teacher.head.T).argmax(dim=-1)
-        drafts = head.drafts(lesson.features, batch.token_ids, 3)[0]
+        batch = trainer._held_out.make_batch(torch.tensor([idx]))
+        hidden = trainer._target.read(batch.token_ids)
+        choices = (hidden.normed[0] @ trainer._target.head.T).argmax(dim=-1)
+        drafts = head.drafts(hidden.features, batch.token_ids, 3)[0]
         first, length = int(texts.answer_from[idx]), int(texts.lengths[idx])
         for t in range(first - 2, length - 1 - 3):
             total += 1
@@ -111,7 +111,7 @@ def test_acceptance_is_counted_as_a_reader_would(target: Path, trained: Path) ->
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_engine_accepts_as_many_drafts(format: str, target: Path, trained: Path, tmp_path: Path) -> None:  # noqa: A002
     folder = trained
-    if format != "eagle3":  # a training that is over is written again in the other format
+    if format != "eagle3":  # a finished training can be written again in the other format
         folder = Path(shutil.copytree(trained, tmp_path / "other"))
         from slipstream.cli import main
 
@@ -172,7 +172,7 @@ def test_a_training_with_prompts_and_without_a_template(
 def test_resuming_through_the_command(cli: RunCli, target: Path, trained: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(trained, tmp_path / "again"))
     outcome = cli(*arguments(target, folder))
-    assert outcome.code == 0 and "going on after step 100" in outcome.err
+    assert outcome.code == 0 and "resuming after step 100" in outcome.err
     assert curves_of(folder)["losses"] == curves_of(trained)["losses"]
     ours, theirs = (load_file(path / "model.safetensors") for path in (folder, trained))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -201,7 +201,7 @@ def test_bad_input(cli: RunCli, target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "phrase"),
+    ("changes", "message"),
     [
         ({"out": ""}, "--out is missing"),
         ({"format": "gguf"}, "--format must be eagle3 or speculators, not 'gguf'"),
@@ -214,13 +214,13 @@ def test_bad_input(cli: RunCli, target: Path, tmp_path: Path) -> None:
         ({"draft_steps": 99}, "--draft-steps must be at most 16"),
     ],
 )
-def test_settings_are_checked(changes: dict[str, Any], phrase: str) -> None:
-    with pytest.raises(ConfigError, match=phrase):
+def test_settings_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TrainSettings(**{**OPTIONS, "out": "x", **changes})
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_goes_on_to_the_same_curve(target: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_killed_process_resumes_to_the_same_curve(target: Path, trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     (folder / "training").mkdir(parents=True)
     shutil.copy(trained / "training" / "data.safetensors", folder / "training")

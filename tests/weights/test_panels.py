@@ -29,7 +29,7 @@ def test_products(num_tokens: int, shape: tuple[int, int], with_bias: bool) -> N
     x, weight = torch.randn(num_tokens, shape[1]), torch.randn(shape)
     bias = torch.randn(shape[0]) if with_bias else None
     expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
-    for matrix in (DenseWeight.of(weight), pack(weight)):
+    for matrix in (DenseWeight.from_tensor(weight), pack(weight)):
         torch.testing.assert_close(matrix.project(x, bias).double(), expected, rtol=1e-4, atol=1e-4)
         if bias is None:
             torch.testing.assert_close(matrix.project_wide(x).double(), expected, rtol=1e-4, atol=1e-4)
@@ -69,7 +69,7 @@ def test_panels_hold_the_same_numbers(num_rows: int, activation: str) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_some_of_the_rows(with_bias: bool) -> None:
     x, weight, bias = torch.randn(5, 24), torch.randn(70, 24), torch.randn(70)
-    for matrix in (DenseWeight.of(weight), pack(weight)):
+    for matrix in (DenseWeight.from_tensor(weight), pack(weight)):
         part = matrix.rows(16, 40)
         assert torch.equal(part.dequantised(), weight[16:56])
         expected = x @ weight[16:56].T + (bias[16:56] if with_bias else 0)
@@ -77,7 +77,7 @@ def test_some_of_the_rows(with_bias: bool) -> None:
 
 
 def test_other_types_stay_as_they_are() -> None:
-    stored = DenseWeight.of(torch.randn(4, 4, dtype=torch.float64))
+    stored = DenseWeight.from_tensor(torch.randn(4, 4, dtype=torch.float64))
     assert stored.finish(CPU) is stored
 
 

@@ -1,4 +1,4 @@
-"""What the simulated device knows of torch's operators: which wait for the device, which are views, what comes out."""
+"""The simulated device's knowledge of torch operators: which synchronise, which are views, and their output specs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-# Operators that make the host wait on CUDA though torch's tags do not say so. The table behind this one,
-# tests/sync_calls.py, was checked on an NVIDIA H200.
+# Operators that synchronise on CUDA although torch's tags do not say so. The table in tests/sync_calls.py, which this
+# follows, was checked on an NVIDIA H200.
 UNTAGGED_SYNCS = frozenset({"bincount"})
-# Composite operators that run as one: what they decompose into would only be slower.
+# Composite operators that run as one: decomposing them would only be slower.
 _LEAVES = frozenset({"linear", "matmul", "scaled_dot_product_attention", "rms_norm", "layer_norm", "repeat_interleave"})
-# In-place operators that overwrite their target without looking at it.
+# In-place operators that overwrite their target without reading it.
 _OVERWRITERS = frozenset(
     {"copy_", "fill_", "zero_"}
     | {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 )
-# Operators that take a shape from their tensor and look at no value; the first three write none either.
+# Operators that take a shape from their tensor but read no value; the first three write none either.
 EMPTIES = frozenset({"empty_like", "new_empty", "new_empty_strided"})
 _LIKES = EMPTIES | {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
 _LIKES |= {"rand_like", "randint_like", "randn_like"}
 
 
 class Kind(enum.Enum):
-    COMPOSITE = enum.auto()  # made of others: decomposed
+    COMPOSITE = enum.auto()  # composed of others: decomposed
     HOST_READ = enum.auto()  # its result, or its result's shape, depends on values
     VIEW = enum.auto()  # new shape, same memory
     RESHAPED = enum.auto()  # a view that replaces its own tensor
@@ -48,7 +48,7 @@ def kind_of(func: OpOverload) -> Kind:
         return Kind.COPY
     if name == "_to_copy":
         return Kind.TO_COPY
-    # First of all: `to` and `reshape` say that they may be views, and decide when they are taken apart.
+    # Checked first: `to` and `reshape` are tagged as possible views, and decide when they are decomposed.
     decomposes = torch._C._dispatch_has_kernel_for_dispatch_key(func._name, DispatchKey.CompositeImplicitAutograd)
     if decomposes and name not in _LEAVES:
         return Kind.COMPOSITE
@@ -64,7 +64,7 @@ def kind_of(func: OpOverload) -> Kind:
 
 
 def waits(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call would wait. Some operators do so for some arguments only."""
+    """Whether this call synchronises. Some operators do so for some arguments only."""
     name = func._schema.name
     if name == "aten::index":
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
@@ -73,7 +73,7 @@ def waits(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
         indices = [index for index in args[1] if index is not None]
         masked = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
         is_fill = len(indices) == 1 and args[2].ndim == 0 and not accumulates
-        return masked and not is_fill  # one number into one mask is a masked fill
+        return masked and not is_fill  # assigning one number with one mask is a masked fill
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None and func._overloadname != "self_int"
     return kind_of(func) is Kind.HOST_READ
@@ -134,8 +134,8 @@ _inferred: dict[Any, Any] = {}
 
 
 def infer(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Shapes of the results, from shapes alone: one ``Spec``, a tuple of them, or None. Shape errors are raised now."""
-    # No shape depends on a float of a pointwise operator; some do on those of `arange`.
+    """Specs of the results, from specs alone: one ``Spec``, a tuple of them, or None. Shape errors are raised here."""
+    # No shape depends on a float of a pointwise operator; some depend on those of `arange`.
     exact = not _is_pointwise(func)
     key = (func, _signature(args, exact), _signature(tuple(sorted(kwargs.items())), exact))
     found = _inferred.get(key)
@@ -153,7 +153,7 @@ def _signature(value: Any, exact: bool) -> Any:
         return tuple(_signature(v, exact) for v in value)
     if isinstance(value, float) and not exact:
         return float
-    return type(value), value  # True is 1 to a dictionary, but not to torch
+    return type(value), value  # True equals 1 as a dictionary key, but not in torch
 
 
 def _on_meta(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What can go wrong between a host and an asynchronous device, found by order and not by luck.
+"""Detects races between a host and an asynchronous device deterministically, by vector clocks.
 
-Every access to memory is a range of bytes with a place in time: who (the host, or a stream) and its how-manieth action.
-Two accesses of different actors that overlap, one of them a write, must be ordered: by an event, or by the host
-having waited. Clocks say what each actor knows of the others, so a race is reported whatever the pace happened to be.
+Every access is a range of bytes with an actor (the host, or a stream) and the actor's own time. Two overlapping
+accesses of different actors, one of them a write, must be ordered: by an event, or by the host having waited. Vector
+clocks say what each actor knows of the others, so a race is reported whatever the timing was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from slipstream.device.sim.memory import Block
 
-HOST = 0  # the host's place in every clock; streams follow
+HOST = 0  # the host's index in every clock; streams follow
 
 
 class SimError(RuntimeError):
@@ -28,11 +28,11 @@ class RaceError(SimError):
 
 
 class StaleReadError(SimError):
-    """A read of memory that nothing has written since it was made, or since the step began."""
+    """A read of memory that was not written since it was allocated, or since the step began."""
 
 
 class CaptureError(SimError):
-    """Something that a graph cannot record, or a replay that cannot be right."""
+    """An operation that a graph cannot capture, or a replay that cannot be correct."""
 
 
 class DeviceFaultError(SimError):
@@ -40,7 +40,7 @@ class DeviceFaultError(SimError):
 
 
 class Site(NamedTuple):
-    """The source line behind an access: the nearest one that belongs neither to the device nor to torch."""
+    """The source line of an access: the innermost one outside the device and torch."""
 
     file: str
     line: int
@@ -88,7 +88,7 @@ class Access(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Bytes that hold nothing meaningful."""
+    """Bytes without meaningful content."""
 
     low: int
     high: int
@@ -97,7 +97,7 @@ class Gap(NamedTuple):
 
 
 def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -> None:
-    """Record an access; raise if something unordered overlaps it, or if it reads what nobody wrote."""
+    """Record an access; raise if an unordered one overlaps it, or if it reads bytes that were never written."""
     block, low, high, writes = region.block, region.low, region.high, region.writes
     accesses = block.accesses
     for old in accesses:
@@ -112,7 +112,7 @@ def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -
         check_written(region, site)
     new = Access(low, high, writes, actor, time, site)
     if writes:
-        # Whatever the write covers is ordered before it, so the write stands for all of it.
+        # Everything that the write covers is ordered before it, so older accesses can be dropped.
         block.accesses = [old for old in accesses if old.low < low or old.high > high]
         note_write(region)
     else:
@@ -123,7 +123,7 @@ def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -
 
 
 def check_written(region: Region, reader: Site) -> None:
-    """Raise if the region holds anything but what its owner wrote."""
+    """Raise if the region holds bytes that its owner has not written."""
     block, of_name = region.block, f" {region.name}," if region.name else ""
     for gap in block.gaps:
         if gap.low < region.high and region.low < gap.high:
@@ -145,7 +145,7 @@ def note_write(region: Region) -> None:
 
 
 def without(low: int, high: int, region: Region) -> list[tuple[int, int]]:
-    """What of a range lies outside of a region."""
+    """The parts of a range outside a region."""
     parts = ((low, min(high, region.low)), (max(low, region.high), high))
     return [part for part in parts if part[0] < part[1]]
 

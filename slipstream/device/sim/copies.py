@@ -1,4 +1,4 @@
-"""Copies that run later than they are asked for."""
+"""Copies that run later than they are queued."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def late_copy(device: SimDevice, target: Tensor, source: Tensor) -> Op:
     site = call_site("copy_async")
     if not isinstance(target, SimTensor):
         if device.recording is None:
-            poison(into)  # what the host reads before the copy has run is not what was there before
+            poison(into)  # a host read before the copy has run must not see the old content
         return Op(lambda: copy_announced(into, values), site, regions)
-    # A numpy view that somebody kept writes without being seen; the late copy finds the memory changed.
+    # A numpy view of the memory can write unobserved; the copy then finds that the memory has changed.
     is_watched = not isinstance(source, SimTensor) and device.recording is None
     expected = _bytes(values).clone() if is_watched else None
 
@@ -42,7 +42,7 @@ def late_copy(device: SimDevice, target: Tensor, source: Tensor) -> Op:
 
 
 def copy_announced(into: Tensor, values: Tensor) -> None:
-    """Results go where the host was told they would: a copy that converts or broadcasts would hide a mistake."""
+    """Results must have the announced spec: a copy that converts or broadcasts would hide a mistake."""
     if into.shape != values.shape or into.dtype != values.dtype:
         found, announced = (f"{tuple(t.shape)} {t.dtype}" for t in (values, into))
         raise ValueError(f"the result is {found}, announced was {announced}")

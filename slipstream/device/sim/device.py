@@ -1,4 +1,4 @@
-"""The simulated device itself: an asynchronous accelerator made of CPU memory, queues and a seed."""
+"""The simulated device: an asynchronous accelerator made of CPU memory, queues and a seed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _current: weakref.ref[SimDevice] | None = None
 
 
 class SimDevice:
-    """One seed is one course of events: the same program on the same seed runs the same way."""
+    """Deterministic by seed: the same program with the same seed runs the same way."""
 
     name = "sim"
 
@@ -54,7 +54,7 @@ class SimDevice:
         self.keeps_time, self.runs_beside = False, True
         self.recording: Recording | None = None
         self.phase: object = None
-        self.clock = [0] * (num_streams + 1)  # what the host knows to be done
+        self.clock = [0] * (num_streams + 1)  # what the host knows to be complete
         self.streams = [Stream(self, idx + 1) for idx in range(num_streams)]
         for stream in self.streams:
             stream.clock = [0] * (num_streams + 1)
@@ -84,11 +84,11 @@ class SimDevice:
         return Event(self)
 
     def timestamp(self) -> Timestamp | None:
-        return None  # its pace is drawn from a seed and means nothing
+        return None  # simulated time is meaningless
 
     def seconds_of(self, run: Callable[[], None]) -> float:
         run()
-        return self._costs.uniform(0.5, 2.0)  # nobody may rely on one batch being dearer than another
+        return self._costs.uniform(0.5, 2.0)  # random, so that no code relies on relative costs
 
     def memory_in_use(self) -> int:
         return 0
@@ -118,7 +118,7 @@ class SimDevice:
 
     def poison(self, tensor: Tensor) -> None:
         assert isinstance(tensor, SimTensor)
-        self.refuse_in_recording("poison")  # a replay could not say that what it leaves is poison
+        self.refuse_in_recording("poison")  # a replay could not mark memory as poisoned
         region = self.region(tensor, writes=True)
         if region is not None:
             inner, site = tensor.memory, call_site("poison")
@@ -184,7 +184,7 @@ class SimDevice:
         self.launch(run, name, regions)
 
     def launch_operation(self, op: Operation[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One of the engine's own operations: its body is one queued operation."""
+        """One of the engine's operations: its body is one queued operation."""
         regions: list[Region] = []
 
         def on_device(name: str, tensor: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class SimDevice:
             region = Region(block, 0, block.nbytes, writes=True, reads=False, generation=block.generation)
             stream.push(Op(lambda: poison(raw), site, [region]))
         except SimError as error:
-            # Raised by the next call: an error in a destructor would vanish. Its stack would keep other memory alive.
+            # Raised by the next call: a destructor's error is lost. Without its stack, which would keep memory alive.
             self._late_error = self._late_error or error.with_traceback(None)
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -256,20 +256,20 @@ class SimDevice:
     # --- the host's side --------------------------------------------------------------------------
 
     def host_access(self, region: Region | None, name: str) -> None:
-        """The host looks at pinned memory, or at memory of the device that it has waited for, or changes it."""
+        """The host reads or writes pinned memory, or device memory that it has waited for."""
         self.tick()
         if region is not None:
             self.clock[HOST] += 1
             touch(region, HOST, self.clock[HOST], self.clock, call_site(name))
 
     def host_values(self, tensor: Tensor, name: str) -> Tensor:
-        """What a tensor of the host holds now."""
+        """The current content of a host tensor."""
         if self.is_pinned(tensor):
             self.host_access(self.region(tensor, writes=False), name)
         return plain(tensor).clone()
 
     def tick(self) -> None:
-        """Every call of the host gives the device some time."""
+        """Every call of the host gives the device some time to run."""
         self.raise_late_error()
         self.pace.tick()
 
@@ -284,14 +284,14 @@ class SimDevice:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for everything, whatever the guard says."""
+        """Wait for everything, without the guard."""
         self.raise_late_error()
         self.pace.drain()
         for stream in self.streams:
             join(self.clock, stream.clock)
 
     def peek(self, tensor: Tensor) -> Tensor:
-        """For tests: the values of a tensor once all work is done, whatever the guard says."""
+        """For tests: the values of a tensor once all work is complete, without the guard."""
         assert isinstance(tensor, SimTensor)
         self.drain()
         return tensor.memory.clone()

@@ -1,4 +1,4 @@
-"""Recorded work: the same operations on the same memory with the same host numbers, again and again."""
+"""Captured work: the same operations on the same memory with the same host numbers, in every replay."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
 
 class WarmUp:
-    """The phase before a recording. What is allocated now is not there when the recording is replayed."""
+    """The phase before a capture. Memory allocated now is not valid when the graph is replayed."""
 
 
 class Recording:
-    """A graph in the making."""
+    """A capture in progress."""
 
     def __init__(self, device: SimDevice, pool: Pool) -> None:
         self.device = device
         self.pool = pool
         self.stream = device.current_stream
         self.ops: list[Op] = []
-        self.reads: dict[Region, Site] = {}  # of what the recording has not written itself, and who is first to read it
+        self.reads: dict[
+            Region, Site
+        ] = {}  # regions that the graph reads without writing them first, with their first reader
         self.writes: dict[Region, None] = {}
         self._written: dict[Block, list[Region]] = defaultdict(list)
 
@@ -35,8 +37,8 @@ class Recording:
         for region in op.regions:
             if isinstance(region.block.origin, WarmUp):
                 raise CaptureError(
-                    f"{op.site} records the use of {region.block}, which the warm-up made: state that initialises "
-                    "itself must do so once more inside the recording"
+                    f"{op.site} records the use of {region.block}, which the warm-up allocated: lazily initialised "
+                    "state must be initialised again inside the recording"
                 )
             if region.reads and region.block.origin is self:
                 check_written(region, op.site)
@@ -52,7 +54,7 @@ class Recording:
         self.ops.append(op)
 
     def _unwritten(self, region: Region) -> list[tuple[int, int]]:
-        """The ranges of a region that no operation recorded so far writes."""
+        """The ranges of a region that no captured operation writes so far."""
         ranges = [(region.low, region.high)]
         for written in self._written.get(region.block, ()):
             ranges = [rest for low, high in ranges for rest in without(low, high, written)]
@@ -60,7 +62,7 @@ class Recording:
 
 
 class SimGraph:
-    """Replays a recording as one queued operation."""
+    """Replays a capture as one queued operation."""
 
     def __init__(self, recording: Recording) -> None:
         self._device = recording.device
@@ -68,13 +70,13 @@ class SimGraph:
         self._ops = recording.ops
         self._reads = list(recording.reads.items())
         self._writes = list(recording.writes)
-        # Memory of a graph pool stays with its graphs whoever lets go of it; any other must outlive this one.
+        # Memory of a graph pool belongs to its graphs even when freed; other memory must outlive this graph.
         self._borrowed: dict[Block, int] = {
             region.block: region.generation
             for region in (*recording.reads, *recording.writes)
             if not isinstance(region.block.origin, Recording)
         }
-        # Nothing has run: whoever reads the results before a replay reads nothing.
+        # Nothing has run: results must not be read before a replay.
         for region in self._writes:
             block = region.block
             if block.origin is recording:
@@ -88,7 +90,7 @@ class SimGraph:
             if block.generation != generation or block.freed:
                 raise CaptureError(f"{site}: the graph uses {block}, which was freed after the recording")
         for region, reader in self._reads:
-            check_written(region, reader)  # named by the operation inside, not by the replay
+            check_written(region, reader)  # reported by the operation inside, not by the replay
         device.push(Op(self._run, site, [*(region for region, _ in self._reads), *self._writes]))
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the simulated device: blocks that outlive their owners, because the work queued on them may run later."""
+"""Memory of the simulated device: blocks that outlive their owners, because queued work on them may run later."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Block:
 
     def __init__(self, nbytes: int, kind: str, site: Site) -> None:
         self.nbytes = nbytes
-        with torch.inference_mode(False):  # a block outlives the mode its first owner was in
+        with torch.inference_mode(False):  # a block outlives the inference mode of its first owner
             self.raw = torch.full(((nbytes + 7) // 8 * 4,), POISON, dtype=torch.int16)
         self.kind = kind  # "device" or "pinned"
         self.site = site  # who made it
         self.accesses: list[Access] = []
         self.gaps: list[Gap] = []
         self.freed = False
-        self.generation = 0  # how often it changed hands
-        self.tenant = 0  # the generation whose values it holds: a replay brings an earlier one's back
-        self.stream_idx = 0  # whose allocation it is
-        self.origin: object = None  # the warm-up or the recording it was made in, if any
+        self.generation = 0  # counts its reuses
+        self.tenant = 0  # the generation whose values it holds: a replay restores an earlier one
+        self.stream_idx = 0  # the stream of its allocation
+        self.origin: object = None  # the warm-up or capture in which it was allocated, if any
 
     def __str__(self) -> str:
         return f"{self.kind} memory of {self.site}"
@@ -71,7 +71,7 @@ class Handle:
 
 
 class Pool:
-    """Blocks in stream order: what one operation frees, the next one on the same stream may get."""
+    """Blocks in stream order: what one operation frees, the next one on the same stream may reuse."""
 
     def __init__(self, device: SimDevice) -> None:
         self._device = device
@@ -100,7 +100,7 @@ class Pool:
 
 
 def poison(inner: Tensor) -> None:
-    """Overwrite with what no computation yields."""
+    """Overwrite with values that no computation yields."""
     if inner.itemsize == 1:
         inner.view(torch.uint8).fill_(POISON & 0xFF)
     elif inner.dtype.is_floating_point:

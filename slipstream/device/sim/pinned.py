@@ -1,4 +1,4 @@
-"""Pinned host memory: the host may touch it when no copy in flight does."""
+"""Pinned host memory: the host may access it only while no copy of it is in flight."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.device.sim.device import SimDevice
 
-# Calls that look at a tensor's shape and type, and at no value.
+# Calls that read a tensor's shape and type, but no value.
 _LOOKS_AT_NO_VALUE = frozenset(
     {"__get__", "__hash__", "__len__", "as_subclass", "data_ptr", "dim", "element_size", "get_device", "is_contiguous"}
     | {"is_floating_point", "is_pinned", "ndimension", "nelement", "numel", "size", "storage_offset", "stride"}
     | {"untyped_storage"}
 )
-# Calls that give the memory away, to read or to write.
+# Calls that expose the memory for reading or writing.
 _GIVES_AWAY = frozenset({"numpy", "__array__"})
 
 
@@ -33,7 +33,7 @@ class SimPinned(torch.Tensor):
         kwargs, name, device = kwargs or {}, func.__name__, SimDevice.current()
         with torch._C.DisableTorchFunctionSubclass():
             if name in _LOOKS_AT_NO_VALUE or any(tensor.device.type == "sim" for tensor in _tensors(args)):
-                return _as_pinned(device, func(*args, **kwargs))  # a copy from or to the device checks itself
+                return _as_pinned(device, func(*args, **kwargs))  # copies from and to the device are checked elsewhere
             changed, inputs = _changed_and_inputs(device, name, args, kwargs)
             for tensor in changed:
                 if device.is_pinned(tensor):
@@ -52,7 +52,7 @@ def _changed_and_inputs(
     rest = [value for key, value in kwargs.items() if key != "out"]
     if name == "__setitem__":
         part = args[0][args[1]]
-        # Elements that a tensor picks may be anywhere.
+        # Indexed elements may be anywhere.
         return [part if device.is_pinned(part) else args[0]], list(_tensors(args[1:]))
     if name in _GIVES_AWAY or (name.endswith("_") and not name.endswith("__")):
         return [args[0]], list(_tensors((*args[1:], *rest)))
@@ -60,7 +60,7 @@ def _changed_and_inputs(
 
 
 def _is_late(device: SimDevice, result: Any) -> bool:
-    """A view has looked at no value yet, and a copy to the device looks later."""
+    """A view has read no value yet, and a copy to the device reads later."""
     parts = list(_tensors((result,)))
     return bool(parts) and all(part.device.type == "sim" or device.is_pinned(part) for part in parts)
 
@@ -74,10 +74,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _as_pinned(device: SimDevice, result: Any) -> Any:
-    """Views of pinned memory are pinned; what a computation yields is not."""
+    """Views of pinned memory are pinned; results of computations are not."""
     if isinstance(result, Tensor):
-        wanted = result.device.type == "cpu" and device.is_pinned(result)
-        return result.as_subclass(SimPinned) if wanted else result
+        is_pinned = result.device.type == "cpu" and device.is_pinned(result)
+        return result.as_subclass(SimPinned) if is_pinned else result
     if isinstance(result, (list, tuple)) and next(_tensors(result), None) is not None:
         return type(result)([_as_pinned(device, part) for part in result])
     return result

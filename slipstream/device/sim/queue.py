@@ -1,7 +1,7 @@
-"""Streams, events and the pace at which queued work runs.
+"""Streams, events, and the pace at which queued work runs.
 
-Nothing runs by itself: each call of the host lets the device do a random amount of what is queued, on a random stream.
-So the device may be far behind, in step, or starved on one stream, and a seed replays it exactly.
+Nothing runs by itself: each call of the host lets the device run a random amount of queued work, on a random stream. So
+the device may lag far, run in step, or be starved on one stream, and a seed replays it exactly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from slipstream.device.sim.check import (
 if TYPE_CHECKING:
     from slipstream.device.sim.device import SimDevice
 
-_RATES = (0.0, 0.3, 1.0, 3.0, 50.0)  # operations run for each call of the host
-_SPEEDS = (1.0, 1.0, 1.0, 0.01)  # of a stream beside the others
+_RATES = (0.0, 0.3, 1.0, 3.0, 50.0)  # operations per call of the host
+_SPEEDS = (1.0, 1.0, 1.0, 0.01)  # of a stream relative to the others
 
 
 class Op(NamedTuple):
@@ -55,7 +55,7 @@ class Stream:
         self.clock: list[int] = []
 
     def push(self, op: Op) -> None:
-        """Queue an operation. It comes after everything the host knows to be done."""
+        """Queue an operation. It is ordered after everything that the host knows to be complete."""
         time = self.num_queued + 1
         join(self.clock, self.device.clock)
         self.clock[self.idx] = time
@@ -74,7 +74,7 @@ class Stream:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next thing on the queue can run; waits that are over are dropped."""
+        """Whether the next operation can run; waits that are over are removed."""
         while self.queue:
             head = self.queue[0]
             if isinstance(head, Op):
@@ -115,15 +115,15 @@ class Event:
     def record(self, stream: object) -> None:
         assert isinstance(stream, Stream)
         if self._device.recording is not None:
-            raise CaptureError(f"{call_site('record')}: an event inside a graph tells the host nothing")
+            raise CaptureError(f"{call_site('record')}: the host cannot see an event inside a graph")
         if stream.queue and isinstance(stream.queue[-1], _Wait):
-            # Waits are not counted. An empty operation behind the wait is, so that the event comes after both.
+            # Waits have no time of their own. An empty operation after the wait does, so that the event follows both.
             stream.push(Op(_nothing, call_site("record"), ()))
         self.stream, self.time, self.clock = stream, stream.num_queued, list(stream.clock)
 
     def query(self) -> bool:
         if self._device.recording is not None:
-            raise CaptureError(f"{call_site('query')}: no event can be asked while a graph is recorded")
+            raise CaptureError(f"{call_site('query')}: no event can be queried during capture")
         self._device.tick()
         if self.stream is not None and self.stream.num_done < self.time:
             return False
@@ -132,7 +132,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self._device.recording is not None:
-            raise CaptureError(f"{call_site('synchronize')}: the host cannot wait while a graph is recorded")
+            raise CaptureError(f"{call_site('synchronize')}: the host cannot wait during capture")
         self._device.sync_guard.check(str(call_site("Event.synchronize")))
         self._device.raise_late_error()
         if self.stream is not None:
@@ -181,7 +181,7 @@ class Pace:
         if len(ready) > 1:
             weights = [self._speeds[s.idx - 1] if s.idx <= len(self._speeds) else 1.0 for s in ready]
             stream = self._random.choices(ready, weights)[0]
-        # Device work runs outside of whatever mode the host is in: its memory must not become an inference tensor.
+        # Device work runs outside the host's current modes: its memory must not become an inference tensor.
         self._running = True
         try:
             with torch.inference_mode(False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tensors of the simulated device: they have shapes at once and values later.
+"""Tensors of the simulated device: their shapes are known at once, their values later.
 
 A ``SimTensor`` wraps a piece of CPU memory that only queued operations may touch. Every torch operator on it becomes a
 queued operation with freshly allocated results, a view, or, where a GPU would make the host wait, an error that names
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SimTensor(torch.Tensor):
-    memory: Tensor  # the memory, as CPU tensors see it; only queued work may look
+    memory: Tensor  # the memory as a CPU tensor; only queued work may access it
     handle: Handle
     device_: SimDevice
 
@@ -55,7 +55,7 @@ class SimTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SimTensor({tuple(self.shape)}, {self.dtype})"  # values would have to be waited for
+        return f"SimTensor({tuple(self.shape)}, {self.dtype})"  # printing values would synchronise
 
     def __format__(self, _spec: str) -> str:
         return repr(self)
@@ -83,14 +83,14 @@ class SimTensor(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, other: Tensor) -> None:  # modules convert their parameters so
+    def data(self, other: Tensor) -> None:  # modules convert their parameters this way
         assert isinstance(other, SimTensor)
         torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
         self.memory, self.handle = other.memory, other.handle
 
 
 def read(tensor: SimTensor, what: str) -> Tensor:
-    """The values, for the host: an error unless this place may wait."""
+    """The values, for the host: an error unless synchronising is allowed here."""
     device = tensor.device_
     device.wait_for_all(what)
     device.host_access(device.region(tensor, writes=False), what)
@@ -129,7 +129,7 @@ def _wrap_views(result: Any, source: SimTensor) -> Any:
 def _reshape_in_place(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> SimTensor:
     source: SimTensor = args[0]
     if func._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_"):
-        raise SimError(f"{call_site(func.__name__)}: a tensor keeps the memory it was made with")
+        raise SimError(f"{call_site(func.__name__)}: a tensor keeps the memory it was allocated with")
     with torch.inference_mode(False):
         inner = source.memory.view(source.memory.shape)
         func(inner, *args[1:], **kwargs)
@@ -151,11 +151,11 @@ def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> SimDevice:
 def _read_and_compute(
     device: SimDevice, func: OpOverload, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """An operator that looks at values: where waiting is allowed it waits, and its result is known at once."""
+    """An operator that reads values: where synchronising is allowed it waits, and its result is known at once."""
     device.wait_for_all(name)
     written = aten.written_by(func)
     if written.names:
-        raise SimError(f"{call_site(name)}: nobody knows how large its out= must be")
+        raise SimError(f"{call_site(name)}: the size of its out= depends on values")
     operands = _Operands(device, name)
     own_args, own_kwargs = operands.convert_all(args, kwargs, written)
     for region in operands.regions:
@@ -186,7 +186,7 @@ def _on_device(device: SimDevice, result: Any) -> Any:
 
 
 class _Operands:
-    """Arguments turned into memory, with the regions they touch."""
+    """Arguments converted to memory, with the regions they touch."""
 
     def __init__(self, device: SimDevice, what: str) -> None:
         self._device = device
@@ -211,7 +211,7 @@ class _Operands:
             if value.ndim:
                 self._device.refuse_in_recording(self._what)
                 self._device.sync_guard.check(f"{call_site(self._what)}: a host tensor among its arguments")
-            return self._device.host_values(value, self._what)  # a number, frozen now
+            return self._device.host_values(value, self._what)  # a number, read now
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, (list, tuple)):
@@ -240,7 +240,7 @@ def _compute(device: SimDevice, func: OpOverload, name: str, args: Sequence[Any]
 
 
 def _changed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator that writes to its arguments returns: those."""
+    """The results of an operator that writes to its arguments: those arguments."""
     written = aten.written_by(func)
     if not func._schema.returns:
         return None
@@ -262,7 +262,7 @@ def _make_room(device: SimDevice, out: SimTensor, spec: Spec) -> None:
 
 def copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
     if target.shape != source.shape:
-        aten.infer(aten.aten.copy_.default, (target, source), {})  # shapes that do not fit are an error now
+        aten.infer(aten.aten.copy_.default, (target, source), {})  # mismatched shapes are an error now
     if isinstance(target, SimTensor) and isinstance(source, SimTensor):
         operands = _Operands(target.device_, "copy_")
         into = operands.convert(target, writes=True, reads=False)

@@ -1,4 +1,4 @@
-"""Requests that an ASGI application answers: all routes but those that generate."""
+"""Requests that an ASGI application answers: all routes except those that generate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AsgiBridge:
 
     def handle(self, exchange: Exchange) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(exchange))
-        self._tasks.add(task)  # the loop itself keeps no task alive
+        self._tasks.add(task)  # the event loop holds only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -57,7 +57,7 @@ class AsgiBridge:
 
         try:
             await self._app(_scope(exchange), receive, send)
-        except Exception as error:  # a fault of the application is one request's
+        except Exception as error:  # an application error fails one request only
             logger.exception("a request failed: %s %s", exchange.request.method, exchange.request.path)
             if exchange.status is None:
                 exchange.respond_json(500, ApiError(500, f"{type(error).__name__}: {error}").body)

@@ -1,7 +1,7 @@
 """One client's connection: requests are read one after the other, bounded in size and time, and answered in order.
 
-What a client sends ahead of its turn waits unread by the parser. Every state has a deadline, which the listener
-enforces (``listener.py``), but for the time in which the server itself is at work.
+Pipelined input waits unparsed until its turn. Every state has a deadline, which the listener enforces
+(``listener.py``), except while the server itself is at work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from slipstream.server.http.exchange import Exchange, HttpRequest
 if TYPE_CHECKING:
     from slipstream.server.http.listener import Listener
 
-_SLICE = 16 << 10  # bytes parsed at a time, so that few requests wait as objects
-_MOST_AHEAD = 64 << 10  # bytes that a client may send ahead; then it is not read from
+_SLICE = 16 << 10  # bytes parsed at a time, so that few pipelined requests are held as objects
+_MOST_AHEAD = 64 << 10  # pipelined bytes that are buffered before reading pauses
 _LARGEST_HEAD = 64 << 10
-_SMALL_BODY = 64 << 10  # has its room whatever the others send
+_SMALL_BODY = 64 << 10  # always has room, whatever other clients send
 _MOST_HEADERS = 200
-_WRITE_BUFFER = 64 << 10  # beyond it a client does not keep up
+_WRITE_BUFFER = 64 << 10  # above this a client counts as too slow
 
 
 class Phase(enum.Enum):
@@ -39,7 +39,7 @@ class Phase(enum.Enum):
     CLOSING = "closing"  # the answer is on its way, and nothing more is read
 
 
-_UNFINISHED = (Phase.IDLE, Phase.HEAD, Phase.BODY)  # a connection in one of these may have to make room for another
+_UNFINISHED = (Phase.IDLE, Phase.HEAD, Phase.BODY)  # a connection in one of these may be closed to make room
 
 
 class Connection(asyncio.Protocol):
@@ -51,8 +51,8 @@ class Connection(asyncio.Protocol):
         self._phase = Phase.IDLE
         self._arriving = Phase.IDLE  # where the parser is, which may be ahead of the answer: idle, head or body
         self._phase_deadline: float | None = None
-        self._write_deadline: float | None = None  # while a client has to read
-        self._num_unsent = 0  # when that was set
+        self._write_deadline: float | None = None  # while output is buffered
+        self._num_unsent = 0  # when the deadline was set
         self.client: tuple[str, int] | None = None
         self.is_lost = False
         self.can_write = True
@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
         self._is_advancing = False
         self._ready: deque[HttpRequest] = deque()
         self._exchange: Exchange | None = None
-        self._request = HttpRequest()  # that arrives now
+        self._request = HttpRequest()  # the one being parsed
         self._body: list[bytes] = []
         self._num_head_bytes = 0
         self._num_body_bytes = 0
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._phase is Phase.CLOSING:
-            return  # read and dropped, so that the client gets to read its answer
+            return  # read and dropped, so that the client can still read its answer
         self._ahead += data
         self._advance()
         if len(self._ahead) > _MOST_AHEAD and not self.is_lost:
@@ -155,7 +155,7 @@ class Connection(asyncio.Protocol):
         """The deadline has passed."""
         if self._write_deadline is not None and self._write_deadline < time.monotonic():
             if self._transport.get_write_buffer_size() < self._num_unsent:
-                self._give_time_to_read()  # slow, but it reads
+                self._give_time_to_read()  # slow, but it makes progress
             else:
                 self.abort()
         elif self._phase is Phase.BODY:
@@ -166,14 +166,14 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def make_room(self) -> None:
-        """Another client needs the place of this one, which has no request under way."""
+        """A new client takes the slot of this connection, which has no request under way."""
         self.abort()
 
     def abort(self) -> None:
         self._transport.abort()
 
     def close_gently(self) -> None:
-        """What was written still goes out. Input is dropped meanwhile: unread, it would make the kernel reset."""
+        """Output that was written is still sent. Input is dropped meanwhile: if unread, the kernel would send RST."""
         if self._phase is Phase.CLOSING:
             return
         self._enter(Phase.CLOSING, self._limits.linger_s)
@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
         self._write_deadline = time.monotonic() + self._limits.write_timeout_s
 
     def _await_request(self) -> None:
-        """The next one, of which a part may have come already. Its time begins when the last answer is on its way."""
+        """Wait for the next request, part of which may have arrived. Its time limit starts here."""
         limits = self._limits
         if not self.can_write:
             self._enter(Phase.IDLE, None)
@@ -220,12 +220,12 @@ class Connection(asyncio.Protocol):
         self._advance()
 
     def _advance(self) -> None:
-        """Parse what has come and start the next request, as far as it goes.
+        """Parse what has arrived and start the next request, as far as possible.
 
-        Not while the client leaves its answers unread: those of all the requests that it sends would pile up.
+        Stops while the client does not read its answers: otherwise those of all pipelined requests would pile up.
         """
         if self._is_advancing:
-            return  # an answer was complete at once: the loop below goes on
+            return  # called from the loop below, by an answer that was complete at once
         self._is_advancing = True
         try:
             while self._exchange is None and self._phase is not Phase.CLOSING and self.can_write and not self.is_lost:
@@ -248,19 +248,19 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # Protocols to change to are not offered: the request is answered as it is, and is the last one.
+            # Protocol upgrades are not offered: the request is answered as it is, and is the last one.
             for request in self._ready:
                 request.keeps_alive = False
         except httptools.HttpParserError as error:
             if self._refusal is None:
                 self._refusal = ApiError(400, f"this is not HTTP/1.1: {str(error) or type(error).__name__}")
-        # What follows a body, or describes its chunks, is kept by the parser like headers.
+        # Trailers and chunk extensions count against the header limit, as the parser stores them like headers.
         self._num_head_bytes = 0 if self._num_body_bytes > num_body_bytes else self._num_head_bytes + len(data)
         if self._num_head_bytes > _LARGEST_HEAD and not self._ready:
             self._refusal = self._refusal or _head_too_large()
         if self._phase is Phase.BODY:
             pause_s = self._limits.body_timeout_s
-            # A byte now and then does not help.
+            # A byte now and then does not extend the deadline.
             longest_s = self._limits.longest_body * pause_s
             self._phase_deadline = min(time.monotonic() + pause_s, self._body_start + longest_s)
         if self._refusal is not None and not self._ready:
@@ -270,10 +270,10 @@ class Connection(asyncio.Protocol):
         self._enter(Phase.ANSWERING, None)
         self._exchange = self._listener.begin_exchange(self, request)
         if not self._ready and self._refusal is not None:
-            request.keeps_alive = False  # what follows it cannot be read
+            request.keeps_alive = False  # what follows it cannot be parsed
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer what arrives with an error, and end the connection: what follows cannot be told from its rest."""
+        """Answer the request with an error and close: what follows cannot be told from the rest of its body."""
         request = self._request
         request.keeps_alive = False
         self._free_body()
@@ -299,7 +299,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._arriving is Phase.BODY:
-            return  # what comes behind a body was not there when the request was checked, and is no header
+            return  # trailers after a body are not headers: the request was checked before them
         headers = self._request.headers
         headers.append((name.lower(), value))
         if len(headers) > _MOST_HEADERS:
@@ -352,7 +352,7 @@ class Connection(asyncio.Protocol):
         self._body.clear()
         self._ready.append(self._request)
         self._arriving = Phase.IDLE
-        self._phase = Phase.IDLE  # of the next request; one that is started is noted there
+        self._phase = Phase.IDLE  # of the next request; the one that was started keeps its own state
 
     def _stop(self, refusal: ApiError) -> None:
         self._refusal = refusal

@@ -1,4 +1,4 @@
-"""One request and its answer, as the rest of the server sees them."""
+"""One request and its response, as the rest of the server sees them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Headers = list[tuple[bytes, bytes]]
 
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus} | {499: b"Client Closed Request"}
-WARNING_HEADER = b"x-slipstream-warning"  # the answer's content is not what it would seem to be
+WARNING_HEADER = b"x-slipstream-warning"  # the request was served otherwise than asked
 _NO_BODY = (204, 304)
 _JSON = b"application/json"
 
@@ -33,7 +33,7 @@ class HttpRequest:
     body: bytes = b""
     keeps_alive: bool = True
     arrival_time: float = 0.0
-    num_buffered_bytes: int = 0  # of its body, as long as the listener counts them
+    num_buffered_bytes: int = 0  # of its body, while the listener counts them
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for own, value in self.headers if own == name), None)
@@ -42,8 +42,8 @@ class HttpRequest:
 class Exchange:
     """The answer is written in one piece with ``respond``, or with ``start``, any number of ``write`` and ``end``.
 
-    Nothing here waits. A client that does not keep up shows in ``keeps_up``; ``on_drained`` is called when it has
-    caught up, and ``on_gone`` when it has left before the answer was complete.
+    Nothing here waits. A client that reads too slowly makes ``keeps_up`` false; ``on_drained`` is called when it has
+    caught up, and ``on_gone`` when it has disconnected before the response was complete.
     """
 
     __slots__ = (
@@ -65,14 +65,14 @@ class Exchange:
         self._connection = connection
         self.request = request
         self.request_id = request_id
-        self.status: int | None = None  # None until the answer has begun
-        self.headers: Headers = []  # that every answer to this request carries
+        self.status: int | None = None  # None until the response has begun
+        self.headers: Headers = []  # of every response to this request
         self.warnings: list[str] = []  # in one header of the answer
         self.is_complete = False
-        self.note: Any = None  # what a route wants the log to know
+        self.note: Any = None  # what a route adds to the log line
         self.on_gone: Callable[[], None] | None = None
         self.on_drained: Callable[[], None] | None = None
-        self._head = b""  # not written yet: it goes out with the first part of the body
+        self._head = b""  # not written yet: sent with the first part of the body
         self._is_chunked = False
 
     @property
@@ -81,7 +81,7 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """Whether the client is there, and the answer is not complete."""
+        """Whether the client is connected and the response is not complete."""
         return not self.is_complete and not self._connection.is_lost
 
     @property
@@ -103,7 +103,7 @@ class Exchange:
             self._is_chunked = True
             lines.append(b"transfer-encoding: chunked")
         elif has_body:
-            request.keeps_alive = False  # the end of the connection is the end of the body
+            request.keeps_alive = False  # the body ends where the connection does
         if not request.keeps_alive:
             lines.append(b"connection: close")
         elif request.version == "1.0":
@@ -111,7 +111,7 @@ class Exchange:
         self._head = b"\r\n".join((*lines, b"", b""))
 
     def write(self, data: bytes) -> None:
-        """A part of the body, and not an empty one. What a lost client would have got is dropped."""
+        """A non-empty part of the body. Dropped if the client has disconnected."""
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head:
@@ -141,12 +141,12 @@ class Exchange:
         )
 
     def drop_body(self) -> None:
-        """It was read: it may be large, and the answer long."""
+        """Free the body once it was read: it may be large, and the response long."""
         self.request.body = b""
         self._connection.free_body(self.request)
 
     def close_after(self) -> None:
-        """The connection ends with this answer."""
+        """Close the connection after this response."""
         self.request.keeps_alive = False
 
     def seconds(self) -> float:

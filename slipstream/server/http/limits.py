@@ -1,4 +1,4 @@
-"""How much of the server one client, and all of them together, may take."""
+"""How much of the server one client, and all clients together, may use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class ConnectionLimits:
     body_timeout_s: float  # longest pause while a body arrives
     header_timeout_s: float = 10.0
     keep_alive_s: float = 75.0
-    write_timeout_s: float = 60.0  # without any progress, of a client that does not read
-    linger_s: float = 2.0  # for the client to end a connection that was ended here
-    longest_body: int = 4  # in longest pauses
+    write_timeout_s: float = 60.0  # without progress of a client that does not read
+    linger_s: float = 2.0  # for the client to close a connection that was closed here
+    longest_body: int = 4  # in multiples of body_timeout_s
 
     @property
     def max_buffered_bytes(self) -> int:
-        """Of all bodies that arrive or wait to be read, but for small ones."""
+        """Of all bodies that arrive or wait to be read, except small ones."""
         return 64 * self.max_body_bytes
 
 
 def raise_descriptor_limit() -> int:
-    """Take as many descriptors as the system allows; returns how many connections fit."""
+    """Raise the limit of open files as far as the system allows; returns how many connections fit."""
     if sys.platform == "win32":
         return 512
     import resource
@@ -37,7 +37,7 @@ def raise_descriptor_limit() -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-        except (ValueError, OSError):  # some systems have a lower one of their own
+        except (ValueError, OSError):  # some systems have a lower hard limit of their own
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20

@@ -1,9 +1,9 @@
-"""All connections of one front end: accepted, counted, timed out, and ended.
+"""All connections of one front end: accepted, counted, timed out and closed.
 
-At the limit a new client takes the place of the one that has waited longest without a whole request: clients that
-open connections and say nothing keep no other out. Few are accepted at a time, so that however many wait at the door
-never more descriptors are open than there may be; asyncio's own server takes all at once, and where that is too many,
-it writes thousands of lines and accepts none for seconds.
+At the limit a new client replaces the connection that has waited longest without a complete request, so that clients
+that open connections and send nothing cannot keep others out. Few are accepted at a time, so that a long backlog never
+opens more descriptors than the limit allows; asyncio's own server accepts all at once, and when descriptors run out it
+logs thousands of lines and accepts nothing for seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.server.http.limits import ConnectionLimits
 _TICK_S = 0.5  # how late a deadline is noticed
 _BACKLOG = 2048
 _ACCEPTED_A_TURN = 16
-_ACCEPT_PAUSE_S = 0.1  # where the system gives no descriptor
+_ACCEPT_PAUSE_S = 0.1  # when the system has no descriptor left
 _WARN_EVERY_S = 10.0
 logger = logging.getLogger("slipstream.server")
 
@@ -32,7 +32,7 @@ _USABLE_ID = re.compile(rb"[ -~]{1,128}")
 
 
 class Listener:
-    """``check`` refuses a request by its headers, ``handle`` answers it, ``note_end`` is told when it is over."""
+    """``check`` refuses a request by its headers, ``handle`` answers it, ``note_end`` is called when it is over."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class Listener:
         self._handle = handle
         self._note_end = note_end
         self._connections: dict[Connection, None] = {}
-        self._unfinished: dict[Connection, None] = {}  # without a whole request, the longest first
+        self._unfinished: dict[Connection, None] = {}  # without a complete request, the longest waiting first
         self._sockets: list[socket.socket] = []
         self._arriving: set[asyncio.Task[None]] = set()
-        self._num_descriptors = 0  # of clients: those of connections that are being made or closed as well
+        self._num_descriptors = 0  # of clients, connections being opened or closed included
         self._warned_at: float | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self.on_tick: Callable[[], None] = lambda: None
-        self.warnings: list[str] = []  # that every answer carries
+        self.warnings: list[str] = []  # sent with every response
         self.num_buffered_bytes = 0
         self.is_ending = False
         self.date = _date_now()
 
-    # --- its owner's calls
+    # --- calls of the owner
 
     async def listen(self, sockets: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ class Listener:
             connection.close_if_idle()
 
     async def wait_until_idle(self, timeout_s: float, ends_now: Callable[[], bool]) -> None:
-        """Until every answer is complete, as far as the time goes, unless there is none left."""
+        """Wait until every response is complete, the time is up, or ``ends_now`` says so."""
         clock = asyncio.get_running_loop().time
         end = clock() + timeout_s
         while any(connection.is_answering for connection in self._connections):
@@ -92,7 +92,7 @@ class Listener:
             await asyncio.sleep(0.01)
 
     async def close(self, flush_s: float) -> None:
-        """Let what was written go out for a while, then end every connection."""
+        """Flush written output for a while, then close every connection."""
         clock = asyncio.get_running_loop().time
         end = clock() + flush_s
         while self._connections and clock() < end:
@@ -101,7 +101,7 @@ class Listener:
             connection.abort()
         if self._ticking is not None:
             self._ticking.cancel()
-        await asyncio.sleep(0)  # lets the transports tell their connections
+        await asyncio.sleep(0)  # lets the transports call connection_lost
 
     # --- accepting
 
@@ -109,7 +109,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         for _ in range(_ACCEPTED_A_TURN):
             if self._num_descriptors >= self.limits.max_connections + _ACCEPTED_A_TURN:
-                return  # some are being closed; the loop comes back at once
+                return  # some are being closed; the event loop calls again at once
             try:
                 client, _ = own.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -119,13 +119,13 @@ class Listener:
                 return
             self._num_descriptors += 1
             task = loop.create_task(self._adopt(client))
-            self._arriving.add(task)  # the loop itself keeps no task alive
+            self._arriving.add(task)  # the event loop holds only weak references to tasks
             task.add_done_callback(self._arriving.discard)
 
     async def _adopt(self, client: socket.socket) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: Connection(self), client)
-        except OSError:  # it has left already
+        except OSError:  # the client has disconnected already
             client.close()
             self._num_descriptors -= 1
 
@@ -141,11 +141,11 @@ class Listener:
         if not self.is_ending:
             asyncio.get_running_loop().add_reader(own, self._accept, own)
 
-    # --- the connections' calls
+    # --- calls of the connections
 
     def take(self, connection: Connection) -> None:
         if len(self._connections) >= self.limits.max_connections:
-            # One that has a request under way keeps its place: then the new one goes.
+            # Connections with a request under way are never replaced: then the new one is closed.
             oldest = next((other for other in self._unfinished if other is not connection), connection)
             oldest.make_room()
             self.drop(oldest)
@@ -182,7 +182,7 @@ class Listener:
         return exchange
 
     def free_body(self, request: HttpRequest) -> None:
-        """Its body is needed no more."""
+        """Its body is not needed any more."""
         self.num_buffered_bytes -= request.num_buffered_bytes
         request.num_buffered_bytes = 0
 
@@ -205,6 +205,6 @@ def _date_now() -> bytes:
 
 
 def _read_request_id(request: HttpRequest) -> str:
-    """The client's own, if it can stand in a header and in a line of the log."""
+    """The client's own id, if it is valid in a header and in a log line."""
     given = request.header(b"x-request-id")
     return given.decode() if given is not None and _USABLE_ID.fullmatch(given) else uuid.uuid4().hex

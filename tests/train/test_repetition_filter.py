@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.train.loops import Ids, end_without_loop
+from slipstream.train.repetition_filter import Ids, length_without_repetition
 
 
 def as_ids(token_ids: list[int]) -> Ids:
@@ -23,7 +23,7 @@ STORY = list(range(100, 160))  # sixty tokens, none twice
         ([], 0),
         ([7], 1),
         (STORY, 60),
-        ([7] * 48, 48),  # no more than is kept of a loop
+        ([7] * 48, 48),  # no more than is kept of a repetition
         ([7] * 49, 48),
         ([*STORY, *[7] * 200], 60 + 48),
         ([*STORY, *[1, 2, 3, 4, 5] * 30], 60 + 48),
@@ -32,15 +32,15 @@ STORY = list(range(100, 160))  # sixty tokens, none twice
         ([*STORY, *range(30), *range(30), 0], 120),
         ([*range(64)] * 3, 128),
         ([*range(65)] * 3, 195),  # too long a period
-        ([*[7] * 200, 8], 201),  # a loop that the target found its way out of
+        ([*[7] * 200, 8], 201),  # a repetition that the target left again
         ([*[7] * 100, *STORY], 160),
     ],
 )
 def test_by_hand(token_ids: list[int], kept: int) -> None:
-    assert end_without_loop(as_ids(token_ids)) == kept
+    assert length_without_repetition(as_ids(token_ids)) == kept
 
 
-def loop_length(token_ids: list[int], period: int) -> int:
+def repetition_length(token_ids: list[int], period: int) -> int:
     """How many tokens at the end repeat with a period, one after another."""
     begin = len(token_ids)
     while begin > 0 and (begin + period > len(token_ids) or token_ids[begin - 1] == token_ids[begin - 1 + period]):
@@ -54,15 +54,15 @@ def loop_length(token_ids: list[int], period: int) -> int:
     st.integers(0, 200),
 )
 @example([], [0], 49)
-def test_what_is_cut_goes_on_as_before(story: list[int], rounds: list[int], looped: int) -> None:
-    token_ids = [*story, *(rounds * 200)[:looped]]
-    kept = end_without_loop(as_ids(token_ids))
-    too_long = {period: loop_length(token_ids, period) - max(48, 2 * period) for period in range(1, 65)}
+def test_the_cut_part_continues_the_repetition(story: list[int], rounds: list[int], num_repeated: int) -> None:
+    token_ids = [*story, *(rounds * 200)[:num_repeated]]
+    kept = length_without_repetition(as_ids(token_ids))
+    too_long = {period: repetition_length(token_ids, period) - max(48, 2 * period) for period in range(1, 65)}
     if kept == len(token_ids):
         assert max(too_long.values()) <= 0
         return
     assert max(too_long.values()) == len(token_ids) - kept > 0
-    # Whoever reads what is left, and goes on in the rhythm of its end, has the whole.
+    # Continuing the rest with the same period restores the whole text.
     period = max(too_long, key=lambda one: too_long[one])
     again = token_ids[:kept]
     while len(again) < len(token_ids):
@@ -74,5 +74,5 @@ def test_many_answers_take_seconds() -> None:
     generator = np.random.default_rng(0)
     texts = [generator.integers(0, 50_000, 320, dtype=np.int32) for _ in range(1000)]
     began = time.process_time()
-    assert all(end_without_loop(text) == 320 for text in texts)
+    assert all(length_without_repetition(text) == 320 for text in texts)
     assert 40 * (time.process_time() - began) < 15, "seconds for forty thousand, on a slow machine that others use"

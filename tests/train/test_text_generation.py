@@ -1,4 +1,4 @@
-"""What is asked, with an engine that answers at once and writes a number into every text, so that it is found again."""
+"""Generated texts, with an engine that answers at once and numbers its texts, so that they can be recognised."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import Completion, RequestOutput, RequestTimings
-from slipstream.train.author import Author, Written, _held_out, whole_sentences
-from slipstream.train.prompts import form_of
+from slipstream.train.prompts import choose_prompt_format
 from slipstream.train.settings import TrainSettings
+from slipstream.train.text_generation import GeneratedText, TextGenerator, _held_out, whole_sentences
 from slipstream.types import SamplingParams
 from tests import tiny_models
 
@@ -50,18 +50,18 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def write(
     tokenizer: Tokenizer, count: int, given: list[list[str]] | None = None, text: str = TEXT, **changes: Any
-) -> tuple[FakeClient, list[Written]]:
+) -> tuple[FakeClient, list[GeneratedText]]:
     client = FakeClient(tokenizer, text)
     settings = TrainSettings(out="x", sequences=count, **{"max_len": 1024, **changes})
-    author = Author(client, form_of(tokenizer)[0], settings, lambda *_: None)  # type: ignore[arg-type]
-    return client, author.write(given or [])
+    generator = TextGenerator(client, choose_prompt_format(tokenizer)[0], settings, lambda *_: None)  # type: ignore[arg-type]
+    return client, generator.write(given or [])
 
 
-def texts_of(tokenizer: Tokenizer, written: list[Written]) -> list[str]:
+def texts_of(tokenizer: Tokenizer, written: list[GeneratedText]) -> list[str]:
     return [tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=False) for one in written]
 
 
-def test_nothing_that_is_there_twice_is_held_out() -> None:
+def test_texts_that_occur_twice_are_not_held_out() -> None:
     turns = [f"turn {i}" for i in range(64)]
     held = _held_out(turns, 400)
     assert [i for i, flag in enumerate(held) if flag] == [8, 24, 40, 56]
@@ -70,7 +70,7 @@ def test_nothing_that_is_there_twice_is_held_out() -> None:
     assert sum(_held_out([str(i) for i in range(40_000)], 400)) == 400
 
 
-def test_what_is_held_out_and_what_is_learnt_have_no_text_in_common(tokenizer: Tokenizer) -> None:
+def test_held_out_and_training_texts_have_no_text_in_common(tokenizer: Tokenizer) -> None:
     _, written = write(tokenizer, 1200)
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for one, text in zip(written, texts_of(tokenizer, written), strict=True):
@@ -79,7 +79,7 @@ def test_what_is_held_out_and_what_is_learnt_have_no_text_in_common(tokenizer: T
     assert not found[True] & found[False]
 
 
-def test_a_prompt_of_the_users_that_the_target_also_writes_is_not_held_out(tokenizer: Tokenizer) -> None:
+def test_a_given_prompt_that_the_target_also_generates_is_not_held_out(tokenizer: Tokenizer) -> None:
     given = [[f"given {i}"] for i in range(16)]
     given[8] = ["Hello!"]  # what an empty turn becomes
     _, written = write(tokenizer, 64, given, text="  {:.0}")
@@ -108,7 +108,7 @@ def test_shares(tokenizer: Tokenizer) -> None:
     assert 0.58 < answered.count(0.0) / len(answered) < 0.68 and set(answered) == {0.0, 0.7, 1.0}
 
 
-def test_everything_behind_the_templates_beginning_is_learnt(tokenizer: Tokenizer) -> None:
+def test_everything_after_the_templates_beginning_is_trained_on(tokenizer: Tokenizer) -> None:
     _, written = write(tokenizer, 100, [["Hi", "And?"]])
     begin = len(tokenizer.encode("<s>user: ", add_special_tokens=False))
     assert {one.learn_from for one in written} == {begin}
@@ -121,7 +121,7 @@ def test_everything_behind_the_templates_beginning_is_learnt(tokenizer: Tokenize
     )
 
 
-def test_loops_are_cut_in_answers_and_in_what_is_made_of_them(tokenizer: Tokenizer) -> None:
+def test_repetition_is_cut_in_answers_and_in_texts_composed_of_them(tokenizer: Tokenizer) -> None:
     _, written = write(tokenizer, 100, [["Hi", "And?"]], text="<{}>" + "abc" * 40)
     for one, text in zip(written, texts_of(tokenizer, written), strict=True):
         answer = tokenizer.decode(one.token_ids[one.answer_from :].tolist())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.scheduler.collected_step import take_tokens
 from slipstream.scheduler.request_state import RequestState
-from slipstream.scheduler.take_tokens import take_tokens
 from slipstream.types import (
     MAX_DEVICE_STOP_IDS,
     LogprobRow,
@@ -28,7 +28,7 @@ def state_of(**params: object) -> RequestState:
 
 def result_of(new: list[int], status: RowStatus = RowStatus.RUNNING) -> StepResult:
     """Three drafts were checked, and all but the last of the new tokens are accepted ones."""
-    plan = StepPlan.of(0, [ScheduledRequest("a", 1, 0, 4, 1, True, 3)])
+    plan = StepPlan.from_requests(0, [ScheduledRequest("a", 1, 0, 4, 1, True, 3)])
     rows = [LogprobRow(1, [token_id], [-1.0]) for token_id in new]
     return StepResult(plan, [new], [status], [3], [max(0, len(new) - 1)], [0], [rows])
 

@@ -1,6 +1,6 @@
-"""The target as a teacher: one pass over a batch of whole texts, with its hidden states tapped on the way.
+"""The target model in training: a forward pass over a batch of whole texts that returns its hidden states.
 
-Runs the engine's own model and attention, so that a head learns from the very numbers it will be shown.
+Uses the engine's model and attention, so that a head is trained on the numbers it will get when drafting.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from slipstream.models.weights import Checkpoint
 
 _PAGE = 16  # tokens; texts are padded to whole pages
 _MAX_TOKENS = 16384  # in one pass
-_CHUNK = 4096  # positions whose logits over the whole vocabulary are made at a time
+_CHUNK = 4096  # positions whose logits over the whole vocabulary are computed at a time
 
 
-class Lesson(NamedTuple):
-    """What the target makes of a batch."""
+class HiddenStates(NamedTuple):
+    """The target's states for a batch."""
 
-    features: Tensor  # [rows, length, taps * hidden]: the residual stream after some layers, side by side
-    normed: Tensor  # [rows, length, hidden]: what its logits are made of
+    features: Tensor  # [rows, length, taps * hidden]: the residual stream after the tapped layers, concatenated
+    normed: Tensor  # [rows, length, hidden]: after the final norm, the input of the logits
 
 
-class Teacher:
+class TargetModel:
     def __init__(self, model: Decoder, taps: tuple[int, ...], backend: AttentionBackend | None = None) -> None:
         self.model, self._taps = model, taps
         self.device, self.dtype = model.device, model.model.norm.weight.dtype
@@ -55,17 +55,17 @@ class Teacher:
 
     @property
     def head(self) -> Tensor:
-        """[vocab, hidden]: the matrix behind its logits."""
+        """[vocab, hidden]: the weight of its logits."""
         return self.model.output.dequantised()
 
     @property
-    def bytes_a_token(self) -> int:
-        """Of a lesson."""
+    def bytes_per_token(self) -> int:
+        """Memory of the hidden states."""
         return (len(self._taps) + 1) * self.config.hidden_size * self.dtype.itemsize
 
     @property
     def last_layer(self) -> dict[str, Tensor]:
-        """Weights of the last layer by their names there, without biases; empty where it is not a plain Llama layer."""
+        """Weights of the last layer by name, without biases; empty if it is not a plain Llama layer."""
         config, idx = self.config, self.config.num_layers - 1
         if self.model.layer_class is not DecoderLayer or config.has_experts(idx) or config.activation != "silu":
             return {}
@@ -76,56 +76,56 @@ class Teacher:
         return {name: slot.detach() for name, slot in slots.items() if not name.endswith(left_out)}
 
     @torch.no_grad()
-    def read(self, token_ids: Tensor) -> Lesson:  # [rows, length] int32, length a multiple of 16
-        size, place = self.config.hidden_size, self.device
-        features = torch.empty(*token_ids.shape, len(self._taps) * size, dtype=self.dtype, device=place)
-        normed = torch.empty(*token_ids.shape, size, dtype=self.dtype, device=place)
+    def read(self, token_ids: Tensor) -> HiddenStates:  # [rows, length] int32, length a multiple of 16
+        size, device = self.config.hidden_size, self.device
+        features = torch.empty(*token_ids.shape, len(self._taps) * size, dtype=self.dtype, device=device)
+        normed = torch.empty(*token_ids.shape, size, dtype=self.dtype, device=device)
         at_once = max(1, _MAX_TOKENS // token_ids.shape[1])
         for begin in range(0, token_ids.shape[0], at_once):
             part = slice(begin, begin + at_once)
             normed[part] = self._read(token_ids[part], features[part].flatten(0, 1)).view_as(normed[part])
-        return Lesson(features, normed)
+        return HiddenStates(features, normed)
 
     def _read(self, token_ids: Tensor, features: Tensor) -> Tensor:
-        """What its logits are made of; the taps go to ``features`` [rows * length, taps * hidden]."""
-        (rows, length), place = token_ids.shape, self.device
+        """The input of the logits; the tapped states go to ``features`` [rows * length, taps * hidden]."""
+        (rows, length), device = token_ids.shape, self.device
         parts = torch.split(features, self.config.hidden_size, dim=1)
         common = self._metadata(rows, length)
-        # What pads a text to whole pages may be beyond the last position there is.
-        positions = torch.arange(length, device=place).clamp_(max=self.model.cos_sin[0].shape[0] - 1).repeat(rows)
+        # Padding to whole pages may exceed the last position.
+        positions = torch.arange(length, device=device).clamp_(max=self.model.cos_sin[0].shape[0] - 1).repeat(rows)
         caches = serve_layers(self._backend, self._caches(rows * length))
         taps = dict(zip(self._taps, parts, strict=True))
         context = caches.begin(StepTokens(positions, common.slot_mapping, common), taps)
-        return self.model.forward(token_ids.to(place, torch.int32).flatten(), context)
+        return self.model.forward(token_ids.to(device, torch.int32).flatten(), context)
 
     @torch.no_grad()
     def greedy(self, normed: Tensor) -> Tensor:  # [n, hidden] -> [n] int64
-        """The target's own choice at each position, of its whole vocabulary."""
+        """The target's greedy token at each position."""
         chunks = [self.model.compute_logits(chunk).argmax(dim=-1) for chunk in torch.split(normed, _CHUNK)]
         return torch.cat(chunks) if chunks else normed.new_empty(0, dtype=torch.int64)
 
     def _metadata(self, rows: int, length: int) -> CommonAttentionMetadata:
-        """Every row is a request that has all its tokens in this step, on pages of its own."""
-        place, pages = self.device, length // _PAGE
+        """Every row is a request that has all its tokens in this step, on its own pages."""
+        device, pages = self.device, length // _PAGE
         starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        lengths = torch.full((rows,), length, dtype=torch.int32, device=place)
+        lengths = torch.full((rows,), length, dtype=torch.int32, device=device)
         return CommonAttentionMetadata(
             num_reqs=rows,
             num_actual_tokens=rows * length,
             max_query_len=length,
-            query_start_loc=starts.to(place),
+            query_start_loc=starts.to(device),
             query_start_loc_cpu=starts.numpy(),
             query_lens=lengths,
             seq_lens=lengths,
             seq_lens_cpu_upper_bound=np.full(rows, length, np.int32),
             # Page 0 is the null page.
-            block_table=torch.arange(1, rows * pages + 1, dtype=torch.int32, device=place).view(rows, pages),
-            slot_mapping=torch.arange(_PAGE, _PAGE + rows * length, device=place),
+            block_table=torch.arange(1, rows * pages + 1, dtype=torch.int32, device=device).view(rows, pages),
+            slot_mapping=torch.arange(_PAGE, _PAGE + rows * length, device=device),
             num_computed_cpu=np.zeros(rows, np.int32),
         )
 
     def _caches(self, num_tokens: int) -> list[Tensor]:
-        """One layer's memory for all: a layer stores all keys of the batch before it attends, and nobody later asks."""
+        """One cache for all layers: each writes all keys of the batch before it attends, and none reads them later."""
         num_pages = 1 + num_tokens // _PAGE
         if self._cache.shape[0] <= num_pages:
             sizes = CacheSizes(num_pages, _PAGE, 0, 0, str(self.dtype).removeprefix("torch."))
@@ -133,15 +133,15 @@ class Teacher:
         return [self._cache] * self.config.num_layers
 
 
-def load_teacher(path: Path, checkpoint: Checkpoint, taps: tuple[int, ...], device: str, dtype: str) -> Teacher:
-    """The target's weights as an engine without further options would hold them."""
+def load_target(path: Path, checkpoint: Checkpoint, taps: tuple[int, ...], device: str, dtype: str) -> TargetModel:
+    """The target with its weights as in an engine with default options."""
     options = EngineOptions(model=str(path), device=device, dtype=dtype, num_gpu_blocks_override=1)
     plan = plan_engine(options, checkpoint.config)
     model = build_model(plan.architecture, plan.config, plan.device.torch_device)
     load_weights(model, checkpoint.tensors())
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return Teacher(model, taps)
+    return TargetModel(model, taps)
 
 
 def padded_length(length: int) -> int:

@@ -1,4 +1,4 @@
-"""Order, schedule, acceptance, and going on after a stop."""
+"""Order of texts, learning rate, acceptance, and resuming."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slipstream.errors import ConfigError
 from slipstream.train.batches import Batches
 from slipstream.train.data import Texts
 from slipstream.train.eagle3 import make_head
-from slipstream.train.lessons import Lessons
-from slipstream.train.loop import Progress, Trainer, rate_at, read_checkpoint
+from slipstream.train.hidden_state_cache import HiddenStateCache
 from slipstream.train.settings import TrainSettings
 from slipstream.train.store import read_store, write_store
+from slipstream.train.trainer import Progress, Trainer, learning_rate_at, read_checkpoint
 from slipstream.train.vocabulary import choose_vocabulary
-from tests.train.conftest import OPTIONS, teacher_of
+from tests.train.conftest import OPTIONS, open_target_model
 
 
 def random_texts(count: int, seed: int = 0) -> Texts:
@@ -52,17 +52,17 @@ def test_every_epoch_has_every_text_once_and_no_batch_is_too_large() -> None:
 
 def test_what_counts_in_a_batch() -> None:
     texts = random_texts(10)
-    batch = Batches(texts, False, 4096, 3, seed=0).batch_of(torch.tensor([1, 2, 3]))
+    batch = Batches(texts, False, 4096, 3, seed=0).make_batch(torch.tensor([1, 2, 3]))
     for row, idx in enumerate((1, 2, 3)):
         tokens, length = texts.tokens_of(idx), int(texts.lengths[idx])
         assert batch.token_ids[row, :length].tolist() == tokens.tolist()
-        learnt = [i for i in range(batch.token_ids.shape[1]) if batch.learnt[row, i]]
-        assert learnt == list(range(max(4, int(texts.learn_from[idx])) - 1, length - 1))
+        trained = [i for i in range(batch.token_ids.shape[1]) if batch.trained[row, i]]
+        assert trained == list(range(max(4, int(texts.learn_from[idx])) - 1, length - 1))
         assert batch.answered[row].nonzero()[0] == max(4, int(texts.answer_from[idx])) - 1
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [rate_at(i / 1000) for i in range(1001)]
+    rates = [learning_rate_at(i / 1000) for i in range(1001)]
     top = rates.index(max(rates))
     assert top == 40 and math.isclose(rates[top], 1.0)
     assert rates[:41] == sorted(rates[:41]) and rates[40:] == sorted(rates[40:], reverse=True)
@@ -72,27 +72,29 @@ def test_the_learning_rate_rises_and_falls() -> None:
 def make_trainer(target: Path, texts: Texts, checkpoint: Path, dtype: str = "float32", **changes: Any) -> Trainer:
     options = {**OPTIONS, "steps": 10, "checkpoint_every": 4, "batch_tokens": 512, **changes}
     settings = TrainSettings(**options, model=str(target), out=str(checkpoint.parent))
-    teacher = teacher_of(target, dtype)
-    vocabulary = choose_vocabulary(texts.token_ids, teacher.config.vocab_size, settings.draft_vocab)
-    return Trainer(settings, teacher, make_head(settings, teacher, vocabulary), texts, checkpoint)
+    target_model = open_target_model(target, dtype)
+    vocabulary = choose_vocabulary(texts.token_ids, target_model.config.vocab_size, settings.draft_vocab)
+    return Trainer(settings, target_model, make_head(settings, target_model, vocabulary), texts, checkpoint)
 
 
-def test_lessons_that_are_kept_are_those_that_are_read(
+def test_cached_hidden_states_equal_computed_ones(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = random_texts(40)
-    told: list[tuple[str, int, int]] = []
-    every, once = (make_trainer(target, texts, tmp_path / name, "float64", steps=40) for name in ("every", "once"))
-    monkeypatch.setattr(Lessons, "fit", lambda _self, num_tokens: num_tokens == len(texts.token_ids))
+    counts: list[tuple[str, int, int]] = []
+    computed, cached = (
+        make_trainer(target, texts, tmp_path / name, "float64", steps=40) for name in ("computed", "cached")
+    )
+    monkeypatch.setattr(HiddenStateCache, "fits", lambda _self, num_tokens: num_tokens == len(texts.token_ids))
     few = make_trainer(target, texts, tmp_path / "few", "float64", steps=2)
-    few.keep_lessons(lambda *_: pytest.fail("two steps do not come back to any text"))
-    once.keep_lessons(lambda *line: told.append(line))
-    assert told[-1][1:] == (len(texts.token_ids), len(texts.token_ids))
-    monkeypatch.setattr(once._teacher, "read", lambda _ids: pytest.fail("all is known"))
-    for trainer in (every, once):
+    few.fill_cache(lambda *_: pytest.fail("two steps use no text twice"))
+    cached.fill_cache(lambda *line: counts.append(line))
+    assert counts[-1][1:] == (len(texts.token_ids), len(texts.token_ids))
+    monkeypatch.setattr(cached._target, "read", lambda _ids: pytest.fail("all states are cached"))
+    for trainer in (computed, cached):
         trainer.run()
-    assert once.progress.losses == pytest.approx(every.progress.losses, rel=1e-9)
-    assert once.progress.acceptance == every.progress.acceptance
+    assert cached.progress.losses == pytest.approx(computed.progress.losses, rel=1e-9)
+    assert cached.progress.acceptance == computed.progress.acceptance
 
 
 def restore(trainer: Trainer) -> None:
@@ -103,7 +105,7 @@ class KilledError(Exception):
     pass
 
 
-def test_a_killed_training_goes_on_to_the_same_curve(target: Path, tmp_path: Path) -> None:
+def test_a_killed_training_resumes_to_the_same_curve(target: Path, tmp_path: Path) -> None:
     texts = random_texts(40)
     whole = make_trainer(target, texts, tmp_path / "whole")
     whole.run()
@@ -129,7 +131,7 @@ def test_a_killed_training_goes_on_to_the_same_curve(target: Path, tmp_path: Pat
 def test_minutes_end_a_training(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A clock of the training alone: other threads of this process read the real one.
     readings = itertools.count()
-    monkeypatch.setattr("slipstream.train.loop.time", SimpleNamespace(monotonic=lambda: 10.0 * next(readings)))
+    monkeypatch.setattr("slipstream.train.trainer.time", SimpleNamespace(monotonic=lambda: 10.0 * next(readings)))
     trainer = make_trainer(target, random_texts(20), tmp_path / "c", steps=None, minutes=1.0)
     trainer.run()
     assert trainer.progress.step == 6, "steps of ten seconds"
@@ -163,7 +165,7 @@ def test_a_damaged_store_is_named(tmp_path: Path, damage: str) -> None:
         content[-100] ^= 1
         path.write_bytes(content)
     elif damage == "text":
-        path.write_text("nothing of the kind")
+        path.write_text("not a safetensors file")
     else:
         from safetensors.torch import save_file
 
@@ -172,7 +174,7 @@ def test_a_damaged_store_is_named(tmp_path: Path, damage: str) -> None:
         read_store(path)
 
 
-def test_other_settings_do_not_go_on(target: Path, tmp_path: Path) -> None:
+def test_other_settings_do_not_resume(target: Path, tmp_path: Path) -> None:
     texts = random_texts(20)
     trainer = make_trainer(target, texts, tmp_path / "c", steps=1)
     trainer.run()

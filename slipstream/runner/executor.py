@@ -1,0 +1,51 @@
+"""Running one prepared step: as one graph, as a full or piecewise graph of the target, or launch by launch.
+
+The executor knows the target's forward pass. Everything after it is the head's (``program.StepHead``): inside a graph
+of the whole step, or launched here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.runner.batch import PreparedBatch
+from slipstream.runner.program import StepProgram, TargetOutput
+from slipstream.runner.step_graphs import StepGraphs
+
+
+class StepRun(NamedTuple):
+    """A step's results beside the head's own buffers."""
+
+    hidden: Tensor  # [padded_tokens, hidden]
+    found: Any  # by the head; None after a graph of the whole step
+
+
+class StepExecutor:
+    def __init__(self, program: StepProgram, graphs: StepGraphs) -> None:
+        self._program, self._graphs = program, graphs
+
+    def run(self, batch: PreparedBatch) -> StepRun:
+        """Queue the step. Nothing here synchronises with the device."""
+        desc, recorded, holds_step = batch.graph
+        batch.work.begin(batch.inputs, desc if holds_step else None)
+        if holds_step:
+            assert recorded is not None
+            self._graphs.replay(desc)
+            return StepRun(recorded.hidden, None)
+        target = self._run_target(batch)
+        return StepRun(target.hidden, batch.work.run(target))
+
+    def _run_target(self, batch: PreparedBatch) -> TargetOutput:
+        program, inputs, (desc, recorded, _) = self._program, batch.inputs, batch.graph
+        if recorded is not None:
+            self._graphs.replay(desc)
+            return TargetOutput(recorded.hidden, recorded.inputs, inputs, desc)
+        if desc.mode is CUDAGraphMode.PIECEWISE:
+            # The head may continue in padded memory, as the target did, since the device's batch is padded.
+            padded = program.buffers.pad(inputs, desc)
+            return TargetOutput(self._graphs.replay_pieces(padded, desc), padded, padded, desc)
+        hidden = program.target(inputs, batch.work.taps(inputs.input_ids.shape[0]))
+        return TargetOutput(hidden, inputs, inputs, desc)

@@ -1,0 +1,176 @@
+"""The head that generates tokens: logits, verification of drafts, commit into the rows, the next drafts.
+
+The drafter comes last in every step: it proposes, or processes a step without proposals (``Follower``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
+from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
+from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput
+from slipstream.runner.input_batch import InputBatch
+from slipstream.runner.program import HeadSetting, TargetOutput
+from slipstream.runner.prompt_logprobs import score_prompts
+from slipstream.runner.requirements import Requirements, RowRequirements
+from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
+from slipstream.speculate.place_drafts import place_drafts
+from slipstream.speculate.speculator import DraftBatch, GraphSetting
+from slipstream.speculate.verify import Verifier
+from slipstream.types import Composition, RowInit, StepPlan
+
+
+class GenerateHead:
+    def __init__(self, setting: HeadSetting) -> None:
+        config, device, rows, speculator = setting.config, setting.device, setting.rows, setting.speculator
+        max_reqs, num_drafts = config.scheduler.max_num_seqs, config.num_drafts
+        self._model, self._rows = setting.model, rows
+        self.speculator = speculator
+        self.follower = speculator.follower
+        operations, shows_every_step = rows.sampling.operations, self.follower is not None
+        self.requirements = RowRequirements(rows.num_rows, operations, num_drafts, shows_every_step)
+        self.verifier = Verifier(config.speculative, max_reqs, rows.num_tokens, speculator.drawn_from)
+        # A step's results for the host: [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32.
+        width = NUM_HEADER_COLUMNS + 1 + num_drafts
+        self.out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
+        depth, max_tokens = config.steps_in_flight + 1, config.scheduler.max_num_batched_tokens
+        self.outputs = OutputRing(device, max_reqs, num_drafts, max_tokens, depth)
+        # Logits of graphs of tier ``full``. They are large, so all graphs share the memory.
+        has_graphs = CUDAGraphMode(config.cudagraph_mode) is not CUDAGraphMode.NONE
+        self._logits = torch.zeros(
+            setting.max_num_logits,
+            config.model.vocab_size if has_graphs else 0,
+            dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
+            device=device.torch_device,
+        )
+
+    def move_in(self, init: RowInit) -> None:
+        self.requirements.move_in(init)
+
+    def work_for(self, composition: Composition) -> GenerateWork:
+        return GenerateWork(self, self.requirements.of_composition(composition), out=self.out[: composition.num_reqs])
+
+    # --- launches ---------------------------------------------------------------------------------
+
+    def project(self, batch: InputBatch, hidden: Tensor) -> Tensor:
+        """Logits, [padded_logits, vocab]."""
+        indices, is_decode = batch.logit_indices, batch.decode_len is not None
+        # Where all decode, every token has its logits, in order.
+        chosen = hidden if is_decode and len(indices) == len(hidden) else hidden.index_select(0, indices)
+        return self._model.compute_logits(chosen)
+
+    def recorded_logits(self, batch: InputBatch) -> Tensor:
+        """The logits that a graph of tier ``full`` has computed."""
+        return self._logits[: batch.logit_indices.shape[0]]
+
+    def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
+        """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
+        verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
+        out = self.out[: batch.batch_rows.shape[0]]
+        commit(verified.tokens, self._rows.state, batch.layout, batch.attention.query_lens, out)
+        return verified.logprobs
+
+    def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
+        """Propose the next drafts and write them into the rows, after the tokens."""
+        drafter = self.speculator
+        draft_ids = drafter.propose(batch, noise) if in_graph else drafter.run(batch, noise)
+        place_drafts(draft_ids, self._rows.batch_rows[: draft_ids.shape[0]], self._rows.state)
+
+    def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
+        """Without noise, which on a CPU costs as much as a draft. Real steps correct the cost of those with noise."""
+        self.verify(batch, self.project(batch, hidden), NO_NEEDS)
+        if batch.drafting.num_drafts:
+            self.draft(batch.drafting, noise=False, in_graph=True)
+        elif self.follower is not None:
+            self.follower.run(batch.drafting)
+
+    # --- recordings -------------------------------------------------------------------------------
+
+    def recorded_taps(self, graph: BatchExecutionDescriptor, num_tokens: int) -> Mapping[int, Tensor] | None:
+        # A graph that ends with the logits serves steps with and without drafts.
+        has_taps = graph.num_drafts > 0 or graph.tier == "full" or self.follower is not None
+        return self.speculator.taps(num_tokens) if has_taps else None
+
+    def record(self, batch: InputBatch, hidden: Tensor, graph: BatchExecutionDescriptor, *, warmup: bool) -> None:
+        logits = self.project(batch, hidden)
+        if graph.tier == "full":
+            self.recorded_logits(batch).copy_(logits)
+            # What follows is launched, but compiled by now: a change of the draft length may need it.
+            for sampling in (NO_NEEDS, NOISE_ALONE) if warmup else ():
+                self.verify(batch, logits, sampling)
+            return
+        self.verify(batch, logits, NOISE_ALONE)
+        if graph.num_drafts:
+            self.draft(batch.drafting, noise=True, in_graph=True)
+        elif self.follower is not None:
+            self.follower.record(batch.drafting, graph, warmup=warmup)
+
+    def open_graphs(self, setting: GraphSetting) -> Callable[[], bool] | None:
+        return self.speculator.init_graphs(setting)
+
+    def settle(self) -> None:
+        if self.follower is not None:
+            self.follower.settle()
+
+    def step_buffers(self) -> tuple[Tensor, ...]:
+        return (self.out, *self.speculator.step_buffers())
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def score_prompts(self, plan: StepPlan, hidden: Tensor, logprobs: Tensor | None, out: Tensor) -> StepOutput:
+        scored_len, compute_logits = self.requirements.scored_prompt_len, self._model.compute_logits
+        spans, packed = score_prompts(plan, hidden, self._rows.token_ids, scored_len, compute_logits)
+        return StepOutput(out, logprobs, packed, spans)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateWork:
+    """The head's part in the steps of one composition."""
+
+    head: GenerateHead
+    requirements: Requirements
+    out: Tensor  # [num_reqs, NUM_HEADER_COLUMNS + k + 1] int32, the head's own memory
+
+    @property
+    def tier(self) -> Tier:
+        return self.requirements.tier
+
+    @property
+    def num_drafts(self) -> int:
+        return self.requirements.num_drafts
+
+    def begin(self, batch: InputBatch, graph: BatchExecutionDescriptor | None) -> None:
+        if (follower := self.head.follower) is not None:
+            proposes = graph is None or graph.num_drafts
+            follower.begin_step(batch, None if proposes else graph)
+
+    def taps(self, num_tokens: int) -> Mapping[int, Tensor] | None:
+        return None if self.requirements.drafting is None else self.head.speculator.taps(num_tokens)
+
+    def run(self, target: TargetOutput) -> Tensor | None:
+        """Verify, commit, draft. Returns log probabilities if a request asked for them."""
+        head, drafting, inputs = self.head, self.requirements.drafting, target.inputs
+        is_projected = target.graph.mode is CUDAGraphMode.FULL
+        logits = head.recorded_logits(inputs) if is_projected else head.project(inputs, target.hidden)
+        logprobs = head.verify(inputs, logits, self.requirements.sampling)
+        if drafting is not None:
+            drafted = target.batch.drafting.after(target.graph)
+            if drafting.proposes:
+                head.draft(drafted, drafting.noise, in_graph=False)
+            elif head.follower is not None:
+                head.follower.run(drafted)
+        return logprobs
+
+    def send(self, plan: StepPlan, batch: InputBatch, hidden: Tensor, found: Tensor | None) -> InFlightStep:
+        logprobs = None if found is None else found[: batch.logit_indices.shape[0]]
+        if self.requirements.scores_prompts:
+            output = self.head.score_prompts(plan, hidden, logprobs, self.out)
+        else:
+            output = StepOutput(self.out, logprobs, None)
+        return self.head.outputs.send(plan, output)
