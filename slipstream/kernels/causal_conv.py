@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import operation
-from slipstream.kernels.request_rows import describe, find_request, gap_before, living_rows
+from slipstream.kernels.request_rows import RequestStates, describe, find_request, gap_before, living_rows
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -37,15 +37,13 @@ def causal_conv(
     weight: Tensor,  # [channels, width], the last column is the token's own
     bias: Tensor | None,  # [channels]
     inputs: Tensor,  # [num_slots, ring, channels]; what lies before position 0 is zero, whatever is there
-    slots: Tensor,  # [num_reqs] int32; this and the next three: see request_rows
-    starts: Tensor,  # [num_reqs] int32
-    counts: Tensor,  # [num_reqs] int32
-    positions: Tensor,  # [num_reqs] int32 or int64
-    max_count: int,  # no request has more living tokens
-) -> Tensor:  # [num_tokens, channels]; zero for rows of nobody
+    requests: RequestStates,
+    max_count: int,  # no request has more tokens
+) -> Tensor:  # [num_tokens, channels]; zero for rows of no request
     if runs_triton(x):
-        return _launch(x, weight, bias, inputs, (slots, starts, counts, positions), max_count)
+        return _launch(x, weight, bias, inputs, requests, max_count)
     width, ring = weight.shape[1], inputs.shape[1]
+    slots, starts, counts, positions = requests
     rows, request, number = living_rows(starts, counts)
     slot, position = slots.long()[request], positions.long()[request] + number
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -70,24 +68,24 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     inputs: Tensor,
-    requests: tuple[Tensor, Tensor, Tensor, Tensor],
+    requests: RequestStates,
     max_count: int,
 ) -> Tensor:
     num_tokens, channels = x.shape
-    num_reqs, width = requests[0].shape[0], weight.shape[1]
+    num_reqs, width = requests.slots.shape[0], weight.shape[1]
     assert x.stride(1) == 1 and inputs.is_contiguous() and weight.is_contiguous()
     out = x.new_empty(x.shape)
     is_few = max_count <= _FEW
     first = next_power_of_2(max_count if is_few else width - 1)
     num_tiles = 0 if is_few or num_reqs == 0 else num_tokens // _TILE + num_reqs
     block = min(next_power_of_2(channels), 512, max(64, 1024 // first)) if is_few else 128
-    # One program more than requests: for the rows of nobody behind the last.
+    # One program more than requests: for the rows of no request after the last.
     _conv_kernel[(num_reqs + 1 + num_tiles, -(-channels // block))](
         x,
         weight,
         bias,
         inputs,
-        requests,
+        tuple(requests),
         out,
         num_reqs,
         num_tokens,

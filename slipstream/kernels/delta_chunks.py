@@ -16,13 +16,16 @@ Products of float32 are three of tensor cores ("tf32x3"), which is nearly as exa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.request_rows import describe, find_request
+from slipstream.kernels.request_rows import RequestStates, describe, find_request
 from slipstream.kernels.triton_jit import jit, jit_general, next_power_of_2, tl
+
+if TYPE_CHECKING:
+    from slipstream.kernels.delta_rule import DeltaTokens
 
 CHUNK = 64
 # Of a state in one program. With fewer, and keys from 64 on, what Triton 3.6 makes for Hopper updates states wrongly.
@@ -30,19 +33,10 @@ _COLUMNS = 64
 _FACTORS = 5  # of a token: of its query, of its key, of its news at the end, of the state, how much is learnt
 
 
-def launch_chunks(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    requests: tuple[Tensor, ...],
-    few: int,
-    out: Tensor,
-) -> None:
+def launch_chunks(tokens: DeltaTokens, states: Tensor, requests: RequestStates, few: int, out: Tensor) -> None:
     """``chunked_delta_rule`` for requests of more than a few tokens; see there for the shapes."""
-    num_tokens, num_reqs = qkv.shape[0], requests[0].shape[0]
+    qkv, a, b, *decay = tokens
+    num_tokens, num_reqs = qkv.shape[0], requests.slots.shape[0]
     _, ring, v_heads, k_dim, v_dim = states.shape
     if num_tokens <= few or num_reqs == 0:
         return
@@ -62,8 +56,8 @@ def launch_chunks(
     is_wide = qkv.element_size() > 2
     _prepare_kernel[(v_heads, num_tokens // CHUNK + num_reqs)](
         qkv,
-        (a, b, a_log, dt_bias),
-        requests,
+        (a, b, *decay),
+        tuple(requests),
         below,
         inverse,
         sees,
@@ -81,7 +75,7 @@ def launch_chunks(
     _scan_kernel[(v_heads * -(-v_dim // columns), num_reqs)](
         qkv,
         states,
-        requests,
+        tuple(requests),
         inverse,
         sees,
         factors,

@@ -9,11 +9,21 @@ them, and behind the last, belong to nobody. Who has no living tokens, as paddin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.triton_jit import jit, tl
+
+
+class RequestStates(NamedTuple):
+    """Which states a pass goes on from, and which of its tokens belong to them."""
+
+    slots: Tensor  # [num_reqs] int32: the slot of a request's state
+    starts: Tensor  # [num_reqs] int32: the row of its first token
+    counts: Tensor  # [num_reqs] int32: its tokens in use
+    positions: Tensor  # [num_reqs] int32 or int64: of the first one
 
 
 @dataclass(frozen=True, slots=True)

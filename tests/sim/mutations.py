@@ -251,7 +251,7 @@ MUTATIONS = [
     ),
     Mutation(
         "draft model: a draft stands one place too early",
-        "speculate/draft_inputs.py",
+        "speculate/next_pass_inputs.py",
         "position = torch.where(runs, length + idx - 1 - slots_before, 0).long()",
         "position = torch.where(runs, length + idx - 2 - slots_before, 0).long()",
     ),
@@ -328,8 +328,8 @@ MUTATIONS = [
     Mutation(
         "logits: in the order of tokens where not all decode",
         "runner/generate_head.py",
-        "chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)",
-        "chosen = hidden[: len(wanted)]",
+        "chosen = hidden if is_decode and len(indices) == len(hidden) else hidden.index_select(0, indices)",
+        "chosen = hidden[: len(indices)]",
     ),
     Mutation(
         "checking: drafts that are there are taken for none",
