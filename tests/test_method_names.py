@@ -83,7 +83,7 @@ def test_every_method_has_the_name_it_is_registered_under() -> None:
 
 
 def test_help_lists_what_the_registry_knows() -> None:
-    assert "by this method: ngram, draft_model, eagle, eagle3 or mtp;" in engine_options_table()
+    assert "Method of speculative decoding: ngram, draft_model, eagle, eagle3 or mtp;" in engine_options_table()
     assert "{" not in engine_options_table().replace('{"method": "ngram", "num_speculative_tokens": 4}', "")
 
 
