@@ -45,7 +45,8 @@ class Judgement(NamedTuple):
 
 
 def judge_text(model: str, text: str, step_tokens: int, options: dict[str, Any]) -> Judgement:
-    chosen = {"max_num_seqs": 1, "max_num_batched_tokens": step_tokens, "enable_prefix_caching": False, **options}
+    chosen: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": step_tokens, "enable_prefix_caching": False}
+    chosen |= {"speculate": "none", **options}
     with LLM(model, **chosen) as llm:
         token_ids = llm.tokenizer.encode(text)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
