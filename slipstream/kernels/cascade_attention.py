@@ -1,9 +1,9 @@
 """Attention of requests that all begin with the same pages: those are read once for the batch, not once a request.
 
 Three launches. The rest of each request, from the common beginning on, goes the way of ``triton_attention``, which also
-leaves how much every row weighs. The beginning is one sequence that every query row of the batch sees whole, whoever it
-belongs to: tiles of rows go over it, and programs share its chunks where tiles are few. Then both are joined, each part
-by its weight. A row that has seen nothing of its own is not alive: every living token sees itself, and stands behind
+leaves how much every row weighs. The beginning is one sequence that every query row of the batch sees whole, whatever
+its request: tiles of rows go over it, and programs share its chunks where tiles are few. Then both are joined, each part
+by its weight. A row that has seen nothing of its own is padding: every token of a request sees itself, and comes after
 the common beginning.
 """
 
@@ -39,7 +39,7 @@ def cascade_attention(
     group = num_heads // num_kv_heads
     q = q.contiguous()
     own = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    # Of a mixed batch, rows that are not alive are not written.
+    # Of a mixed batch, padding rows are not written.
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not can_split(query_len, group):
         lse.fill_(float("-inf"))
@@ -154,7 +154,7 @@ def _join_kernel(
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     place = row[:, None] * HEAD_DIM + d[None, :]
     largest = tl.load(lse + row, mask=is_row, other=float("-inf"))
-    # What is no number lives: whoever asked for it is to know.
+    # NaN is kept, so that it shows in the result.
     lives = largest != float("-inf")
     total = tl.full([BLOCK_R], 1.0, tl.float32)
     acc = tl.load(own + place, mask=is_value, other=0.0)

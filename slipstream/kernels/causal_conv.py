@@ -1,11 +1,11 @@
-"""The short causal convolution in front of a gated delta net, each channel for itself, and silu behind it.
+"""The short causal convolution in front of a gated delta net, each channel for itself, and silu after it.
 
 A request's last inputs lie in a ring: the one at position t in entry t modulo its length. The ring is longer than the
 convolution reaches by the tokens of a step, so what rejected drafts leave there covers nothing that a step which begins
 before them will read.
 
-A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so nobody
-else's writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
+A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so no
+other writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
 """
 
 from __future__ import annotations

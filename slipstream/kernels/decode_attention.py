@@ -3,7 +3,7 @@
 A program takes the query heads of one key head of one request. The keys are cut into chunks: those in the cache by
 position, then the new tokens as one more, whose keys come from the projection itself and are stored on the way. Chunk c
 belongs to program c modulo the number of programs; partial results are joined in the programs' order by the last to
-arrive. So a step needs no launch between the projection and attention, and nobody waits for a key to be stored. How
+arrive. So a step needs no launch between the projection and attention, and no program waits for a key to be stored. How
 many of the programs work, a request's length says, on the device: what few have left is joined sooner.
 """
 
@@ -173,7 +173,7 @@ def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_hig
 
 @jit
 def _chunks(first_slot, num_cached, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr):
-    """The first chunk with something to see, and that of the new tokens, which are stored even if nobody sees them."""
+    """The first chunk with something to see, and that of the new tokens, which are stored even if no query sees them."""
     first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
     last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N
     if STARTS:
@@ -357,7 +357,7 @@ def _decode_kernel(
         return
     begin = first_of(split, first_chunk, parts)
     keys, table = cache[0] + kv_head * PAGE_SIZE * 2 * HALF, cache[2] + request * cache[3]
-    VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies behind its key
+    VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies after its key
     cached = (table, keys, first_slot, num_cached, cache[1])
     held = _load_chunk(begin, cached, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS) if HOLD else begin
     wait_for_last(EARLY)

@@ -195,7 +195,7 @@ def _prepare_kernel(
     alive, row = chunk * SIZE + number < count, first + number
     a, b, a_log, dt_bias = gating
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, a_log + head, dt_bias + head, alive)
-    # Sums in two parts: sixteenths, which are exact, and the rest. So behind a token that forgets nearly all, their
+    # Sums in two parts: sixteenths, which are exact, and the rest. So after a token that forgets nearly all, their
     # differences are still those of the others. What is smaller than exp(-128) is zero in float32.
     g = tl.maximum(g, -128.0)
     coarse = tl.floor(g * 16.0) * 0.0625

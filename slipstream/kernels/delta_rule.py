@@ -2,9 +2,9 @@
 
     state = exp(g) * state;  state += key (x) beta * (value - key @ state);  out = query @ state
 
-A request has a ring of states in a pool: the one behind its first p tokens lies in entry p modulo the ring's length. A
-step of no more tokens than that leaves the state behind each of them, and where the next step begins says which of them
-counts: rejected drafts leave no trace, and nobody copies anything. At position 0 the state is zero, whatever the pool
+A request has a ring of states in a pool: the one after its first p tokens lies in entry p modulo the ring's length. A
+step of no more tokens than that leaves the state after each of them, and where the next step begins says which of them
+counts: rejected drafts leave no trace, and nothing is copied. At position 0 the state is zero, whatever the pool
 holds. A longer run of tokens, a part of a prompt, leaves its last state only.
 """
 
@@ -73,8 +73,8 @@ def recurrent_delta_rule(
 def chunked_delta_rule(tokens: DeltaTokens, states: Tensor, requests: RequestStates) -> Tensor:
     """In chunks of tokens, for prompts and for batches in which some decode.
 
-    Who has no more tokens than the ring is long goes token by token and leaves all states: drafts among a prompt's
-    neighbours are checked as they are among themselves.
+    A request of no more tokens than the ring is long goes token by token and leaves all states: drafts beside a prompt
+    are checked as they are without one.
     """
     qkv, ring, counts = tokens.qkv, states.shape[1], requests.counts
     if runs_triton(qkv):
@@ -139,7 +139,7 @@ def _in_chunks(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
     """One request, heads first, in chunks: what is new in a chunk's tokens solves a triangular system."""
     made = []
     for q, k, v, g, beta in zip(*(torch.split(t, CHUNK, dim=1) for t in heads), strict=True):
-        # Sums in float64: behind a token that forgets nearly all, their differences are still those of the others.
+        # Sums in float64: after a token that forgets nearly all, their differences are still those of the others.
         g, beta = g.double().cumsum(1).unsqueeze(-1), beta.unsqueeze(-1)
         decay, kept, left = (t.exp().to(q.dtype) for t in ((g - g.mT).tril(), g, g[:, -1:] - g))
         decay, known = decay.tril(), kept * (k @ state)

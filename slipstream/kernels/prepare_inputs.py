@@ -1,10 +1,10 @@
 """From request rows to the inputs of a forward pass, on the device.
 
 The host knows how many query tokens each request has, but not which tokens, nor the exact length: a step in flight may
-still change both. A request's query tokens are known ones and then as many as could be drafts; drafts stand in the row
-behind its tokens. Drafts that were not made, and all tokens of a row that stopped since the plan was made, are dead:
-at position 0, nothing written to the cache, not counted in any length. They and the padding are the scratch row's
-tokens: zeros, but where steps are timed.
+still change both. A request's query tokens are known ones and then a slot for each possible draft; drafts are in the row
+after its tokens. Slots of drafts that were not proposed, and all tokens of a row that stopped since the plan was made,
+are padding: at position 0, nothing written to the cache, not counted in any length. Padding takes the tokens of the
+scratch row: zeros, except where steps are timed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def fill_tokens(
 
 @jit
 def fill_padding(scratch, input_ids, positions, slot_mapping, slot, start, num_tokens, max_len, vocab_size, stride):
-    """Behind the last request's tokens."""
+    """After the last request's tokens."""
     for at in range(start, num_tokens, stride):
         exists = at + slot < num_tokens
         ids = tl.load(scratch + (at + slot) % max_len, mask=exists, other=0)
@@ -205,7 +205,7 @@ def fill_request(
     positions,
     slot_mapping,
 ):
-    """One request's tokens, living ones first."""
+    """One request's tokens, then its padding."""
     for at in range(0, planned, stride):
         exists, alive = at + slot < planned, at + slot < query_len
         position = tl.where(alive, first + at + slot, 0)
@@ -302,7 +302,7 @@ def _prepare_kernel(
             exists = idx < num_logits
             tl.store(logit_indices + first_logit + idx, (start + planned - num_logits + idx).to(tl.int64), mask=exists)
             tl.store(logit_rows + first_logit + idx, row.to(tl.int32), mask=exists)
-            # What chooses behind a draft that is not there is looked at by nobody, but must not point outside the row.
+            # The position after a missing draft is not used, but must lie inside the row.
             tl.store(logit_positions + first_logit + idx, length + tl.minimum(idx, drafts), mask=exists)
             stands = tl.load(token_ids + row * max_len + length + idx, mask=exists & (idx < drafts), other=-1)
             tl.store(logit_drafts + first_logit + idx, stands, mask=exists)

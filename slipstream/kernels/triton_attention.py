@@ -129,7 +129,7 @@ def attend_tile(
     scale,
     window,
     page_stride,
-    VALUES: tl.constexpr,  # how far a value lies behind its key
+    VALUES: tl.constexpr,  # how far a value lies after its key
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -228,7 +228,7 @@ def _join(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for split in range(SPLITS):
-        # Programs whose first chunk is behind the last one have left nothing.
+        # Programs whose first chunk is after the last one have left nothing.
         there = is_row & (first_of(split, first_chunk, SPLITS) < end_chunk)
         row = (pair * SPLITS + split) * ROWS + m
         peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
