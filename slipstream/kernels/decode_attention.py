@@ -173,7 +173,7 @@ def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_hig
 
 @jit
 def _chunks(first_slot, num_cached, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr):
-    """The first chunk with something to see, and that of the new tokens, which are stored even if no query sees them."""
+    """The first chunk with something to see, and that of the new tokens, stored even if no query sees them."""
     first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
     last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N
     if STARTS:
