@@ -59,6 +59,7 @@ class PiecewiseForward:
             context.positions,
             context.slot_mapping,
             context.taps,
+            inputs=context.inputs,
             recorder=self,
         )
         self.begin_piece()

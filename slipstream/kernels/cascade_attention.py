@@ -3,8 +3,8 @@
 Three launches. The rest of each request, from the common beginning on, goes the way of ``triton_attention``, which also
 leaves how much every row weighs. The beginning is one sequence that every query row of the batch sees whole, whatever
 its request: tiles of rows go over it, and programs share its chunks where tiles are few. Then both are joined, each
-part by its weight. A row that has seen nothing of its own is padding: every token of a request sees itself, and comes after
-the common beginning.
+part by its weight. A row that has seen nothing of its own is padding: every token of a request sees itself, and comes
+after the common beginning.
 """
 
 from __future__ import annotations

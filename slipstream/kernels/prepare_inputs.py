@@ -2,9 +2,9 @@
 
 The host knows how many query tokens each request has, but not which tokens, nor the exact length: a step in flight may
 still change both. A request's query tokens are known ones and then a slot for each possible draft; drafts are in the
-row after its tokens. Slots of drafts that were not proposed, and all tokens of a row that stopped since the plan was made,
-are padding: at position 0, nothing written to the cache, not counted in any length. Padding takes the tokens of the
-scratch row: zeros, except where steps are timed.
+row after its tokens. Slots of drafts that were not proposed, and all tokens of a row that stopped since the plan was
+made, are padding: at position 0, nothing written to the cache, not counted in any length. Padding takes the tokens of
+the scratch row: zeros, except where steps are timed.
 """
 
 from __future__ import annotations

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS, CheckedTokens, commit
 from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, TargetOutput
@@ -27,6 +29,8 @@ from slipstream.types import Composition, RowInit, StepPlan
 
 
 class GenerateHead:
+    columns: ClassVar[tuple[Column, ...]] = ()
+
     def __init__(self, setting: HeadSetting) -> None:
         config, device, rows, speculator = setting.config, setting.device, setting.rows, setting.speculator
         max_reqs, num_drafts = config.scheduler.max_num_seqs, config.num_drafts
@@ -43,6 +47,9 @@ class GenerateHead:
         self.outputs = OutputRing(device, max_reqs, num_drafts, max_tokens, depth)
         # Logits of graphs of tier ``full``. They are large, so all graphs share the memory.
         has_graphs = CUDAGraphMode(config.cudagraph_mode) is not CUDAGraphMode.NONE
+        # What a step brings in which no request draws.
+        self._no_tokens = torch.zeros(max_reqs, 1, dtype=torch.int32, device=device.torch_device)
+        self._none_failed = torch.zeros(max_reqs, dtype=torch.bool, device=device.torch_device)
         self._logits = torch.zeros(
             setting.max_num_logits,
             config.model.vocab_size if has_graphs else 0,
@@ -72,9 +79,18 @@ class GenerateHead:
     def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
         """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
         verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
-        out = self.out[: batch.batch_rows.shape[0]]
-        commit(verified.tokens, self._rows.state, batch.layout, batch.attention.query_lens, out)
+        self._commit(batch, verified.tokens)
         return verified.logprobs
+
+    def commit_nothing(self, batch: InputBatch) -> None:
+        """The end of a step in which no request may draw: rows move on by their tokens, and end with their prompts."""
+        count = batch.batch_rows.shape[0]
+        none = self._no_tokens[:count]
+        self._commit(batch, CheckedTokens(none, none[:, 0], self._none_failed[:count]))
+
+    def _commit(self, batch: InputBatch, checked: CheckedTokens) -> None:
+        out = self.out[: batch.batch_rows.shape[0]]
+        commit(checked, self._rows.state, batch.layout, batch.attention.query_lens, out)
 
     def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
         """Propose the next drafts and write them into the rows, after the tokens."""

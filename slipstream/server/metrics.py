@@ -95,6 +95,7 @@ def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFa
 ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/embeddings",
     "/v1/models",
     "/v1/models/{name:path}",
     "/tokenize",
