@@ -22,10 +22,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.attention.backend import AttentionLayer, Caps
-from slipstream.attention.flashinfer_library import LayerShape, Library, Planned, PlanPages
+from slipstream.attention.flashinfer_library import (
+    ContextKeys,
+    DecodeKeys,
+    LayerShape,
+    Library,
+    PassSizes,
+    Planned,
+    PlanPages,
+)
 from slipstream.attention.flashinfer_paths import DTYPES, ExactLengths, Paths, needs_of
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.device.operation import TensorSpec, operation
 
 Int32s = npt.NDArray[np.int32]
 DeadSlots = tuple[Tensor, Tensor]  # page and offset of each unused slot
@@ -42,7 +50,7 @@ class ExactLengthsError(RuntimeError):
 # --- launches -------------------------------------------------------------------------------------
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_planned(
     q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], dead: Tensor, out: Tensor, planned: Planned
 ) -> None:
@@ -50,48 +58,35 @@ def flashinfer_planned(
     out.masked_fill_(dead[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_decode(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    key_lens: Tensor,
-    mask: Tensor | None,
+    keys: DecodeKeys,
     dead: Tensor,
     out: Tensor,
     library: Library,
-    query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window_left: int,
+    sizes: PassSizes,
 ) -> None:
-    numbers = (query_len, max_seq_len, scale, window_left)
-    library.trtllm_decode(q, kv_cache, block_table, key_lens, mask, out, *numbers)
+    library.trtllm_decode(q, kv_cache, keys, out, sizes)
     out.masked_fill_(dead[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_context(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    key_lens: Tensor,
-    query_starts: Tensor,
-    page_starts: Tensor,
+    keys: ContextKeys,
     dead: Tensor,
     out: Tensor,
     library: Library,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window_left: int,
+    sizes: PassSizes,
 ) -> None:
-    numbers = (max_query_len, max_seq_len, scale, window_left)
-    library.trtllm_context(q, kv_cache, block_table, key_lens, query_starts, page_starts, out, *numbers)
+    library.trtllm_context(q, kv_cache, keys, out, sizes)
     out.masked_fill_(dead[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("kv_cache",))
+@operation(writes=("kv_cache",))
 def clear_slots(
     kv_cache: Tensor,  # [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
     page_ids: Tensor,  # [n] int64; -1 is the last page, which is never read
@@ -356,7 +351,7 @@ class FlashInferBackend:
 
     def _run_part(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, part: Part, out: Tensor) -> None:
         shape = LayerShape(
-            *(layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype)
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype
         )
         if part.path in ("native", "cascade"):
             assert part.pages is not None
@@ -365,15 +360,16 @@ class FlashInferBackend:
             page_ids = tuple(level.page_ids for level in part.pages)
             flashinfer_planned(q, kv_cache, page_ids, part.dead, out, part.plans[shape])
             return
-        numbers = (part.max_seq_len, layer.scale, shape.window_left)
         assert part.block_table is not None and part.key_lens is not None
         if part.query_len:
-            keys = (part.block_table, part.key_lens, part.mask)
-            flashinfer_decode(q, kv_cache, *keys, part.dead, out, self._library, part.query_len, *numbers)
+            decoded = DecodeKeys(part.block_table, part.key_lens, part.mask)
+            sizes = PassSizes(part.query_len, part.max_seq_len, layer.scale, shape.window_left)
+            flashinfer_decode(q, kv_cache, decoded, part.dead, out, self._library, sizes)
             return
         assert part.query_starts is not None and part.paged_kv_indptr is not None
-        tables = (part.block_table, part.key_lens, part.query_starts, part.paged_kv_indptr)
-        flashinfer_context(q, kv_cache, *tables, part.dead, out, self._library, part.max_query_len, *numbers)
+        keys = ContextKeys(part.block_table, part.key_lens, part.query_starts, part.paged_kv_indptr)
+        sizes = PassSizes(part.max_query_len, part.max_seq_len, layer.scale, shape.window_left)
+        flashinfer_context(q, kv_cache, keys, part.dead, out, self._library, sizes)
 
     def _plan(self, shape: LayerShape, part: Part, pages: tuple[PlanPages, ...]) -> Planned:
         if part.path == "cascade":

@@ -1,11 +1,11 @@
-"""The short causal convolution in front of a gated delta net, each channel for itself, and silu behind it.
+"""The short causal convolution in front of a gated delta net, each channel for itself, and silu after it.
 
 A request's last inputs lie in a ring: the one at position t in entry t modulo its length. The ring is longer than the
 convolution reaches by the tokens of a step, so what rejected drafts leave there covers nothing that a step which begins
 before them will read.
 
-A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so nobody
-else's writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
+A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so no
+other writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.request_rows import describe, find_request, gap_before, living_rows
+from slipstream.device.operation import operation
+from slipstream.kernels.request_rows import RequestStates, describe, find_request, gap_before, living_rows
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -31,35 +31,19 @@ _FEW = 16  # tokens of a request that its first program takes alone
 _TILE = 32  # later tokens in one program
 
 
-def _shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    max_count: int,
-) -> TensorSpec:
-    return TensorSpec(tuple(x.shape), x.dtype)
-
-
-@operation(_shape, writes=("inputs",))
+@operation(like="x", writes=("inputs",))
 def causal_conv(
     x: Tensor,  # [num_tokens, channels], rows may lie apart
     weight: Tensor,  # [channels, width], the last column is the token's own
     bias: Tensor | None,  # [channels]
     inputs: Tensor,  # [num_slots, ring, channels]; what lies before position 0 is zero, whatever is there
-    slots: Tensor,  # [num_reqs] int32; this and the next three: see request_rows
-    starts: Tensor,  # [num_reqs] int32
-    counts: Tensor,  # [num_reqs] int32
-    positions: Tensor,  # [num_reqs] int32 or int64
-    max_count: int,  # no request has more living tokens
-) -> Tensor:  # [num_tokens, channels]; zero for rows of nobody
+    requests: RequestStates,
+    max_count: int,  # no request has more tokens
+) -> Tensor:  # [num_tokens, channels]; zero for rows of no request
     if runs_triton(x):
-        return _launch(x, weight, bias, inputs, (slots, starts, counts, positions), max_count)
+        return _launch(x, weight, bias, inputs, requests, max_count)
     width, ring = weight.shape[1], inputs.shape[1]
+    slots, starts, counts, positions = requests
     rows, request, number = living_rows(starts, counts)
     slot, position = slots.long()[request], positions.long()[request] + number
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -84,20 +68,30 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     inputs: Tensor,
-    requests: tuple[Tensor, Tensor, Tensor, Tensor],
+    requests: RequestStates,
     max_count: int,
 ) -> Tensor:
     num_tokens, channels = x.shape
-    num_reqs, width = requests[0].shape[0], weight.shape[1]
+    num_reqs, width = requests.slots.shape[0], weight.shape[1]
     assert x.stride(1) == 1 and inputs.is_contiguous() and weight.is_contiguous()
     out = x.new_empty(x.shape)
     is_few = max_count <= _FEW
     first = next_power_of_2(max_count if is_few else width - 1)
     num_tiles = 0 if is_few or num_reqs == 0 else num_tokens // _TILE + num_reqs
     block = min(next_power_of_2(channels), 512, max(64, 1024 // first)) if is_few else 128
-    # One program more than requests: for the rows of nobody behind the last.
+    # One program more than requests: for the rows of no request after the last.
     _conv_kernel[(num_reqs + 1 + num_tiles, -(-channels // block))](
-        *(x, weight, bias, inputs, requests, out, num_reqs, num_tokens, channels, x.stride(0), inputs.shape[1]),
+        x,
+        weight,
+        bias,
+        inputs,
+        tuple(requests),
+        out,
+        num_reqs,
+        num_tokens,
+        channels,
+        x.stride(0),
+        inputs.shape[1],
         WIDTH=width,
         FIRST=first,
         TILE=_TILE,
@@ -213,8 +207,18 @@ def _conv_kernel(
     let_next_start(EARLY)
     if program <= num_reqs:
         _first_tokens(
-            *(x, weights, added, inputs, out, described, channel, channels, token_stride, ring),
-            *(WIDTH, FIRST),
+            x,
+            weights,
+            added,
+            inputs,
+            out,
+            described,
+            channel,
+            channels,
+            token_stride,
+            ring,
+            WIDTH,
+            FIRST,
         )
         begin, end = gap_before(requests, program, num_reqs, num_tokens)
         for at in range(begin, end, FIRST):
@@ -229,6 +233,16 @@ def _conv_kernel(
         number = FIRST + (tile - (start // TILE + request)) * TILE
         if number < count:
             _later_tokens(
-                *(x, weights, added, out, start, count, number, channel, channels, token_stride),
-                *(WIDTH, TILE),
+                x,
+                weights,
+                added,
+                out,
+                start,
+                count,
+                number,
+                channel,
+                channels,
+                token_stride,
+                WIDTH,
+                TILE,
             )

@@ -16,13 +16,16 @@ Products of float32 are three of tensor cores ("tf32x3"), which is nearly as exa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.request_rows import describe, find_request
+from slipstream.kernels.request_rows import RequestStates, describe, find_request
 from slipstream.kernels.triton_jit import jit, jit_general, next_power_of_2, tl
+
+if TYPE_CHECKING:
+    from slipstream.kernels.delta_rule import DeltaTokens
 
 CHUNK = 64
 # Of a state in one program. With fewer, and keys from 64 on, what Triton 3.6 makes for Hopper updates states wrongly.
@@ -30,19 +33,10 @@ _COLUMNS = 64
 _FACTORS = 5  # of a token: of its query, of its key, of its news at the end, of the state, how much is learnt
 
 
-def launch_chunks(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    requests: tuple[Tensor, ...],
-    few: int,
-    out: Tensor,
-) -> None:
+def launch_chunks(tokens: DeltaTokens, states: Tensor, requests: RequestStates, few: int, out: Tensor) -> None:
     """``chunked_delta_rule`` for requests of more than a few tokens; see there for the shapes."""
-    num_tokens, num_reqs = qkv.shape[0], requests[0].shape[0]
+    qkv, a, b, *decay = tokens
+    num_tokens, num_reqs = qkv.shape[0], requests.slots.shape[0]
     _, ring, v_heads, k_dim, v_dim = states.shape
     if num_tokens <= few or num_reqs == 0:
         return
@@ -61,14 +55,34 @@ def launch_chunks(
     }
     is_wide = qkv.element_size() > 2
     _prepare_kernel[(v_heads, num_tokens // CHUNK + num_reqs)](
-        *(qkv, (a, b, a_log, dt_bias), requests, below, inverse, sees, factors, num_reqs, few),
-        *(qkv.stride(0), a.stride(0), b.stride(0), k_dim**-0.5),
+        qkv,
+        (a, b, *decay),
+        tuple(requests),
+        below,
+        inverse,
+        sees,
+        factors,
+        num_reqs,
+        few,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        k_dim**-0.5,
         num_warps=8 if is_wide else 4,
         num_stages=1,
         **options,
     )
     _scan_kernel[(v_heads * -(-v_dim // columns), num_reqs)](
-        *(qkv, states, requests, inverse, sees, factors, out, num_reqs, few, qkv.stride(0)),
+        qkv,
+        states,
+        tuple(requests),
+        inverse,
+        sees,
+        factors,
+        out,
+        num_reqs,
+        few,
+        qkv.stride(0),
         RING=ring,
         V_DIM=v_dim,
         BLOCK_V=columns,
@@ -181,7 +195,7 @@ def _prepare_kernel(
     alive, row = chunk * SIZE + number < count, first + number
     a, b, a_log, dt_bias = gating
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, a_log + head, dt_bias + head, alive)
-    # Sums in two parts: sixteenths, which are exact, and the rest. So behind a token that forgets nearly all, their
+    # Sums in two parts: sixteenths, which are exact, and the rest. So after a token that forgets nearly all, their
     # differences are still those of the others. What is smaller than exp(-128) is zero in float32.
     g = tl.maximum(g, -128.0)
     coarse = tl.floor(g * 16.0) * 0.0625

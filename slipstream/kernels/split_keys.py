@@ -117,4 +117,4 @@ def hand_in(
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == parts - 1:
         tl.store(arrivals + pair, 0)
-        _join(*(partial, weight, first_row, parts, out, place), *(ROWS, HALF, 2 * BLOCK_H, BLOCK_R, AT_ONCE))
+        _join(partial, weight, first_row, parts, out, place, ROWS, HALF, 2 * BLOCK_H, BLOCK_R, AT_ONCE)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from slipstream.speculate.draft_gaps import mark_gaps
-from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
+from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_shifted_pass
 from slipstream.speculate.draft_notes import write_notes
+from slipstream.speculate.next_pass_inputs import prepare_next_pass
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import accept_drafts
@@ -211,7 +212,7 @@ def _next_pass() -> Iterator[Case]:
         def args(n: int = num_reqs, pad: int = num_padding, idx: int = idx) -> dict[str, Any]:
             names = ("page_table", "num_computed", "num_tokens", "max_drafts", "max_total", "status")
             return {
-                "before": ints(torch.randint(-1, 9, (n + pad, 5)))[:, 2],
+                "last_draft": ints(torch.randint(-1, 9, (n + pad, 5)))[:, 2],
                 "idx": idx,
                 "batch_rows": batch_of(n, pad),
                 **chosen(draw_rows(48, 4), *names),
