@@ -25,7 +25,7 @@ from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.flashinfer_library import LayerShape, Library, Planned, PlanPages
 from slipstream.attention.flashinfer_paths import DTYPES, ExactLengths, Paths, needs_of
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.device.operation import TensorSpec, operation
 
 Int32s = npt.NDArray[np.int32]
 DeadSlots = tuple[Tensor, Tensor]  # page and offset of each unused slot
@@ -42,7 +42,7 @@ class ExactLengthsError(RuntimeError):
 # --- launches -------------------------------------------------------------------------------------
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_planned(
     q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], dead: Tensor, out: Tensor, planned: Planned
 ) -> None:
@@ -50,7 +50,7 @@ def flashinfer_planned(
     out.masked_fill_(dead[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -70,7 +70,7 @@ def flashinfer_decode(
     out.masked_fill_(dead[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_context(
     q: Tensor,
     kv_cache: Tensor,
@@ -91,7 +91,7 @@ def flashinfer_context(
     out.masked_fill_(dead[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("kv_cache",))
+@operation(writes=("kv_cache",))
 def clear_slots(
     kv_cache: Tensor,  # [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
     page_ids: Tensor,  # [n] int64; -1 is the last page, which is never read
@@ -356,7 +356,7 @@ class FlashInferBackend:
 
     def _run_part(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, part: Part, out: Tensor) -> None:
         shape = LayerShape(
-            *(layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype)
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype
         )
         if part.path in ("native", "cascade"):
             assert part.pages is not None

@@ -172,27 +172,20 @@ class FlexPlan(NamedTuple):
     full_kv_indices: Tensor
 
 
-def _plan_shape(
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    seq_starts: Tensor | None,
-    num_tokens: int,
-    page_size: int,
-    shape: FlexShape,
-    window: int,
-    looks_ahead: bool,
-    sees_all_before: bool,
-) -> tuple[TensorSpec, ...]:
+def _plan_shape(num_tokens: int, page_size: int, shape: FlexShape) -> tuple[TensorSpec, ...]:
     rows, columns = shape.num_query_blocks, shape.num_key_blocks
     queries, keys = rows * shape.query_block, columns * shape.key_block
     grid, lists = (rows, shape.query_block), (rows, 1, 1, shape.max_key_blocks)
     long, short = torch.int64, torch.int32
     return (
-        *(TensorSpec((num_tokens,), long), TensorSpec((queries,), long)),
-        *(TensorSpec(grid, short), TensorSpec(grid, short), TensorSpec((rows,), short)),
-        *(TensorSpec((keys // page_size,), long), TensorSpec((keys,), short), TensorSpec((keys,), short)),
+        TensorSpec((num_tokens,), long),
+        TensorSpec((queries,), long),
+        TensorSpec(grid, short),
+        TensorSpec(grid, short),
+        TensorSpec((rows,), short),
+        TensorSpec((keys // page_size,), long),
+        TensorSpec((keys,), short),
+        TensorSpec((keys,), short),
         *(TensorSpec(lists[:3], short), TensorSpec(lists, short)) * 2,
     )
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
-from slipstream.kernels.paged_attention import paged_attention
-from slipstream.kernels.triton_attention import CHUNK, LOG2_E, attend_tile, can_split, launch_attention
+from slipstream.device.operation import operation
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
+from slipstream.kernels.triton_attention import CHUNK, LOG2_E, AttentionResult, attend_tile, can_split, launch_attention
 from slipstream.kernels.triton_jit import jit_general, next_power_of_2, runs_triton, tl
 
 _WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
@@ -22,35 +22,17 @@ _MAX_SPLITS = 32
 _JOINED_ROWS = 8  # rows that one program joins
 
 
-def _shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    query_len: int,
-    num_common: int,
-) -> TensorSpec:
-    return spec_of(q)
-
-
-@operation(_shape)
+@operation(like="q")
 def cascade_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    query_start_loc: Tensor,  # [num_reqs + 1] int32, requests padded
-    query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
-    seq_lens: Tensor,  # [num_reqs] int32; 0 for a row that does not run
-    block_table: Tensor,  # [num_reqs, max_pages] int32; the first row holds the common pages, alive or not
+    requests: PagedRequests,  # padded; the first row of the table holds the common pages, even if it does not run
     scale: float,
     query_len: int,  # of every request and of the padding, or 0 for a mixed batch
-    num_common: int,  # tokens, whole pages of them, that all requests share and behind which their living queries stand
+    num_common: int,  # tokens, whole pages of them, that all requests share; their queries come after these
 ) -> Tensor:  # as paged_attention; padding tokens are zero
-    tables = (query_start_loc, query_lens, seq_lens, block_table)
     if not runs_triton(q):
-        return paged_attention.body(q, kv_cache, *tables, scale, 0)
+        return paged_attention.body(q, kv_cache, requests, scale, 0)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = kv_cache.shape[2], kv_cache.shape[3]
     assert num_common > 0 and num_common % page_size == 0, "whole pages are shared"
@@ -61,7 +43,7 @@ def cascade_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not can_split(query_len, group):
         lse.fill_(float("-inf"))
-    launch_attention(q, kv_cache, tables, scale, 0, query_len, own, None, num_common, lse)
+    launch_attention(q, kv_cache, requests, scale, 0, query_len, AttentionResult(own, lse, num_common))
     row_bytes, rows = next_power_of_2(head_dim) * q.element_size(), num_tokens * group
     # Keys are read once a tile of rows. Tiles of wide heads are smaller, for the shared memory of small GPUs.
     block_m = 32 if row_bytes >= 512 else 64 if rows <= 64 else 128
@@ -72,8 +54,15 @@ def cascade_attention(
     weight = torch.empty(splits, *q.shape[:2], 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim))}
     _common_kernel[(num_tiles, num_kv_heads, splits)](
-        *(q, kv_cache, block_table, partial, weight),
-        *(scale * LOG2_E, rows, num_common, kv_cache.stride(0)),
+        q,
+        kv_cache,
+        requests.block_table,
+        partial,
+        weight,
+        scale * LOG2_E,
+        rows,
+        num_common,
+        kv_cache.stride(0),
         **heads,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
@@ -85,7 +74,7 @@ def cascade_attention(
     )
     out, num_rows = torch.empty_like(q), num_tokens * num_heads
     _join_kernel[(-(-num_rows // _JOINED_ROWS),)](
-        *(own, lse, partial, weight, out, num_rows, splits), **heads, BLOCK_R=_JOINED_ROWS
+        own, lse, partial, weight, out, num_rows, splits, **heads, BLOCK_R=_JOINED_ROWS
     )
     return out
 
@@ -117,12 +106,27 @@ def _common_kernel(
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     queries = tl.load(q + head[:, None] * HEAD_DIM + d[None, :], mask=is_value, other=0.0)
     largest, total, acc = attend_tile(
-        # Every row stands behind all of these keys.
-        *(queries, is_row, tl.full([BLOCK_M], num_common, tl.int32)),
-        *(kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM, table),
-        *(split, (num_common + BLOCK_N - 1) // BLOCK_N, 0, num_common, scale, 0, page_stride),
-        *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
-        *(tl.num_programs(2), False, False),
+        queries,
+        is_row,
+        tl.full([BLOCK_M], num_common, tl.int32),  # every row comes after all of these keys
+        kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM,
+        table,
+        split,
+        (num_common + BLOCK_N - 1) // BLOCK_N,
+        0,
+        num_common,
+        scale,
+        0,
+        page_stride,
+        NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM,
+        HEAD_DIM,
+        BLOCK_D,
+        PAGE_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        tl.num_programs(2),
+        False,
+        False,
     )
     num_heads = (num_rows // GROUP).to(tl.int64) * NUM_KV_HEADS * GROUP  # of all tokens
     mine = split * num_heads + head

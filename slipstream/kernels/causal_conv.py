@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
+from slipstream.device.operation import operation
 from slipstream.kernels.request_rows import describe, find_request, gap_before, living_rows
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -31,21 +31,7 @@ _FEW = 16  # tokens of a request that its first program takes alone
 _TILE = 32  # later tokens in one program
 
 
-def _shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    max_count: int,
-) -> TensorSpec:
-    return TensorSpec(tuple(x.shape), x.dtype)
-
-
-@operation(_shape, writes=("inputs",))
+@operation(like="x", writes=("inputs",))
 def causal_conv(
     x: Tensor,  # [num_tokens, channels], rows may lie apart
     weight: Tensor,  # [channels, width], the last column is the token's own
@@ -97,7 +83,17 @@ def _launch(
     block = min(next_power_of_2(channels), 512, max(64, 1024 // first)) if is_few else 128
     # One program more than requests: for the rows of nobody behind the last.
     _conv_kernel[(num_reqs + 1 + num_tiles, -(-channels // block))](
-        *(x, weight, bias, inputs, requests, out, num_reqs, num_tokens, channels, x.stride(0), inputs.shape[1]),
+        x,
+        weight,
+        bias,
+        inputs,
+        requests,
+        out,
+        num_reqs,
+        num_tokens,
+        channels,
+        x.stride(0),
+        inputs.shape[1],
         WIDTH=width,
         FIRST=first,
         TILE=_TILE,
@@ -213,8 +209,18 @@ def _conv_kernel(
     let_next_start(EARLY)
     if program <= num_reqs:
         _first_tokens(
-            *(x, weights, added, inputs, out, described, channel, channels, token_stride, ring),
-            *(WIDTH, FIRST),
+            x,
+            weights,
+            added,
+            inputs,
+            out,
+            described,
+            channel,
+            channels,
+            token_stride,
+            ring,
+            WIDTH,
+            FIRST,
         )
         begin, end = gap_before(requests, program, num_reqs, num_tokens)
         for at in range(begin, end, FIRST):
@@ -229,6 +235,16 @@ def _conv_kernel(
         number = FIRST + (tile - (start // TILE + request)) * TILE
         if number < count:
             _later_tokens(
-                *(x, weights, added, out, start, count, number, channel, channels, token_stride),
-                *(WIDTH, TILE),
+                x,
+                weights,
+                added,
+                out,
+                start,
+                count,
+                number,
+                channel,
+                channels,
+                token_stride,
+                WIDTH,
+                TILE,
             )

@@ -10,7 +10,7 @@ holds. A longer run of tokens, a part of a prompt, leaves its last state only.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,9 @@ _COLUMNS = 32  # of a state in one program: a full line of memory
 _EMPTY_ROWS = 16  # rows of nobody at once
 
 
-def _shape(
-    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *_args: Any, **_kwargs: Any
-) -> TensorSpec:
-    return TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype)
-
-
-@operation(_shape, writes=("states",))
+@operation(
+    lambda qkv, states: TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype), writes=("states",)
+)
 def recurrent_delta_rule(
     qkv: Tensor,  # [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]: queries, keys, values, as convolved
     a: Tensor,  # [num_tokens, v_heads], rows may lie apart; how much is forgotten
@@ -69,7 +65,9 @@ def recurrent_delta_rule(
     return out
 
 
-@operation(_shape, writes=("states",))
+@operation(
+    lambda qkv, states: TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype), writes=("states",)
+)
 def chunked_delta_rule(
     qkv: Tensor,  # as above
     a: Tensor,
@@ -181,8 +179,18 @@ def _launch_recurrence(
     columns = min(_COLUMNS, next_power_of_2(v_dim))
     # One request more than there are: for the rows of nobody behind the last.
     _recurrent_kernel[(v_heads * -(-v_dim // columns), num_reqs + 1)](
-        *(qkv, (a, b, a_log, dt_bias), states, requests, out, num_reqs, qkv.shape[0], max_count),
-        *(qkv.stride(0), a.stride(0), b.stride(0), k_dim**-0.5),
+        qkv,
+        (a, b, a_log, dt_bias),
+        states,
+        requests,
+        out,
+        num_reqs,
+        qkv.shape[0],
+        max_count,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        k_dim**-0.5,
         RING=ring,
         K_HEADS=(qkv.shape[1] - v_heads * v_dim) // (2 * k_dim),
         V_HEADS=v_heads,
@@ -249,15 +257,24 @@ def _recurrent_kernel(
     wait_for_last(EARLY)
     let_next_start(EARLY)
     strides = (qkv_stride, a_stride, b_stride)
-    token = _load_token(
-        *(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
-    )
+    token = _load_token(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
     for i in range(count):
         query, key, value, kept, beta = token
         # The next token is on its way while this one is worked on.
         token = _load_token(
-            *(start + i + 1, i + 1 < count, qkv, gating, strides, head, v, scale),
-            *(K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K),
+            start + i + 1,
+            i + 1 < count,
+            qkv,
+            gating,
+            strides,
+            head,
+            v,
+            scale,
+            K_HEADS,
+            V_HEADS,
+            K_DIM,
+            V_DIM,
+            BLOCK_K,
         )
         state *= kept
         # Both sums from the state before: query @ (state + key (x) news) is query @ state + (query @ key) * news.

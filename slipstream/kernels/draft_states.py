@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -18,19 +18,7 @@ from slipstream.kernels.triton_jit import (
 )
 
 
-def _join_shape(
-    hidden: Tensor,
-    embedding: Tensor,
-    token_ids: Tensor,
-    embedding_gain: Tensor | None,
-    hidden_gain: Tensor | None,
-    eps: float,
-    positions: Tensor | None = None,
-) -> TensorSpec:
-    return TensorSpec((hidden.shape[0], 2 * hidden.shape[1]), hidden.dtype)
-
-
-@operation(_join_shape)
+@operation(lambda hidden: TensorSpec((hidden.shape[0], 2 * hidden.shape[1]), hidden.dtype))
 def join_states(
     hidden: Tensor,  # [n, size]
     embedding: Tensor,  # [vocab, size]
@@ -50,7 +38,7 @@ def join_states(
     return torch.cat([rows, hidden], dim=-1)
 
 
-@operation(writes_only, writes=("kept",))
+@operation(writes=("kept",))
 def keep_states(
     states: Tensor,  # [num_tokens, modules * size]: what each module has made of a token, side by side
     places: Tensor,  # [n] int64: the tokens that count
@@ -83,8 +71,16 @@ def _launch_join(
         return out
     block = next_power_of_2(size)
     _join_kernel[(n, 2)](
-        *(hidden, embedding, token_ids, embedding_gain, hidden_gain, positions, out),
-        *(hidden.stride(0), size, eps),
+        hidden,
+        embedding,
+        token_ids,
+        embedding_gain,
+        hidden_gain,
+        positions,
+        out,
+        hidden.stride(0),
+        size,
+        eps,
         NORM=embedding_gain is not None and hidden_gain is not None,
         MASKED=positions is not None,
         BLOCK=block,
@@ -102,7 +98,12 @@ def _launch_keep(states: Tensor, places: Tensor, kept: Tensor) -> None:
         return
     block = next_power_of_2(size)
     _keep_kernel[(n, num_modules)](
-        *(states, places, kept, states.stride(0), kept.stride(0), size),
+        states,
+        places,
+        kept,
+        states.stride(0),
+        kept.stride(0),
+        size,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
         **early_start(states),

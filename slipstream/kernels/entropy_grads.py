@@ -11,11 +11,9 @@ from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 _BLOCK = 4096  # columns at a time
 
 
-def _shape(logits: Tensor, wanted: Tensor) -> TensorSpec:
-    return TensorSpec((logits.shape[0],), torch.promote_types(logits.dtype, torch.float32))
-
-
-@operation(_shape, writes=("logits",))
+@operation(
+    lambda logits: TensorSpec((logits.shape[0],), torch.promote_types(logits.dtype, torch.float32)), writes=("logits",)
+)
 def entropy_grads(
     logits: Tensor,  # [n, vocab]; afterwards the gradients of each row's loss
     wanted: Tensor,  # [n, vocab], rows sum up to 1

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -21,11 +21,7 @@ from slipstream.kernels.triton_jit import (
 _TILE = 1024  # numbers in one program, as many rows as that makes
 
 
-def _shape(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> TensorSpec:
-    return spec_of(x)
-
-
-@operation(_shape)
+@operation(like="x")
 def gated_norm(
     x: Tensor,  # [..., size]
     gate: Tensor,  # as x; the heads of a joint product may stay where they lie
@@ -47,7 +43,16 @@ def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, block = x.shape[0] * heads, next_power_of_2(size)
     rows = max(1, _TILE // block)
     _gated_norm_kernel[(-(-num_rows // rows),)](
-        *(x, gate, weight, out, num_rows, heads, size, *x.stride()[:2], *gate.stride()[:2], eps),
+        x,
+        gate,
+        weight,
+        out,
+        num_rows,
+        heads,
+        size,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        eps,
         ROWS=rows,
         BLOCK=block,
         num_warps=min(16, max(1, rows * block // 256)),

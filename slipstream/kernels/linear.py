@@ -46,11 +46,7 @@ def _cut(weight: Tensor, width: int) -> Tensor:
     return F.pad(weight, (0, 0, 0, num_panels * width - out_size)).view(num_panels, width, in_size)
 
 
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> TensorSpec:
-    return TensorSpec((*x.shape[:-1], weight.shape[0]), x.dtype)
-
-
-@operation(_shape)
+@operation(lambda x, weight: TensorSpec((*x.shape[:-1], weight.shape[0]), x.dtype))
 def linear(
     x: Tensor,  # [num_tokens, in]
     weight: Tensor,  # [out, in]
@@ -59,11 +55,7 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def _panel_shape(x: Tensor, panels: Tensor, bias: Tensor | None, out_size: int, gated: bool) -> TensorSpec:
-    return TensorSpec((x.shape[0], out_size), x.dtype)
-
-
-@operation(_panel_shape)
+@operation(lambda x, out_size: TensorSpec((x.shape[0], out_size), x.dtype))
 def panel_linear(
     x: Tensor,  # [num_tokens, in] float32
     panels: Tensor,  # [num_panels, in, panel width] float32, from cut_panels
@@ -86,11 +78,7 @@ def panel_linear(
     return out
 
 
-def _logits_shape(x: Tensor, weight: Tensor) -> TensorSpec:
-    return TensorSpec((x.shape[0], weight.shape[0]), torch.promote_types(x.dtype, torch.float32))
-
-
-@operation(_logits_shape)
+@operation(lambda x, weight: TensorSpec((x.shape[0], weight.shape[0]), torch.promote_types(x.dtype, torch.float32)))
 def head_logits(
     x: Tensor,  # [n, hidden]
     weight: Tensor,  # [vocab, hidden]
@@ -103,11 +91,7 @@ def head_logits(
     return F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _embedding_shape(weight: Tensor, token_ids: Tensor) -> TensorSpec:
-    return TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype)
-
-
-@operation(_embedding_shape)
+@operation(lambda weight, token_ids: TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype))
 def embedding(
     weight: Tensor,  # [vocab, hidden]
     token_ids: Tensor,  # [num_tokens] int32

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.grouped_gemm import launch_experts
 from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 
 
-def _route_shape(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[TensorSpec, TensorSpec]:
+def _route_shape(logits: Tensor, num_chosen: int) -> tuple[TensorSpec, TensorSpec]:
     shape = (logits.shape[0], num_chosen)
     return TensorSpec(shape, torch.promote_types(logits.dtype, torch.float32)), TensorSpec(shape, torch.int64)
 
@@ -58,11 +58,7 @@ def _launch_route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[T
     return weights, expert_ids
 
 
-def _experts_shape(x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor) -> TensorSpec:
-    return spec_of(x)
-
-
-@operation(_experts_shape)
+@operation(like="x")
 def expert_mlp(
     x: Tensor,  # [num_tokens, hidden]
     weights: Tensor,  # [num_tokens, num_chosen]

@@ -1,4 +1,4 @@
-"""Which rows of a batch's tokens belong to which request, and where a request stands.
+"""Rows: of requests, which is what the device knows of each, and of a batch's tokens, which belong to which request.
 
 The layers whose state is not a page of keys describe a batch by four tensors, one number a request: the slot of its
 state, the row of its first token, how many of its tokens are alive, and the position of the first one. Requests stand
@@ -8,10 +8,37 @@ them, and behind the last, belong to nobody. Who has no living tokens, as paddin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from slipstream.kernels.triton_jit import jit, tl
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What the device knows of every running request, by row. All are [num_rows] int32 unless said otherwise.
+
+    The last row is scratch: it never runs, and padding names it.
+    """
+
+    token_ids: Tensor  # [num_rows, max_len] int32; drafts follow a row's tokens
+    page_table: Tensor  # [num_rows, max_pages] int32
+    num_computed: Tensor
+    num_tokens: Tensor
+    num_drafts: Tensor  # draft tokens after the row's tokens
+    max_drafts: Tensor  # most drafts of the request; 0: none are proposed
+    max_total: Tensor
+    status: Tensor  # RowStatus
+    ran: Tensor  # 1 + the first position that the last step computed, whether or not the row ended with it; 0: none
+    stop_ids: Tensor  # [num_rows, max_stop_ids] int32, padded with -1
+    temperature: Tensor  # float32; rows at 0 are greedy
+    seeds: Tensor  # [num_rows, 2] int32
+    choice: Tensor
+    # The slots of the row that hold the drafter's keys without a gap: from here, up to here.
+    draft_start: Tensor
+    draft_end: Tensor
 
 
 def living_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels import native
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -29,11 +29,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
-def _shape(x: Tensor, weight: Tensor, eps: float) -> TensorSpec:
-    return spec_of(x)
-
-
-@operation(_shape)
+@operation(like="x")
 def rms_norm(
     x: Tensor,  # [..., size]
     weight: Tensor,  # [size]
@@ -50,11 +46,7 @@ def rms_norm(
     return _normalise(x, weight, eps)
 
 
-def _add_shape(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[TensorSpec, TensorSpec]:
-    return spec_of(x), spec_of(residual)
-
-
-@operation(_add_shape)
+@operation(like=("x", "residual"))
 def add_rms_norm(
     x: Tensor,  # [num_tokens, hidden]
     residual: Tensor,  # [num_tokens, hidden]

@@ -286,8 +286,22 @@ def _tile_kernel(
     if not SOON:
         asked = _ask(n, m, ends, num_tokens, out_size, num_parts, residual_stride, NORM, ADD, NEXT, PARTS)
     _finish(
-        *(acc, value, asked, n, m, ends, results, num_tokens, out_size, in_size, eps),
-        *(NORM, BIAS, ADD, NEXT, GATE),
+        acc,
+        value,
+        asked,
+        n,
+        m,
+        ends,
+        results,
+        num_tokens,
+        out_size,
+        in_size,
+        eps,
+        NORM,
+        BIAS,
+        ADD,
+        NEXT,
+        GATE,
     )
 
 
@@ -417,6 +431,20 @@ def _held_kernel(
         if GATE != "":
             value = tl.dot(values[i], parts[i], value, input_precision="ieee")
     _finish(
-        *(tl.sum(acc, 0), tl.sum(value, 0), asked, n, m, ends, results, num_tokens, out_size, in_size, eps),
-        *(NORM, BIAS, ADD, NEXT, GATE),
+        tl.sum(acc, 0),
+        tl.sum(value, 0),
+        asked,
+        n,
+        m,
+        ends,
+        results,
+        num_tokens,
+        out_size,
+        in_size,
+        eps,
+        NORM,
+        BIAS,
+        ADD,
+        NEXT,
+        GATE,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -17,7 +17,7 @@ from slipstream.kernels.triton_jit import (
 )
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def tap(
     hidden: Tensor,  # [num_tokens, hidden]: the last layer's contribution, or the stream itself
     residual: Tensor | None,  # [num_tokens, hidden]: the stream it is still to be added to
@@ -38,7 +38,13 @@ def _tap_triton(hidden: Tensor, residual: Tensor | None, out: Tensor) -> None:
     assert hidden.stride(1) == other.stride(1) == out.stride(1) == 1
     block = next_power_of_2(size)
     _tap_kernel[(num_tokens,)](
-        *(hidden, other, out, size, hidden.stride(0), other.stride(0), out.stride(0)),
+        hidden,
+        other,
+        out,
+        size,
+        hidden.stride(0),
+        other.stride(0),
+        out.stride(0),
         SUM=residual is not None,
         BLOCK=block,
         num_warps=min(8, max(1, block // 256)),

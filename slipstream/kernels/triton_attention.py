@@ -9,11 +9,13 @@ batch one program goes over all keys of a tile.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
-from slipstream.kernels.paged_attention import paged_attention
+from slipstream.device.operation import operation
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
 from slipstream.kernels.request_rows import find_request
 from slipstream.kernels.split_keys import first_of
 from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
@@ -24,43 +26,31 @@ MAX_ROWS = 128  # of a tile: query tokens times heads of a group
 LOG2_E = 1.4426950408889634
 
 
-def _shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-    query_len: int,
-    seq_starts: Tensor | None = None,
-    causal: bool = True,
-) -> TensorSpec:
-    return spec_of(q)
+class AttentionResult(NamedTuple):
+    """Where attention goes."""
+
+    out: Tensor  # as q, in any type; where keys are not shared out, rows that see nothing are left as they are
+    # [num_tokens, num_heads] float32, written as out: logarithm of the sum of weights, base 2
+    lse: Tensor | None = None
+    num_common: int = 0  # of a cascade: the first slot of every request
 
 
-@operation(_shape)
+@operation(like="q")
 def triton_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    query_start_loc: Tensor,  # [num_reqs + 1] int32, requests padded
-    query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
-    seq_lens: Tensor,  # [num_reqs] int32
-    block_table: Tensor,  # [num_reqs, max_pages] int32
+    requests: PagedRequests,  # padded
     scale: float,
     window: int,
     query_len: int,  # of every request and of the padding, or 0 for a mixed batch
-    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
-    causal: bool = True,  # otherwise each living token sees all that is there of its request; without a window
+    causal: bool = True,  # otherwise each token sees all that is there of its request; without a window
 ) -> Tensor:  # as paged_attention; padding tokens are zero
-    tables = (query_start_loc, query_lens, seq_lens, block_table)
     if not runs_triton(q):
-        return paged_attention.body(q, kv_cache, *tables, scale, window, seq_starts, causal)
+        return paged_attention.body(q, kv_cache, requests, scale, window, causal)
     assert causal or not window
     has_splits = can_split(query_len, q.shape[1] // kv_cache.shape[2])
     out = torch.empty_like(q) if has_splits else torch.zeros_like(q)
-    launch_attention(q, kv_cache, tables, scale, window, query_len, out, seq_starts, causal=causal)
+    launch_attention(q, kv_cache, requests, scale, window, query_len, AttentionResult(out), causal=causal)
     return out
 
 
@@ -72,19 +62,15 @@ def can_split(query_len: int, group: int) -> bool:
 def launch_attention(
     q: Tensor,
     kv_cache: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],  # query_start_loc, query_lens, seq_lens, block_table
+    requests: PagedRequests,
     scale: float,
     window: int,
     query_len: int,
-    out: Tensor,  # as q, in any type; where keys are not shared out, rows that see nothing are left as they are
-    seq_starts: Tensor | None = None,
-    num_common: int = 0,  # of a cascade: the first slot of every request
-    lse: Tensor
-    | None = None,  # [num_tokens, num_heads] float32, written as out: logarithm of the sum of weights, base 2
+    result: AttentionResult,
     causal: bool = True,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
-    num_reqs, num_kv_heads = tables[2].shape[0], kv_cache.shape[2]
+    num_reqs, num_kv_heads = requests.seq_lens.shape[0], kv_cache.shape[2]
     group = num_heads // num_kv_heads
     q = q.contiguous()
     # Tiles of wide heads are smaller, for the shared memory of small GPUs.
@@ -103,9 +89,14 @@ def launch_attention(
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     _attention_kernel[(num_tiles, num_kv_heads, splits)](
-        *(q, (kv_cache, kv_cache.stride(0)), (*tables, seq_starts, tables[3].stride(0))),
-        (out, partial, weight, arrival_counts(q.device, num_tiles * num_kv_heads), lse),
-        *(scale * LOG2_E, window, num_common, num_reqs),
+        q,
+        (kv_cache, kv_cache.stride(0)),
+        (*requests, requests.block_table.stride(0)),
+        (result.out, partial, weight, arrival_counts(q.device, num_tiles * num_kv_heads), result.lse),
+        scale * LOG2_E,
+        window,
+        result.num_common,
+        num_reqs,
         QUERY_LEN=query_len if splits > 1 else 0,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
@@ -116,8 +107,8 @@ def launch_attention(
         BLOCK_N=CHUNK if row_bytes < 1024 else CHUNK // 2,
         SPLITS=splits,
         WINDOW=window > 0,
-        STARTS=seq_starts is not None,
-        REST=lse is not None,
+        STARTS=requests.seq_starts is not None,
+        REST=result.lse is not None,
         CAUSAL=causal,
         num_warps=8 if block_m > (32 if is_wide else 64) else 4,
         num_stages=1 if is_wide or block_m > 64 else 2,
@@ -222,11 +213,7 @@ def _store(
 
 @jit
 def _join(
-    partial,
-    weight,
-    pair,
-    first_chunk,
-    end_chunk,
+    left,  # partial results, their weights, which pair of tile and head, first chunk and end
     is_row,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -235,6 +222,7 @@ def _join(
     SPLITS: tl.constexpr,
 ):
     """What the programs of a tile have left, in their order: largest score, sum of weights and weighted values."""
+    partial, weight, pair, first_chunk, end_chunk = left
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -307,11 +295,27 @@ def _attention_kernel(
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
     largest, total, acc = attend_tile(
-        *(queries, sees, position, cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
-        *(block_table + request.to(tl.int64) * table_stride, begin, end_chunk),
-        *(first_slot, end, scale, window, cache[1]),
-        *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
-        *(SPLITS, WINDOW, STARTS or REST),
+        queries,
+        sees,
+        position,
+        cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM,
+        block_table + request.to(tl.int64) * table_stride,
+        begin,
+        end_chunk,
+        first_slot,
+        end,
+        scale,
+        window,
+        cache[1],
+        NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM,
+        HEAD_DIM,
+        BLOCK_D,
+        PAGE_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        SPLITS,
+        WINDOW,
+        STARTS or REST,
     )
     # The only program with keys, or program 0 of a request without any, is all there is.
     is_all = (end_chunk - first_chunk <= 1) & ((begin < end_chunk) | (end_chunk <= first_chunk))
@@ -321,9 +325,8 @@ def _attention_kernel(
         tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_value)
         is_all = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair, num_chunks, SPLITS)
         if is_all:
-            largest, total, acc = _join(
-                *(partial, weight, pair, first_chunk, end_chunk, is_row),
-                *(QUERY_LEN * GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS),
-            )
+            rows: tl.constexpr = QUERY_LEN * GROUP
+            left = (partial, weight, pair, first_chunk, end_chunk)
+            largest, total, acc = _join(left, is_row, rows, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS)
     if SPLITS == 1 or is_all:
         _store(out, lse, place, largest, total, acc, is_row, is_value, HEAD_DIM, BLOCK_D, REST)

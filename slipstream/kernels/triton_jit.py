@@ -115,11 +115,28 @@ _LOOKUPS = {
 }
 _INDEX_NAMES = ("index", "indices", "input")
 _WRITES = (
-    *(Tensor.index_put_, Tensor.index_copy_, Tensor.index_add_, Tensor.index_fill_, Tensor.scatter_),
-    *(Tensor.scatter_add_, Tensor.scatter_reduce_, Tensor.put_, torch.index_put_),
+    Tensor.index_put_,
+    Tensor.index_copy_,
+    Tensor.index_add_,
+    Tensor.index_fill_,
+    Tensor.scatter_,
+    Tensor.scatter_add_,
+    Tensor.scatter_reduce_,
+    Tensor.put_,
+    torch.index_put_,
     # Where these give a new tensor, it is the old one.
-    *(Tensor.index_put, Tensor.index_copy, Tensor.index_add, Tensor.index_fill, Tensor.scatter, Tensor.scatter_add),
-    *(torch.index_put, torch.index_copy, torch.index_add, torch.index_fill, torch.scatter, torch.scatter_add),
+    Tensor.index_put,
+    Tensor.index_copy,
+    Tensor.index_add,
+    Tensor.index_fill,
+    Tensor.scatter,
+    Tensor.scatter_add,
+    torch.index_put,
+    torch.index_copy,
+    torch.index_add,
+    torch.index_fill,
+    torch.scatter,
+    torch.scatter_add,
 )
 _REPETITIONS = (torch.repeat_interleave, Tensor.repeat_interleave)
 

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.paged_attention import PagedRequests
 from slipstream.kernels.rms_norm import add_rms_norm
+from slipstream.kernels.rope_cache import NewTokens
 from slipstream.kernels.small_linear import Epilogue, Scaled, Tile, column_parts, small_linear
 from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.tiles import Measured, Weight, default_tile
@@ -168,11 +170,14 @@ class LayerBench:
         self._caches = [torch.randn(shape, dtype=dtype, device="cuda") for _ in range(self._num_layers)]
         table = torch.arange(1, num_tokens * pages + 1, dtype=torch.int32, device="cuda").view(num_tokens, pages)
         joint = torch.randn(num_tokens, count + 2 * kv_heads, head_dim, dtype=dtype, device="cuda")
-        self._new = torch.split(joint, [count, kv_heads, kv_heads], dim=1)
-        turn = torch.rand(2, num_tokens, 1, head_dim, device="cuda")
-        slots = (table[:, -1].long(), torch.zeros(num_tokens, dtype=torch.int64, device="cuda"))
+        q, k, v = torch.split(joint, [count, kv_heads, kv_heads], dim=1)
+        cos, sin = torch.rand(2, num_tokens, 1, head_dim, device="cuda")
+        offsets = torch.zeros(num_tokens, dtype=torch.int64, device="cuda")
+        self._new = NewTokens(q, k, v, cos, sin, table[:, -1].long(), offsets)
         ones = torch.ones(num_tokens, dtype=torch.int32, device="cuda")
-        self._around = (turn[0], turn[1]), (*slots, ones, ones * (_CONTEXT + 1), table, 1, head_dim**-0.5, 0)
+        starts = torch.arange(num_tokens + 1, dtype=torch.int32, device="cuda")
+        self._requests = PagedRequests(starts, ones, ones * (_CONTEXT + 1), table)
+        self._scale = head_dim**-0.5
 
     def microseconds(self, tiles: Sequence[Tile]) -> float:
         """Of a layer."""
@@ -183,8 +188,8 @@ class LayerBench:
                 for j, (bench, tile) in enumerate(zip(self._benches, tiles, strict=True)):
                     kept.append(bench.fused(tile, bench.matrices[i % len(bench.matrices)]))
                     if j == 0:
-                        turn, rest = self._around
-                        kept.append(decode_attention.body(*self._new, *turn, self._caches[i], *rest))
+                        attend, requests = decode_attention.body, self._requests
+                        kept.append(attend(self._new, self._caches[i], requests, 1, self._scale, 0))
             return kept
 
         return replay_microseconds(launch) / self._num_layers

@@ -35,7 +35,7 @@ class GenerateHead:
         self.follower = speculator.follower
         operations, shows_every_step = rows.sampling.operations, self.follower is not None
         self.requirements = RowRequirements(rows.num_rows, operations, num_drafts, shows_every_step)
-        self.verifier = Verifier(config.speculative, max_reqs, rows.num_tokens, *(speculator.drawn_from or ()))
+        self.verifier = Verifier(config.speculative, max_reqs, rows.num_tokens, speculator.drawn_from)
         # A step's results for the host: [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32.
         width = NUM_HEADER_COLUMNS + 1 + num_drafts
         self.out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
@@ -44,7 +44,8 @@ class GenerateHead:
         # Logits of graphs of tier ``full``. They are large, so all graphs share the memory.
         has_graphs = CUDAGraphMode(config.cudagraph_mode) is not CUDAGraphMode.NONE
         self._logits = torch.zeros(
-            *(setting.max_num_logits, config.model.vocab_size if has_graphs else 0),
+            setting.max_num_logits,
+            config.model.vocab_size if has_graphs else 0,
             dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
             device=device.torch_device,
         )
@@ -70,26 +71,16 @@ class GenerateHead:
 
     def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
         """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
-        rows, drafted = self._rows, batch.drafted
-        verified = self.verifier.verify(logits, rows.sampling, drafted, sampling)
-        commit(
-            *(verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand),
-            *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
-            *(rows.stop_ids, rows.max_total),
-            *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),
-            self.out[: batch.batch_rows.shape[0]],
-        )
+        verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
+        out = self.out[: batch.batch_rows.shape[0]]
+        commit(verified.tokens, self._rows.state, batch.layout, batch.attention.query_lens, out)
         return verified.logprobs
 
     def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
         """Propose the next drafts and write them into the rows, after the tokens."""
         drafter = self.speculator
         draft_ids = drafter.propose(batch, noise) if in_graph else drafter.run(batch, noise)
-        rows = self._rows.drafting
-        place_drafts(
-            *(draft_ids, self._rows.batch_rows[: draft_ids.shape[0]], rows.num_computed, rows.num_tokens),
-            *(rows.max_drafts, rows.max_total, rows.status, rows.token_ids, rows.num_drafts),
-        )
+        place_drafts(draft_ids, self._rows.batch_rows[: draft_ids.shape[0]], self._rows.state)
 
     def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
         """Without noise, which on a CPU costs as much as a draft. Real steps correct the cost of those with noise."""

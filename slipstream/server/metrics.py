@@ -93,8 +93,15 @@ def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFa
 
 
 ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/tokenize", "/detokenize", "/health", "/version", "/metrics"),
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/models/{name:path}",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/version",
+    "/metrics",
 )
 _OTHER = "other"  # a client must not be able to create new time series
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503)

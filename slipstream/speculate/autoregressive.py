@@ -21,21 +21,15 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
-from slipstream.sampling.draw import draw_drafts
+from slipstream.kernels.prepare_inputs import TokenInputs
+from slipstream.kernels.request_rows import RowState
+from slipstream.sampling.draw import DrawKeys, DrawnDrafts, draw_drafts
 from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
-from slipstream.speculate.draft_inputs import prepare_next_pass
-from slipstream.speculate.rejection import DRAFT_NOISE
-from slipstream.speculate.speculator import (
-    DraftBatch,
-    DraftRows,
-    DrawnFrom,
-    Follower,
-    GraphSetting,
-    Int32s,
-    TargetAttention,
-)
+from slipstream.speculate.draft_inputs import NextPassInputs, prepare_next_pass
+from slipstream.speculate.rejection import DRAFT_NOISE, DrawnFrom
+from slipstream.speculate.speculator import DraftBatch, Follower, GraphSetting, Int32s, TargetAttention
 
 
 class AutoRegressiveSpeculator(ABC):
@@ -45,7 +39,7 @@ class AutoRegressiveSpeculator(ABC):
     follower: Follower | None = None
     draft_columns: Tensor | None = None  # see ``DrawnFrom``
 
-    def __init__(self, config: EngineConfig, device: Device, caches: CacheGroups, rows: DraftRows) -> None:
+    def __init__(self, config: EngineConfig, device: Device, caches: CacheGroups, rows: RowState) -> None:
         speculative = config.speculative
         assert speculative is not None
         self.caches = caches
@@ -143,11 +137,13 @@ class AutoRegressiveSpeculator(ABC):
         Unless the pass goes over them now.
         """
         # A pass in the target's shape has the target's padding, whatever that of the drafts is.
-        rows, num_reqs = self._rows, max(batch.padded_reqs, batch.step.attention.seq_lens.shape[0])
-        mark_gaps(
-            *(batch.all_rows[:num_reqs], rows.num_computed, rows.ran, self.shares_states, batch.num_caught_up),
-            *(rows.draft_start, rows.draft_end, self._seq_starts[:num_reqs], self._first_slots[:num_reqs]),
-        )
+        num_reqs = max(batch.padded_reqs, batch.step.attention.seq_lens.shape[0])
+        places = (self._seq_starts[:num_reqs], self._first_slots[:num_reqs])
+        mark_gaps(batch.all_rows[:num_reqs], self._rows, self.shares_states, batch.num_caught_up, *places)
+
+    def _tokens(self, num_tokens: int) -> TokenInputs:
+        buffers = (self._input_ids, self._positions, self._slot_mapping)
+        return TokenInputs(*(buffer[:num_tokens] for buffer in buffers))
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         tokens = (self._input_ids, self._positions, self._slot_mapping)
@@ -177,18 +173,20 @@ class AutoRegressiveSpeculator(ABC):
         num_reqs = batch.padded_reqs
         drafts = self._draft_ids[:num_reqs, : batch.num_drafts]
         starts = np.arange(batch.num_reqs + 1, dtype=np.int32)
-        rows, left = self._rows, None
+        inputs = NextPassInputs(
+            tokens=self._tokens(num_reqs),
+            query_lens=self._query_lens[:num_reqs],
+            seq_lens=self._seq_lens[:num_reqs],
+            draft_positions=self._draft_positions[:num_reqs],
+        )
+        left = None
         for idx in range(1, batch.num_drafts):
-            prepare_next_pass(
-                *(drafts[:, idx - 1], idx, batch.rows, rows.page_table, rows.num_computed, rows.num_tokens),
-                *(rows.max_drafts, rows.max_total, rows.status, self._page_size, self.slots_before),
-                *(self._input_ids[:num_reqs], self._positions[:num_reqs], self._slot_mapping[:num_reqs]),
-                *(self._query_lens[:num_reqs], self._seq_lens[:num_reqs], self._draft_positions[:num_reqs]),
-            )
+            last_draft = drafts[:, idx - 1]
+            prepare_next_pass(self._rows, batch.rows, idx, last_draft, self._page_size, self.slots_before, inputs)
             # The bound moves on with the device's lengths.
             bounds = np.minimum(batch.seq_lens_bound + idx, self._max_len)
             context = self._context(batch, num_reqs, self._one_each[: num_reqs + 1], starts, 1, bounds)
-            left = self._chosen(self._next(idx, batch.num_drafts, self._input_ids[:num_reqs], left, context))
+            left = self._chosen(self._next(idx, batch.num_drafts, inputs.tokens.input_ids, left, context))
             self._choose(batch, idx, left, noise)
         return drafts
 
@@ -196,10 +194,10 @@ class AutoRegressiveSpeculator(ABC):
         """Draw one draft a request: at its temperature, without the parameters that the target looks after."""
         rows, num_reqs = self._rows, batch.padded_reqs
         logits = self._logits(idx, hidden)
-        own = (rows.temperature, rows.seeds, self._draft_positions[:num_reqs], rows.choice)
+        keys = DrawKeys(rows.temperature, rows.seeds, self._draft_positions[:num_reqs], rows.choice)
         kept = None if self.draft_logits is None else self.draft_logits[:, idx]
-        to = (self._draft_ids[:num_reqs, idx], kept)
-        draw_drafts(logits, batch.rows, *own, noise, self._purpose, self._target_ids, *to)
+        drawn = DrawnDrafts(self._draft_ids[:num_reqs, idx], kept)
+        draw_drafts(logits, batch.rows, keys, noise, self._purpose, self._target_ids, drawn)
 
     def _context(
         self, batch: DraftBatch, num_tokens: int, starts: Tensor, starts_cpu: Int32s, query_len: int, bounds: Int32s

@@ -74,7 +74,11 @@ class DraftGraphs:
             return None if is_adaptive and size & (size - 1) else 1
 
         return CudaGraphManager(
-            *(setting.device, mode, setting.sizes, setting.max_num_reqs, kinds),
+            setting.device,
+            mode,
+            setting.sizes,
+            setting.max_num_reqs,
+            kinds,
             pool=setting.pool,
             order=order,
             memory=setting.memory,
@@ -157,9 +161,7 @@ class DraftGraphs:
 
     def _create_rest(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         setting, passes = self._setting, self._passes
-        batch = setting.batch.static(
-            *(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len, desc.num_drafts)
-        )
+        batch = setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len, desc.num_drafts)
 
         def run() -> None:
             if warmup:

@@ -27,12 +27,13 @@ from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.kernels.draft_states import keep_states
+from slipstream.kernels.request_rows import RowState
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
-from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
-from slipstream.speculate.draft_notes import DraftNotes
+from slipstream.speculate.draft_inputs import ShiftedPassInputs, find_slots_before, prepare_shifted_pass
+from slipstream.speculate.draft_notes import DraftNotes, NotedStep
 from slipstream.speculate.head_follower import HeadFollower
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, TargetAttention
+from slipstream.speculate.speculator import DraftBatch, GraphSetting, TargetAttention
 
 
 class Head(Protocol):
@@ -58,7 +59,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     slots_before: ClassVar[int] = 1
     shares_states = True
 
-    def __init__(self, config: EngineConfig, device: Device, head: Head, caches: CacheGroups, rows: DraftRows) -> None:
+    def __init__(self, config: EngineConfig, device: Device, head: Head, caches: CacheGroups, rows: RowState) -> None:
         super().__init__(config, device, caches, rows)
         self._head = head
         place, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
@@ -110,20 +111,19 @@ class EagleSpeculator(AutoRegressiveSpeculator):
 
     def first_ids(self, batch: DraftBatch) -> Tensor:
         self._find_gaps(batch)
-        rows, step, num_reqs = self._rows, batch.step, batch.padded_reqs
-        ids = self._input_ids[: step.positions.shape[0]]
-        prepare_shifted_pass(
-            *(batch.rows, step.all_query_start_loc[: num_reqs + 1], step.positions, rows.token_ids, rows.page_table),
-            *(rows.num_computed, rows.num_tokens, rows.ran, ids, self._last_indices[:num_reqs]),
-            *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),
+        step, num_reqs, num_tokens = batch.step, batch.padded_reqs, batch.step.positions.shape[0]
+        starts, table = step.all_query_start_loc[: num_reqs + 1], self._block_table[:num_reqs]
+        inputs = ShiftedPassInputs(
+            input_ids=self._input_ids[:num_tokens],
+            last_indices=self._last_indices[:num_reqs],
+            draft_positions=self._draft_positions[:num_reqs],
+            block_table=table,
         )
+        prepare_shifted_pass(self._rows, batch.rows, starts, step.positions, inputs)
         if self._num_modules > 1:
-            starts, n = step.all_query_start_loc[: num_reqs + 1], step.positions.shape[0]
-            find_slots_before(
-                *(starts, step.positions, self._block_table[:num_reqs], self._seq_starts[:num_reqs], self._page_size),
-                self._slots_before[:n],
-            )
-        return ids
+            seq_starts, slots = self._seq_starts[:num_reqs], self._slots_before[:num_tokens]
+            find_slots_before(starts, step.positions, table, seq_starts, self._page_size, slots)
+        return inputs.input_ids
 
     def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
         step, starts = batch.step, self._seq_starts[: batch.step.attention.seq_lens.shape[0]]
@@ -159,7 +159,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         step, num_reqs = batch.step, batch.padded_reqs
         assert step.positions.shape[0] == num_reqs
         features = self._features[:num_reqs]
-        self.notes.add(batch.rows, self._rows, step.positions, step.attention.slot_mapping, features)
+        self.notes.add(batch.rows, self._rows, NotedStep(step.positions, step.attention.slot_mapping, features))
 
     def follow_notes(self, padded_reqs: int, num_steps: int) -> None:
         assert self.notes is not None

@@ -16,19 +16,7 @@ _SHARES, _BLOCK = 8, 1024
 _END_BITS = 25
 
 
-def _shape(
-    batch_rows: Tensor,
-    token_ids: Tensor,
-    num_tokens: Tensor,
-    max_drafts: Tensor,
-    min_match: int,
-    max_match: int,
-    k: int,
-) -> TensorSpec:
-    return TensorSpec((batch_rows.shape[0], k), torch.int32)
-
-
-@operation(_shape)
+@operation(lambda batch_rows, k: TensorSpec((batch_rows.shape[0], k), torch.int32))
 def find_continuation(
     batch_rows: Tensor,  # [n] int32; padding names the scratch row, whose num_tokens is 0
     token_ids: Tensor,  # [num_rows, max_len] int32; a row's tokens, junk behind them

@@ -9,26 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
+from slipstream.kernels.request_rows import RowState
 from slipstream.types import RowStatus
 
 NUM_HEADER_COLUMNS = 2  # the position of the first staged draft, and how many there are
 
 
-@operation(writes_only, writes=("token_ids", "num_drafts"))
+@operation(writes=("rows.token_ids", "rows.num_drafts"))
 def place_host_drafts(
     staged: Tensor,  # [num_rows, NUM_HEADER_COLUMNS + most] int32
-    num_computed: Tensor,  # [num_rows] int32
-    num_tokens: Tensor,  # [num_rows] int32
-    max_drafts: Tensor,  # [num_rows] int32
-    max_total: Tensor,  # [num_rows] int32
-    status: Tensor,  # [num_rows] int32
+    rows: RowState,  # written in part; rows for which nothing fits are left as they are
     most: int,  # drafts that a step checks
-    # written:
-    token_ids: Tensor,  # [num_rows, max_len] int32
-    num_drafts: Tensor,  # [num_rows] int32; rows for which nothing fits are left as they are
 ) -> None:
-    """Of all rows, for they are few: torch's own operations will do."""
+    """For all rows, which are few: torch's own operations are fast enough."""
+    token_ids, num_tokens = rows.token_ids, rows.num_tokens
     first, count, ids = staged[:, 0], staged[:, 1], staged[:, NUM_HEADER_COLUMNS:]
     idx = torch.arange(ids.shape[1], dtype=torch.int32, device=staged.device)
     position, length = first.unsqueeze(1) + idx, num_tokens.unsqueeze(1)
@@ -38,10 +33,11 @@ def place_host_drafts(
     # The first wrong one, and whether all before it are tokens that came.
     given = torch.minimum((is_right.int().cumprod(1)).sum(1), count)
     num_known = num_tokens - first
-    ready = (status == RowStatus.RUNNING) & (num_computed + 1 == num_tokens) & (num_known >= 0) & (given > num_known)
+    ready = (rows.status == RowStatus.RUNNING) & (rows.num_computed + 1 == num_tokens)
+    ready = ready & (num_known >= 0) & (given > num_known)
     # A last token that the target draws itself always has room.
-    room = torch.minimum(max_drafts, max_total - num_tokens - 1).clamp(max=most)
+    room = torch.minimum(rows.max_drafts, rows.max_total - num_tokens - 1).clamp(max=most)
     placed = torch.where(ready, torch.minimum(given - num_known, room).clamp(min=0), 0).int()
     is_placed = (position >= length) & (position < length + placed.unsqueeze(1))
     token_ids.scatter_(1, slots, torch.where(is_placed, ids, known))
-    num_drafts.copy_(torch.where(ready, placed, num_drafts))
+    rows.num_drafts.copy_(torch.where(ready, placed, rows.num_drafts))

@@ -16,29 +16,10 @@ from slipstream.device.interface import Device, GraphPool
 from slipstream.graphs.descriptor import AttentionStatePair, BatchExecutionDescriptor
 from slipstream.graphs.manager import GraphMemory
 from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.kernels.request_rows import RowState
+from slipstream.speculate.rejection import DrawnFrom
 
 Int32s = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRows:
-    """What drafting reads and writes of every request row, on the device. All are [num_rows] int32 unless said."""
-
-    token_ids: Tensor  # [num_rows, max_len] int32; drafts stand behind a row's tokens
-    page_table: Tensor  # [num_rows, max_pages] int32
-    num_computed: Tensor
-    num_tokens: Tensor
-    num_drafts: Tensor
-    max_drafts: Tensor  # most drafts of the request; 0: none are made
-    max_total: Tensor
-    status: Tensor
-    ran: Tensor  # 1 + the first position that the step computed for the row, which may have ended with it; 0: none
-    temperature: Tensor  # float32
-    seeds: Tensor  # [num_rows, 2] int32
-    choice: Tensor
-    # The slots of the row that hold the drafter's keys without a gap: from here, up to here.
-    draft_start: Tensor
-    draft_end: Tensor
 
 
 class LargestLengths(NamedTuple):
@@ -125,7 +106,7 @@ class DraftBatch:
         """For a recording, which serves every batch of its size."""
         starts, longest, bounds = largest_lengths(num_reqs, num_tokens, query_len, max_len)
         return DraftBatch(
-            *(self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds, self.step, num_drafts)
+            self.all_rows, num_reqs, self.all_start_loc, starts, num_tokens, longest, bounds, self.step, num_drafts
         )
 
 
@@ -147,14 +128,6 @@ class GraphSetting(NamedTuple):
     static: Callable[[BatchExecutionDescriptor], DraftBatch]
     prepare: Callable[[BatchExecutionDescriptor], None]
     states: Callable[[BatchExecutionDescriptor], AttentionStatePair | None]
-
-
-class DrawnFrom(NamedTuple):
-    """What drafts were drawn from, for speculative sampling."""
-
-    logits: Tensor  # [num_rows, k, draft_vocab] float32
-    # [vocab] int32: which column of those each token of the target has; -1: none. None: they are the first so many.
-    columns: Tensor | None = None
 
 
 class Follower(Protocol):
@@ -242,8 +215,8 @@ class NoSpeculator:
         return None
 
 
-MakeSpeculator = Callable[[DraftRows], Speculator]
+MakeSpeculator = Callable[[RowState], Speculator]
 
 
-def draft_nothing(rows: DraftRows) -> Speculator:
+def draft_nothing(rows: RowState) -> Speculator:
     return NoSpeculator()

@@ -14,13 +14,7 @@ SYNTHETIC_NOISE = 4
 _BLOCK = 128
 
 
-def _shape(
-    logit_rows: Tensor, positions: Tensor, num_tokens: Tensor, seeds: Tensor, choice: Tensor, rates: Tensor
-) -> TensorSpec:
-    return TensorSpec((logit_rows.shape[0],), torch.bool)
-
-
-@operation(_shape)
+@operation(lambda logit_rows: TensorSpec((logit_rows.shape[0],), torch.bool))
 def force_acceptance(
     logit_rows: Tensor,  # [n] int32: the request row
     positions: Tensor,  # [n] int32: where the draft stands

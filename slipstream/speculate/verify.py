@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.commit import CheckedTokens
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -26,10 +27,11 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 from slipstream.sampling.check_logits import check_logits
+from slipstream.sampling.draw import DrawKeys
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.operation import Positions, SamplingRows
 from slipstream.sampling.sampler import Sampled, SamplingNeeds, process, sample
-from slipstream.speculate.rejection import judge_drafts
+from slipstream.speculate.rejection import DraftTokens, DrawnFrom, judge_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculative_config import SpeculativeConfig
 
@@ -44,12 +46,8 @@ class Drafted(NamedTuple):
 
 
 class Verified(NamedTuple):
-    new_ids: Tensor  # [padded_reqs, k + 1] int, or without drafts one: accepted drafts, then the target's own token
-    num_accepted: Tensor  # [padded_reqs] int32
-    failed: Tensor  # [padded_reqs] bool: the logits of the target's own token held no usable number
+    tokens: CheckedTokens  # [padded_reqs, k + 1] of them, or without drafts one
     logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32, packed
-    # [n] bool: whether a draft that was not checked would have stood; None: if it is the token that was drawn.
-    would_stand: Tensor | None = None
 
 
 class Verifier:
@@ -58,13 +56,12 @@ class Verifier:
         config: SpeculativeConfig | None,
         max_reqs: int,
         num_tokens: Tensor,  # [num_rows] int32
-        draft_logits: Tensor | None = None,  # [num_rows, k, draft_vocab]: what drafts were drawn from
-        draft_columns: Tensor | None = None,  # [vocab] int32: where a token stands in them
+        drawn_from: DrawnFrom | None = None,
     ) -> None:
         self._mode = "none" if config is None else config.verify
         self._width = 1 if config is None else 1 + config.num_drafts
         self._num_tokens = num_tokens
-        self._draft_logits, self._draft_columns = draft_logits, draft_columns
+        self._drawn_from = drawn_from
         self._nothing_accepted = torch.zeros(max_reqs, dtype=torch.int32, device=num_tokens.device)
         rates = () if config is None else config.acceptance_rates
         self._rates = torch.tensor(rates, dtype=torch.float32).to(num_tokens.device)
@@ -90,15 +87,16 @@ class Verifier:
             accepted = forced = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
         if self._width == 1 or drafted.are_none:
             none = self._nothing_accepted[: sampled.token_ids.shape[0]]
-            new = (sampled.token_ids.unsqueeze(1), none, sampled.failed, sampled.logprobs)
-            return Verified(*new, would_stand=forced)
+            return Verified(
+                CheckedTokens(sampled.token_ids.unsqueeze(1), none, sampled.failed, forced), sampled.logprobs
+            )
         if forced is not None and needs.logprobs:
             taken_ids = torch.where(forced & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
             sampled = sampled._replace(logprobs=pack_logprobs(check_logits(logits)[0], taken_ids))
         taken = accept_drafts(
             sampled.token_ids, drafted.draft_ids, accepted, sampled.failed, drafted.logit_start_loc, self._width
         )
-        return Verified(*taken, sampled.logprobs, would_stand=forced)
+        return Verified(CheckedTokens(*taken, forced), sampled.logprobs)
 
     def _judge(
         self, logits: Tensor, rows: SamplingRows, drafted: Drafted, needs: SamplingNeeds, mask: Tensor | None
@@ -107,19 +105,16 @@ class Verifier:
         at, draft_ids = drafted.at, drafted.draft_ids
         raw, failed = check_logits(logits)
         processed = process(raw, rows, at, needs, mask)
-        draft_idx = at.positions - self._num_tokens[at.rows]
-        own = (rows.temperature, rows.seeds, at.positions, rows.choice)
-        drafted_from = (at.rows, draft_idx, self._draft_logits)
-        accepted, token_ids = judge_drafts(processed, draft_ids, *drafted_from, *own, self._draft_columns)
+        drafts = DraftTokens(draft_ids, at.rows, at.positions - self._num_tokens[at.rows])
+        keys = DrawKeys(rows.temperature, rows.seeds, at.positions, rows.choice)
+        accepted, token_ids = judge_drafts(processed, drafts, keys, self._drawn_from)
         logprobs = None
         if needs.logprobs:
             logprobs = pack_logprobs(raw, torch.where(accepted, draft_ids.long(), token_ids))
         return Sampled(token_ids, failed, logprobs), accepted
 
 
-def _shape(
-    target_ids: Tensor, draft_ids: Tensor, accepted: Tensor | None, failed: Tensor, logit_start_loc: Tensor, width: int
-) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+def _shape(logit_start_loc: Tensor, width: int) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     num_reqs = logit_start_loc.shape[0] - 1
     return (
         TensorSpec((num_reqs, width), torch.int32),
@@ -143,8 +138,15 @@ def accept_drafts(
         num_accepted = torch.empty(num_reqs, dtype=torch.int32, device=target_ids.device)
         fails = torch.empty(num_reqs, dtype=torch.bool, device=target_ids.device)
         _accept_kernel[(num_reqs,)](
-            *(target_ids, draft_ids, target_ids if accepted is None else accepted, failed, logit_start_loc),
-            *(new_ids, num_accepted, fails, width),
+            target_ids,
+            draft_ids,
+            target_ids if accepted is None else accepted,
+            failed,
+            logit_start_loc,
+            new_ids,
+            num_accepted,
+            fails,
+            width,
             MATCH=accepted is None,
             WIDTH=next_power_of_2(width),
             num_warps=1,

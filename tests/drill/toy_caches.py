@@ -19,7 +19,7 @@ from slipstream.attention.context import StepTokens
 from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import CacheSpec, Shape
-from slipstream.device.operation import operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.rope_cache import rotate, rotation
 
 FLOATS = ("float64", "float32")
@@ -79,7 +79,7 @@ class DifferencesStep:
         return torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
 
 
-@operation(lambda q, *_args: spec_of(q), writes=("pages",))
+@operation(like="q", writes=("pages",))
 def difference_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k: Tensor,  # [num_tokens, num_kv_heads, head_dim]
@@ -175,7 +175,7 @@ class RunningSumsStep:
         return torch.zeros_like(inputs)
 
 
-@operation(lambda x, *_args: spec_of(x), writes=("sums",))
+@operation(like="x", writes=("sums",))
 def running_sum(
     x: Tensor,  # [num_tokens, size]
     sums: Tensor,  # [num_rows, 1 + num_drafts, size]: after position p in place p modulo their number

@@ -10,7 +10,7 @@ from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels import native
 from slipstream.kernels.batched_attention import in_place_attention
-from slipstream.kernels.paged_attention import paged_attention
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
 from tests.kernels.dense_attention import dense_attention, hide_queries, plant_nan
 
 PAGE = 4
@@ -92,11 +92,11 @@ def test_equals_the_definition(
     backend = CpuBackend(PAGE, in_place, head_dim)
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
     out = backend.run(layer, q, cache, backend.build(common))
-    tables = (starts, query_lens, exact, page_ids, 0.3, window)
+    tables = (starts, query_lens, exact, page_ids)
     if first_slots is None and kept_in is None:
-        expected = paged_attention(q, cache, *tables, causal=causal)
+        expected = paged_attention(q, cache, PagedRequests(*tables), 0.3, window, causal)
     else:
-        expected = dense_attention(q, cache, *tables, first_slots, causal).to(dtype)
+        expected = dense_attention(q, cache, *tables, 0.3, window, first_slots, causal).to(dtype)
         assert first_slots is None or out.isfinite().all(), "dead tokens and rows too"
     owner = torch.repeat_interleave(torch.arange(n), starts.diff())
     alive = (exact[owner] > 0) & (torch.arange(len(q)) - starts[owner] < query_lens[owner])
@@ -116,10 +116,11 @@ def test_a_token_alone_is_the_same_to_the_bit(kept_in: torch.dtype, head_dim: in
     q = torch.randn(sum(lens), 6, head_dim)
     ends = torch.tensor([c + n for c, n in zip(contexts, lens, strict=True)], dtype=torch.int32)
     starts = torch.tensor([0, 4, 5, 13], dtype=torch.int32)
-    together = in_place_attention(q, cache, starts, starts.diff(), ends, table, 0.3, 0)
+    together = in_place_attention(q, cache, PagedRequests(starts, starts.diff(), ends, table), 0.3, 0)
     one, bounds = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     for i, (num_tokens, context) in enumerate(zip(lens, contexts, strict=True)):
         for j in range(num_tokens):
             token, end = slice(int(starts[i]) + j, int(starts[i]) + j + 1), (context + j + 1) * one
-            alone = in_place_attention(q[token], cache, bounds, one, end, table[i : i + 1], 0.3, 0)
+            request = PagedRequests(bounds, one, end, table[i : i + 1])
+            alone = in_place_attention(q[token], cache, request, 0.3, 0)
             assert torch.equal(alone, together[token])

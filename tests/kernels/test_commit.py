@@ -4,8 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS, CheckedTokens, commit
+from slipstream.kernels.prepare_inputs import BatchLayout
 from slipstream.types import RowStatus
+from tests.bundles import make_rows
 
 ROWS, MAX_LEN, STOPS, WIDTH = 5, 12, 3, 4
 SCRATCH = ROWS - 1
@@ -49,19 +51,19 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     def starts(counts: list[int]) -> torch.Tensor:
         return torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
 
-    commit(
+    checked = CheckedTokens(
         ints([t for row in new_ids for t in row]).view(-1, WIDTH),
         ints([*accepted, *[0] * padding]),
         torch.tensor(failed),
         None if forced is None else torch.tensor(forced),
-        ints([*batch, *[SCRATCH] * padding]),
-        starts(planned),
-        starts([n + 1 for n in places]),
-        ints([*alive, *[0] * padding]),
-        ints([s for row in stops for s in row]).view(ROWS, STOPS),
-        ints(limits),
-        **device,
     )
+    out = device.pop("out")
+    rows = make_rows(
+        stop_ids=ints([s for row in stops for s in row]).view(ROWS, STOPS), max_total=ints(limits), **device
+    )
+    layout = BatchLayout(ints([*batch, *[SCRATCH] * padding]), starts(planned), starts([n + 1 for n in places]))
+    commit(checked, rows, layout, ints([*alive, *[0] * padding]), out)
+    device["out"] = out
 
     expected_out = []
     ran = [7] * ROWS

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.prepare_inputs import prepare_inputs
+from slipstream.kernels.prepare_inputs import BatchLayout, StepInputs, TokenInputs, prepare_inputs
 from slipstream.types import RowStatus
+from tests.bundles import bundle, make_rows
 
 PAGE, MAX_PAGES, MAX_LEN, ROWS, MOST_DRAFTS = 4, 5, 20, 6, 3
 SCRATCH = ROWS - 1
@@ -63,12 +64,21 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
         "logit_positions": buffer(num_logits),
         "logit_drafts": buffer(num_logits),
     }
-    prepare_inputs(
-        *(ints([*rows, *[SCRATCH] * pad_reqs]), starts_of(planned, pad_reqs)),
-        *(starts_of([n + 1 for n in places], pad_reqs), token_ids, page_table),
-        *(ints(computed), ints(tokens), ints(drafts), ints(status), PAGE, MOST_DRAFTS + 1),
-        **out,
-    )
+    columns = {
+        "token_ids": token_ids,
+        "page_table": page_table,
+        "num_computed": ints(computed),
+        "num_tokens": ints(tokens),
+        "num_drafts": ints(drafts),
+        "status": ints(status),
+    }
+    layout = {
+        "batch_rows": ints([*rows, *[SCRATCH] * pad_reqs]),
+        "query_start_loc": starts_of(planned, pad_reqs),
+        "logit_start_loc": starts_of([n + 1 for n in places], pad_reqs),
+    }
+    sizes = {"page_size": PAGE, "max_logits": MOST_DRAFTS + 1}
+    prepare_inputs(**bundle(prepare_inputs, columns | layout | sizes | out))
 
     wanted: dict[str, list[int]] = {name: [] for name in out}
     for row, num_known, num_places in zip(rows, known, places, strict=True):
@@ -102,15 +112,18 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
 
 def test_tokens_beyond_the_known_ones_are_dead() -> None:
     """A row that has fewer tokens than the plan assumed computes nothing for the rest."""
-    out = [torch.zeros(3, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int64)]
-    per_req = [torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
-    logits = [torch.zeros(1, dtype=torch.int64), *(torch.zeros(1, dtype=torch.int32) for _ in range(3))]
     ones = torch.ones(2, dtype=torch.int32)
-    prepare_inputs(
-        *(ints([0]), ints([0, 3]), ints([0, 1]), torch.arange(10, dtype=torch.int32).view(2, 5) + 100),
-        torch.tensor([[9, 8], [0, 0]], dtype=torch.int32),
-        *(ones, ones * 3, ones * 0, ones * 0),  # one token computed, three known, no drafts, running
-        *(4, 1, *out, *per_req, torch.zeros(1, 2, dtype=torch.int32), *logits),
+    rows = make_rows(
+        token_ids=torch.arange(10, dtype=torch.int32).view(2, 5) + 100,
+        page_table=torch.tensor([[9, 8], [0, 0]], dtype=torch.int32),
+        num_computed=ones,
+        num_tokens=ones * 3,
+        num_drafts=ones * 0,
+        status=ones * int(RowStatus.RUNNING),
     )
-    assert [t.tolist() for t in out] == [[101, 102, 107], [1, 2, 0], [37, 38, -1]], "the last one is the scratch row's"
-    assert [t.tolist() for t in per_req] == [[2], [3]]
+    tokens = TokenInputs(ints([0] * 3), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    table, one_long = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    inputs = StepInputs(tokens, ints([0]), ints([0]), table, one_long, ints([0]), ints([0]), ints([0]))
+    prepare_inputs(rows, BatchLayout(ints([0]), ints([0, 3]), ints([0, 1])), 4, 1, inputs)
+    assert [t.tolist() for t in tokens] == [[101, 102, 107], [1, 2, 0], [37, 38, -1]], "the last is the scratch row's"
+    assert (inputs.query_lens.tolist(), inputs.seq_lens.tolist()) == ([2], [3])

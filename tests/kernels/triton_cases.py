@@ -193,7 +193,7 @@ def _commit() -> Iterator[Case]:
                 "new_ids": torch.randint(0, 6, (n + pad, w), dtype=torch.int32 if w > 1 else torch.int64),
                 "num_accepted": (there * torch.rand(n + pad)).round().int(),
                 "failed": torch.rand(n + pad) < 0.2,
-                "would_stand": torch.rand(n + int(places.sum())) < 0.5 if f else None,
+                "would_be_accepted": torch.rand(n + int(places.sum())) < 0.5 if f else None,
                 "token_ids": torch.randint(0, 6, (9, 40), dtype=torch.int32),
                 "batch_rows": batch,
                 "query_start_loc": _starts(known + places),

@@ -168,7 +168,7 @@ def _decode_args(s: _Decode) -> dict[str, Any]:
         k[unseen], v[unseen] = torch.nan, torch.nan
         starts = {"seq_starts": seq_starts}
     angle = torch.rand(num_tokens, 1, s.head_dim // 2) * 6.3
-    gains = {"query_gain": Real(torch.randn(s.head_dim)), "key_gain": Real(torch.randn(s.head_dim)), "eps": 1e-6}
+    gains = {"query": Real(torch.randn(s.head_dim)), "key": Real(torch.randn(s.head_dim)), "eps": 1e-6}
     return {
         "q": Real(q),
         "k": Real(k),
@@ -178,6 +178,7 @@ def _decode_args(s: _Decode) -> dict[str, Any]:
         "kv_cache": Real(cache),
         "page_ids": torch.tensor(page_ids),
         "offsets": torch.tensor(offsets),
+        "query_start_loc": torch.arange(num_reqs + 1, dtype=torch.int32) * s.query_len,
         "query_lens": query_lens.int(),
         "seq_lens": seq_lens.int(),
         "block_table": table,

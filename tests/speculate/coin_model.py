@@ -21,13 +21,13 @@ from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device import open_device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
+from slipstream.kernels.request_rows import RowState
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.rejection import DRAFT_NOISE
-from slipstream.speculate.speculator import DraftRows
 from tests.engine.drive import make_request, run
 
 VOCAB_SIZE = 512
@@ -120,7 +120,7 @@ def make_core(
     config = resolve(options, device.hardware("float32"), _CONFIG, draft=draft)
     backend: AttentionBackend = TritonBackend() if device_name == "cuda" else ReferenceBackend()
 
-    def make_speculator(rows: DraftRows) -> AutoRegressiveSpeculator:
+    def make_speculator(rows: RowState) -> AutoRegressiveSpeculator:
         drafter: AutoRegressiveSpeculator
         own = open_caches(config, draft.config, device, attention=backend)
         if head is None:

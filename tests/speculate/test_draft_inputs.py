@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.speculate.draft_inputs import (
+    ShiftedPassInputs,
     find_slots_before,
     prepare_first_pass,
     prepare_next_pass,
     prepare_shifted_pass,
 )
 from slipstream.types import RowStatus
+from tests.bundles import bundle, make_rows
 
 PAGE, MAX_PAGES, MAX_LEN, ROWS, VOCAB = 4, 6, 24, 5, 900
 SCRATCH = ROWS - 1
@@ -43,6 +45,16 @@ class Drawn:
         self.token_ids = torch.randint(1, 1000, (ROWS, MAX_LEN), dtype=torch.int32)
         self.pages = torch.randint(1, 50, (ROWS, MAX_PAGES), dtype=torch.int32)
         self.batch = ints([*self.rows, *[SCRATCH] * self.pad])
+        self.state = make_rows(
+            token_ids=self.token_ids,
+            page_table=self.pages,
+            num_computed=ints(self.computed),
+            num_tokens=ints(self.tokens),
+            max_drafts=ints(self.max_drafts),
+            max_total=ints(self.limits),
+            status=ints([int(status) for status in self.status]),
+            ran=ints(self.ran),
+        )
 
     def slot(self, row: int, position: int) -> int:
         return int(self.pages[row, position // PAGE]) * PAGE + position % PAGE
@@ -69,11 +81,9 @@ def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
     out = buffers(sum(planned) + d.draw(0, 3), len(d.batch))
     out["last_indices"] = torch.full((len(d.batch),), -77, dtype=torch.int64)
     out["block_table"] = torch.full((len(d.batch), MAX_PAGES), -77, dtype=torch.int32)
-    prepare_first_pass(
-        *(d.batch, starts_of(planned, d.pad), d.token_ids, d.pages, ints(d.computed), ints(d.tokens)),
-        *(ints(d.max_drafts), ints(d.ran), ints([*begins, *[-1] * d.pad]), most_back, PAGE, VOCAB),
-        **out,
-    )
+    inputs = bundle(prepare_first_pass, out)["inputs"]
+    first_slots = ints([*begins, *[-1] * d.pad])
+    prepare_first_pass(d.state, d.batch, starts_of(planned, d.pad), first_slots, most_back, PAGE, VOCAB, inputs)
 
     def nobodys(token: int) -> int:
         return int(d.token_ids[SCRATCH, token % MAX_LEN])
@@ -116,8 +126,7 @@ def test_the_pass_over_the_targets_tokens_moved_on_by_one(data: st.DataObject) -
         "draft_positions": torch.full((len(d.batch),), -77, dtype=torch.int32),
         "block_table": torch.full((len(d.batch), MAX_PAGES), -77, dtype=torch.int32),
     }
-    rest = (d.token_ids, d.pages, ints(d.computed), ints(d.tokens), ints(d.ran))
-    prepare_shifted_pass(d.batch, begins, positions, *rest, **out)
+    prepare_shifted_pass(d.state, d.batch, begins, positions, ShiftedPassInputs(**out))
     for i, row in enumerate(d.rows):
         first, at = d.computed[row] - known[i], int(begins[i])
         for t in range(counts[i]):
@@ -158,8 +167,8 @@ def test_the_passes_after_the_first(data: st.DataObject) -> None:
     idx, slots_before = d.draw(1, 3), d.draw(0, 1)
     before = [d.draw(-1, 9) for _ in d.batch]
     out = buffers(len(d.batch), len(d.batch))
-    rest = (ints(d.computed), ints(d.tokens), ints(d.max_drafts), ints(d.limits), ints([int(s) for s in d.status]))
-    prepare_next_pass(ints(before), idx, d.batch, d.pages, *rest, PAGE, slots_before, **out)
+    inputs = bundle(prepare_next_pass, out)["inputs"]
+    prepare_next_pass(d.state, d.batch, idx, ints(before), PAGE, slots_before, inputs)
     for i, row in enumerate(d.batch.tolist()):
         length = d.tokens[row]
         runs = d.status[row] == RowStatus.RUNNING and d.computed[row] + 1 == length and before[i] >= 0

@@ -147,7 +147,7 @@ def test_a_head_that_makes_no_drafts_keeps_up(
             follower.catch_up()
         caches = core.runner.speculator.caches.paged_memory()
         num_kept = min(map(len, ends.values())) - 6  # behind them may stand what was drafted
-        drafting = core.runner.rows.drafting
+        drafting = core.runner.rows.state
         with core.runner.device.sync_guard.allow("build"):
             rows = [cache.cpu() for cache in caches]
             # No gap: all that was computed, from the beginning.

@@ -211,7 +211,7 @@ def _next_pass() -> Iterator[Case]:
         def args(n: int = num_reqs, pad: int = num_padding, idx: int = idx) -> dict[str, Any]:
             names = ("page_table", "num_computed", "num_tokens", "max_drafts", "max_total", "status")
             return {
-                "before": ints(torch.randint(-1, 9, (n + pad, 5)))[:, 2],
+                "last_draft": ints(torch.randint(-1, 9, (n + pad, 5)))[:, 2],
                 "idx": idx,
                 "batch_rows": batch_of(n, pad),
                 **chosen(draw_rows(48, 4), *names),
