@@ -1,11 +1,11 @@
-"""The gated delta rule: a head's state forgets, then takes what a key's value differs from what it knew of that key.
+"""The gated delta rule: a head's state decays, then adds the difference of a key's value from its prediction.
 
     state = exp(g) * state;  state += key (x) beta * (value - key @ state);  out = query @ state
 
-A request has a ring of states in a pool: the one behind its first p tokens lies in entry p modulo the ring's length. A
-step of no more tokens than that leaves the state behind each of them, and where the next step begins says which of them
-counts: rejected drafts leave no trace, and nobody copies anything. At position 0 the state is zero, whatever the pool
-holds. A longer run of tokens, a part of a prompt, leaves its last state only.
+A request has a ring of states in a pool: the state after its first p tokens is in entry p modulo the ring's length. A
+step with no more tokens than that stores the state after each of them, and the position at which the next step begins
+selects one: states of rejected drafts are ignored, and nothing is copied. At position 0 the state is zero, whatever the
+pool holds. A longer run of tokens, a prefill chunk, stores its last state only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slipstream.kernels.triton_jit import (
 )
 
 _COLUMNS = 32  # of a state in one program: a full line of memory
-_EMPTY_ROWS = 16  # rows of nobody at once
+_EMPTY_ROWS = 16  # padding rows per program
 
 
 @operation(
@@ -39,8 +39,8 @@ _EMPTY_ROWS = 16  # rows of nobody at once
 )
 def recurrent_delta_rule(
     qkv: Tensor,  # [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]: queries, keys, values, as convolved
-    a: Tensor,  # [num_tokens, v_heads], rows may lie apart; how much is forgotten
-    b: Tensor,  # [num_tokens, v_heads], rows may lie apart; how much is learnt
+    a: Tensor,  # [num_tokens, v_heads], rows may be strided; decay gate
+    b: Tensor,  # [num_tokens, v_heads], rows may be strided; update gate
     a_log: Tensor,  # [v_heads]
     dt_bias: Tensor,  # [v_heads]
     states: Tensor,  # [num_slots, ring, v_heads, k_dim, v_dim], at least float32
@@ -48,11 +48,11 @@ def recurrent_delta_rule(
     starts: Tensor,  # [num_reqs] int32
     counts: Tensor,  # [num_reqs] int32
     positions: Tensor,  # [num_reqs] int32 or int64
-    max_count: int,  # no request has more living tokens; few
-) -> Tensor:  # [num_tokens, v_heads, v_dim]; zero for rows of nobody
-    """Token by token. Of a request with more tokens than the ring is long the last states stay.
+    max_count: int,  # upper bound of the tokens in use of a request; few
+) -> Tensor:  # [num_tokens, v_heads, v_dim]; zero for padding
+    """Token by token. Of a request with more tokens than the ring's length only the last states are stored.
 
-    States are read before the kernel in front has ended: that one, the convolution, does not write any.
+    States are read before the previous kernel has ended: that one, the convolution, writes none.
     """
     requests = (slots, starts, counts, positions)
     if runs_triton(qkv):
@@ -80,10 +80,10 @@ def chunked_delta_rule(
     counts: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """In chunks of tokens, for prompts and for batches in which some decode.
+    """In chunks of tokens, for prompts and for batches in which some requests decode.
 
-    Who has no more tokens than the ring is long goes token by token and leaves all states: drafts among a prompt's
-    neighbours are checked as they are among themselves.
+    Requests with no more tokens than the ring's length run token by token and store all states, so that drafts in a
+    mixed batch are verified as in a decode batch.
     """
     requests, ring = (slots, starts, counts, positions), states.shape[1]
     if runs_triton(qkv):
@@ -105,12 +105,12 @@ def chunked_delta_rule(
 
 
 class Heads(NamedTuple):
-    """What the rule works on, in at least float32, [num_tokens, v_heads, ...]."""
+    """The rule's inputs, in at least float32, [num_tokens, v_heads, ...]."""
 
     q: Tensor  # of unit length, scaled
     k: Tensor  # of unit length
     v: Tensor
-    g: Tensor  # logarithm of what is kept of the state
+    g: Tensor  # logarithm of the decay of the state
     beta: Tensor
 
 
@@ -127,7 +127,7 @@ def _heads(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, st
 
 
 def _recur(heads: Heads, states: Tensor, requests: tuple[Tensor, ...], max_count: int, out: Tensor) -> None:
-    """The rule as it is written, for all requests at once, a token of each at a time."""
+    """The rule as defined, for all requests at once, one token of each at a time."""
     slots, starts, counts, positions = (t.long() for t in requests)
     ring = states.shape[1]
     current = states[slots, positions % ring].to(heads.q.dtype)
@@ -144,14 +144,14 @@ def _recur(heads: Heads, states: Tensor, requests: tuple[Tensor, ...], max_count
 
 
 def _in_chunks(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One request, heads first, in chunks: what is new in a chunk's tokens solves a triangular system."""
+    """One request, heads first, in chunks: the updates of a chunk's tokens solve a triangular system."""
     made = []
     for q, k, v, g, beta in zip(*(torch.split(t, CHUNK, dim=1) for t in heads), strict=True):
-        # Sums in float64: behind a token that forgets nearly all, their differences are still those of the others.
+        # Sums in float64: after a token with strong decay, their differences are still accurate.
         g, beta = g.double().cumsum(1).unsqueeze(-1), beta.unsqueeze(-1)
         decay, kept, left = (t.exp().to(q.dtype) for t in ((g - g.mT).tril(), g, g[:, -1:] - g))
         decay, known = decay.tril(), kept * (k @ state)
-        # The solver takes the diagonal for ones.
+        # The solver assumes ones on the diagonal.
         news = torch.linalg.solve_triangular(
             beta * (k @ k.mT) * decay, beta * (v - known), upper=False, unitriangular=True
         )
@@ -171,13 +171,13 @@ def _launch_recurrence(
     max_count: int,
     out: Tensor,
 ) -> None:
-    """Requests of at most so many tokens, and the rows of nobody."""
+    """Requests with a bounded number of tokens, and the padding rows."""
     num_reqs = requests[0].shape[0]
     _, ring, v_heads, k_dim, v_dim = states.shape
     assert states.is_contiguous() and states.dtype == torch.float32
     assert qkv.stride(1) == a.stride(1) == b.stride(1) == 1
     columns = min(_COLUMNS, next_power_of_2(v_dim))
-    # One request more than there are: for the rows of nobody behind the last.
+    # One request more than there are: for padding rows after the last.
     _recurrent_kernel[(v_heads * -(-v_dim // columns), num_reqs + 1)](
         qkv,
         (a, b, a_log, dt_bias),
@@ -206,7 +206,7 @@ def _launch_recurrence(
 
 @jit
 def _load_token(row, there, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K):
-    """Query, key, value, what is kept of the state, and how much is learnt, for one head of one token."""
+    """Query, key, value, decay and update gate, for one head of one token."""
     a, b, a_log, dt_bias = gating
     qkv_stride, a_stride, b_stride = strides
     d = tl.arange(0, BLOCK_K)
@@ -243,7 +243,7 @@ def _recurrent_kernel(
     EMPTY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some columns of one head's state, in registers while the tokens of a request go by."""
+    """Some columns of one head's state, held in registers over the tokens of a request."""
     COLUMN_TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     head, request = tl.program_id(0) // COLUMN_TILES, tl.program_id(1)
     k, v = tl.arange(0, BLOCK_K), tl.program_id(0) % COLUMN_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -251,7 +251,7 @@ def _recurrent_kernel(
     count = tl.where(count <= max_count, count, 0)
     own = states + ((slot * RING * V_HEADS + head) * K_DIM + k)[:, None] * V_DIM + v[None, :]
     exists = (k < K_DIM)[:, None] & (v < V_DIM)[None, :]
-    AFTER: tl.constexpr = V_HEADS * K_DIM * V_DIM  # how far the next state of the ring lies
+    AFTER: tl.constexpr = V_HEADS * K_DIM * V_DIM  # distance to the next state of the ring
     is_known = exists & (count > 0) & (position > 0)
     state = tl.load(own + (position % RING).to(tl.int64) * AFTER, mask=is_known, other=0.0, cache_modifier=".cg")
     wait_for_last(EARLY)
@@ -260,7 +260,7 @@ def _recurrent_kernel(
     token = _load_token(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
     for i in range(count):
         query, key, value, kept, beta = token
-        # The next token is on its way while this one is worked on.
+        # The next token is loaded while this one is processed.
         token = _load_token(
             start + i + 1,
             i + 1 < count,

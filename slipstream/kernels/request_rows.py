@@ -1,9 +1,9 @@
-"""Rows: of requests, which is what the device knows of each, and of a batch's tokens, which belong to which request.
+"""Rows: the device's state of each request, and the assignment of a batch's tokens to requests.
 
-The layers whose state is not a page of keys describe a batch by four tensors, one number a request: the slot of its
-state, the row of its first token, how many of its tokens are alive, and the position of the first one. Requests stand
-as in ``query_start_loc``: starts ascend, and the living tokens of one end before the next one starts. Rows between
-them, and behind the last, belong to nobody. Who has no living tokens, as padding has, touches nothing.
+Layers whose state is not a page of keys describe a batch by four tensors, one number per request: the slot of its
+state, the row of its first token, how many of its tokens are in use, and the position of the first one. Requests are
+ordered as in ``query_start_loc``: starts ascend, and the tokens in use of one end before the next one starts. Rows
+between them, and after the last, are padding. A request without tokens, as in padding, touches nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.kernels.triton_jit import jit, tl
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What the device knows of every running request, by row. All are [num_rows] int32 unless said otherwise.
+    """The device's state of every running request, by row. Shapes are [num_rows] int32 unless noted otherwise.
 
     The last row is scratch: it never runs, and padding names it.
     """
@@ -28,10 +28,10 @@ class RowState:
     num_computed: Tensor
     num_tokens: Tensor
     num_drafts: Tensor  # draft tokens after the row's tokens
-    max_drafts: Tensor  # most drafts of the request; 0: none are proposed
+    max_drafts: Tensor  # maximum draft length of the request; 0: none are proposed
     max_total: Tensor
     status: Tensor  # RowStatus
-    ran: Tensor  # 1 + the first position that the last step computed, whether or not the row ended with it; 0: none
+    step_start: Tensor  # 1 + the first position that the last step computed, even if the row ended with it; 0: none
     stop_ids: Tensor  # [num_rows, max_stop_ids] int32, padded with -1
     temperature: Tensor  # float32; rows at 0 are greedy
     seeds: Tensor  # [num_rows, 2] int32
@@ -41,8 +41,8 @@ class RowState:
     draft_end: Tensor
 
 
-def living_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each living token: its row, its request, and its number in it."""
+def used_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token in use: its row, its request, and its number in it."""
     counts = counts.long()
     request = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
     number = torch.arange(request.shape[0], device=counts.device) - (counts.cumsum(0) - counts)[request]
@@ -51,9 +51,9 @@ def living_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 @jit
 def describe(requests, request, num_reqs):
-    """Slot, first row, living tokens and first position; nothing lives outside.
+    """Slot, first row, tokens in use and first position; none in use for padding.
 
-    Read before the kernel in front has ended: it is not that one which writes them.
+    Read before the previous kernel has ended, which does not write them.
     """
     slots, starts, counts, positions = requests
     exists = (request >= 0) & (request < num_reqs)
@@ -66,7 +66,7 @@ def describe(requests, request, num_reqs):
 
 @jit
 def gap_before(requests, request, num_reqs, num_tokens):
-    """The rows of nobody in front of a request: first and end. A request more than there are stands for the end."""
+    """The padding rows before a request: first and end. The request after the last one gives the padding at the end."""
     _, starts, counts, _ = requests
     before, is_later = tl.maximum(request - 1, 0), request > 0
     begin = tl.load(starts + before, mask=is_later, other=0) + tl.load(counts + before, mask=is_later, other=0)
@@ -75,10 +75,10 @@ def gap_before(requests, request, num_reqs, num_tokens):
 
 @jit
 def find_request(starts, num_reqs, tile, TILE: tl.constexpr):
-    """The request of a tile of rows; -1 in front of all.
+    """The request of a tile of rows; -1 before the first.
 
     A request has one tile more than its tokens may fill, so its first one, start // TILE + request, is known without
-    counting those of others. In all there are fewer than num_tokens // TILE + num_reqs.
+    counting those of others. In total there are fewer than num_tokens // TILE + num_reqs.
     """
     low: tl.int32 = 0
     high: tl.int32 = num_reqs
