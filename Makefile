@@ -10,12 +10,15 @@ SEED ?=
 MODEL ?=
 # For the demo; three prompts of its own if empty.
 PROMPT ?=
+# Where spelling is checked; tests misspell on purpose.
+SPELLED := $(wildcard *.md) docs examples benchmarks slipstream
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast test-slow test-gpu memcheck sim mutants check format docs readme bench clean
+.PHONY: help demo serve test test-fast test-slow test-gpu memcheck sim mutants check format docs readme site bench \
+	bench-report release-check clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 demo: $(VENV)/.installed ## fetch the default model; answer with and without drafts, both speeds. PROMPT="..." for yours
 	@$(BIN)/slipstream demo $(if $(PROMPT),"$(PROMPT)")
@@ -42,11 +45,12 @@ sim: $(VENV)/.installed-dev ## the whole engine on a simulated GPU: SEEDS=200 wo
 mutants: $(VENV)/.installed-dev ## plant every fault of the list, one at a time: the simulator must find each
 	$(BIN)/python -m tests.sim.mutations --seeds $(SEEDS)
 
-check: $(VENV)/.installed-dev ## format, lint, types, tidiness
+check: $(VENV)/.installed-dev ## format, lint, spelling, types, tidiness, prose and links
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell $(SPELLED)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_import_direction.py
+	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_import_direction.py tests/test_prose.py
 
 format: $(VENV)/.installed-dev ## apply format and safe fixes
 	$(BIN)/ruff format .
@@ -56,7 +60,10 @@ docs: $(VENV)/.installed ## bring generated tables and fields up to date
 	$(BIN)/python -m slipstream.commands.sampling_fields
 	$(BIN)/python -m slipstream.commands.reference
 
-readme: $(VENV)/.installed-dev ## bring the README's figures and pictures up to date with benchmarks/results/
+site: $(VENV)/.installed-docs ## the documentation as a site, in site/; fails on a link that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+readme: $(VENV)/.installed-dev ## bring the figures of README and docs/benchmarks.md up to date with benchmarks/results/
 	$(BIN)/python benchmarks/readme.py
 
 serve: $(VENV)/.installed ## the default model behind an OpenAI-compatible API
@@ -65,8 +72,14 @@ serve: $(VENV)/.installed ## the default model behind an OpenAI-compatible API
 bench: $(VENV)/.installed ## decode throughput of the default model
 	$(BIN)/slipstream bench --batch 1,8
 
+bench-report: $(VENV)/.installed-dev ## measure what fits this machine, then write the figures of README and docs/benchmarks.md
+	$(BIN)/python benchmarks/report.py
+
+release-check: $(VENV)/.installed-dev ## build sdist and wheel into dist/, check them, install and run the wheel elsewhere
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.release_check
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -87,3 +100,8 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing slipstream with its development tools"
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) $$($(BIN)/python -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@

@@ -40,7 +40,7 @@ def make_slipstream() -> Callable[[int, int], float]:
     """A function of batch and output length that generates and returns output tokens per second."""
     from slipstream import LLM, SamplingParams
 
-    llm = LLM(MODEL, dtype="float32", enable_prefix_caching=False)
+    llm = LLM(MODEL, dtype="float32", enable_prefix_caching=False, speculate="none")
     prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
 
     def generate(batch: int, output_len: int) -> float:

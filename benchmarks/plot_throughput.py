@@ -15,7 +15,9 @@ from result_files import Result, newest_first
 from vllm_figures import PLAIN, VERSION
 
 BAR, GAP, LEFT, WIDTH = 16, 10, 210, 420
-OWN, PEER, INK = "#2563eb", "#9ca3af", "#374151"
+OWN, PEER = "#2563eb", "#9ca3af"
+# A picture cannot see the colours of the page that shows it, but the reader's preference.
+STYLE = "<style>text { fill: #374151 } @media (prefers-color-scheme: dark) { text { fill: #d1d5db } }</style>"
 
 
 def newest_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -31,7 +33,7 @@ def newest_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def text(x: float, y: float, label: str, anchor: str = "start", weight: str = "normal") -> str:
-    style = f'font-family="sans-serif" font-size="12" font-weight="{weight}" fill="{INK}" text-anchor="{anchor}"'
+    style = f'font-family="sans-serif" font-size="12" font-weight="{weight}" text-anchor="{anchor}"'
     return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(label)}</text>'
 
 
@@ -52,7 +54,7 @@ def draw(rows: list[dict[str, Any]]) -> str:
             y += BAR
         y += GAP
     size = f'width="{LEFT + WIDTH + 80}" height="{y}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "\n</svg>\n"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{STYLE}\n' + "\n".join(parts) + "\n</svg>\n"
 
 
 def main() -> None:

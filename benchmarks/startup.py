@@ -19,7 +19,7 @@ TARGETS = {"cold": 45.0, "warm": 15.0}
 SCRIPT = """
 import sys
 from slipstream import LLM, SamplingParams
-llm = LLM(sys.argv[1])
+llm = LLM(sys.argv[1], speculate="none")
 print(llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=1))[0].text, flush=True)
 sys.stdin.read()
 """

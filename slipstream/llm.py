@@ -30,8 +30,10 @@ Message = Mapping[str, Any]
 class _EngineOwner:
     """The common part of both: building the engine, and closing it.
 
-    ``options`` are those of ``EngineOptions``; ``build`` replaces them where the caller builds the engine. With
-    ``own_process`` the engine runs in its own process, as in the server.
+    ``options`` are those of ``EngineOptions``. Where they do not mention speculation, a model whose draft head is
+    shipped with the package uses it, as on the command line: it changes the speed and not the text. ``build`` replaces
+    the options where the caller builds the engine. With ``own_process`` the engine runs in its own process, as in the
+    server.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class _EngineOwner:
     ) -> None:
         if model is not None:
             options["model"] = model
-        chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=False)
+        chosen = with_shipped_head(EngineOptions.from_dict(options), by_default=True)
         # First of all: an error in speculative options must not cost the loading of a model.
         if (warning := synthetic_warning(chosen)) is not None:
             logger.warning(warning)

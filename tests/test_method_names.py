@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.commands.reference import engine_options_table
+from slipstream.commands.reference import engine_options_list
 from slipstream.speculate.registry import find_method, keys_by_method, method_names
 
 PACKAGE = Path(__file__).parent.parent / "slipstream"
@@ -83,8 +83,9 @@ def test_every_method_has_the_name_it_is_registered_under() -> None:
 
 
 def test_help_lists_what_the_registry_knows() -> None:
-    assert "Method of speculative decoding: ngram, draft_model, eagle, eagle3 or mtp;" in engine_options_table()
-    assert "{" not in engine_options_table().replace('{"method": "ngram", "num_speculative_tokens": 4}', "")
+    text = " ".join(engine_options_list().split())
+    assert f": {', '.join(METHODS[:-1])} or {METHODS[-1]};" in text
+    assert "{" not in text.replace('{"method": "ngram", "num_speculative_tokens": 4}', "")
 
 
 def test_the_page_on_speculation_has_every_method_and_key() -> None:
@@ -92,7 +93,7 @@ def test_the_page_on_speculation_has_every_method_and_key() -> None:
     listed = [f"`{name}`" for name in METHODS]
     assert f"{', '.join(listed[:-1])} or {listed[-1]}" in page
     for key, method in keys_by_method().items():
-        assert f"| `{key}` | | `{method}`: " in page
+        assert f"- `{key}`: `{method}`: " in page
     for name in METHODS:
         assert f"**`{name}`**" in page
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream import LLM, SamplingParams
+from slipstream import llm as llm_module
 from slipstream.commands import serve
 from slipstream.commands.session import open_model
 from slipstream.config import EngineOptions
@@ -28,6 +29,7 @@ from slipstream.models.registry import architecture_of
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import open_checkpoint
 from slipstream.server.settings import ServerSettings
+from slipstream.speculate.options import read_speculation
 from slipstream.train.export import default_taps
 from tests.commands.run_cli import RunCli, make_runner
 from tests.server.conftest import start_server
@@ -174,6 +176,37 @@ def test_so_does_the_server(
     assert serve.run(None, EngineOptions(**arguments), ServerSettings()) == 0
     expected = str(head) if method == "eagle3" else None
     assert (served[0].speculate, served[0].draft_model) == (method, expected)
+
+
+@pytest.mark.parametrize(("words", "method"), [({}, "eagle3"), ({"k": 2}, "eagle3"), ({"speculate": "none"}, None)])
+@pytest.mark.parametrize("own_process", [False, True])
+def test_so_does_the_library(
+    head: Path,
+    words: dict[str, Any],
+    method: str | None,
+    own_process: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One text and one default, whichever way the model is called."""
+    built: list[EngineOptions] = []
+
+    class Client:
+        def __init__(self, connect: Callable[[Any], Any]) -> None:
+            connect(None)
+
+        in_thread = staticmethod(lambda build: build())
+
+    monkeypatch.setattr(llm_module, "EngineClient", Client)
+    monkeypatch.setattr(llm_module, "build_engine", built.append)
+    monkeypatch.setattr("slipstream.engine.process.EngineProcess", lambda options, deliver: built.append(options))
+    monkeypatch.chdir(tmp_path)
+    LLM(DEFAULT_MODEL, own_process=own_process, **words)
+    speculative = read_speculation(built[0])
+    if method is None:
+        assert speculative is None
+    else:
+        assert speculative is not None and (speculative.method, speculative.model) == (method, str(head))
 
 
 # --- what it is good for --------------------------------------------------------------------------

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES as LONG_TESTS
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "slipstream").rglob("*.py"))
 MAX_FILE_LINES = 400
 # Files that are longer, by name, and why they are not cut.
 LONG_FILES = {
     "decode_attention.py": "one kernel with its second pass, its launcher and its definition",
+    "draft_inputs.py": "four operations that make a drafter's inputs, each with its definition, launcher and kernel",
     "draft_head.py": "what the kinds of draft heads share: reading, building and loading them",
     "flex.py": "one backend: its masks, its blocks and what compiles them",
     "small_linear.py": "one kernel in five variants that share their loads",
@@ -22,6 +25,10 @@ LONG_FILES = {
 # functions that are cut where it runs out; what makes a function hard to follow is how deeply it is nested.
 SHORT_FUNCTIONS = {80: 15, 95: 35, 99: 60}
 MAX_DEPTH = 4
+# More arguments than that belong together in a bundle with named fields. Triton kernels take flat pointers; a command's
+# parameters are its options.
+MAX_PARAMETERS = 8
+NOT_CALLED_BY_HAND = ("jit", "benchmarks.callback")
 # Plain structures for calls into C.
 UNTESTED_KERNELS = {"records"}
 BANNED_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "v2"}
@@ -81,6 +88,20 @@ def test_functions_are_flat(source: Path) -> None:
         assert depth_of(node) <= MAX_DEPTH, f"{node.name} is nested too deeply"
 
 
+def test_functions_take_few_arguments(source: Path) -> None:
+    for node in functions_of(source):
+        if not any(ast.unparse(decorator).startswith(NOT_CALLED_BY_HAND) for decorator in node.decorator_list):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            names = [a.arg for a in given if a.arg not in ("self", "cls")]
+            assert len(names) <= MAX_PARAMETERS, f"{node.name} has {len(names)} parameters"
+
+
+def test_arguments_are_not_packed_into_starred_tuples(source: Path) -> None:
+    """``f(*(a, b), *(c, d))`` is a call whose arguments have lost their names to save lines."""
+    starred = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Starred)]
+    assert not [ast.unparse(node) for node in starred if isinstance(node.value, ast.Tuple)]
+
+
 @pytest.mark.parametrize(
     ("code", "depth"),
     [
@@ -120,6 +141,14 @@ def test_only_config_reads_the_environment(source: Path) -> None:
 def test_nothing_is_left_for_later(source: Path) -> None:
     text = source.read_text()
     assert not [word for word in BANNED_WORDS if word in text]
+
+
+def test_the_fast_tests_cover_every_room() -> None:
+    tests = ROOT / "tests"
+    assert all((ROOT / path).is_file() for path in LONG_TESTS), "a file is not where the list has it"
+    fast = {path for path in tests.rglob("test_*.py") if path.relative_to(ROOT).as_posix() not in LONG_TESTS}
+    rooms = {path.name for path in (ROOT / "slipstream").iterdir() if (path / "__init__.py").is_file()}
+    assert rooms <= {path.parent.relative_to(tests).as_posix().split("/")[0] for path in fast} | {"assets"}
 
 
 def test_every_kernel_file_has_a_test() -> None:

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.attention.backend import AttentionLayer, Caps
-from slipstream.attention.flashinfer_library import LayerShape, Library, Planned, PlanPages
+from slipstream.attention.flashinfer_library import (
+    ContextKeys,
+    DecodeKeys,
+    LayerShape,
+    Library,
+    PassSizes,
+    Planned,
+    PlanPages,
+)
 from slipstream.attention.flashinfer_paths import DTYPES, ExactLengths, Paths, needs_of
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.operation import TensorSpec, operation
@@ -54,19 +62,13 @@ def flashinfer_planned(
 def flashinfer_decode(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    key_lens: Tensor,
-    mask: Tensor | None,
+    keys: DecodeKeys,
     unused: Tensor,
     out: Tensor,
     library: Library,
-    query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window_left: int,
+    sizes: PassSizes,
 ) -> None:
-    numbers = (query_len, max_seq_len, scale, window_left)
-    library.trtllm_decode(q, kv_cache, block_table, key_lens, mask, out, *numbers)
+    library.trtllm_decode(q, kv_cache, keys, out, sizes)
     out.masked_fill_(unused[:, None, None], 0.0)
 
 
@@ -74,20 +76,13 @@ def flashinfer_decode(
 def flashinfer_context(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    key_lens: Tensor,
-    query_starts: Tensor,
-    page_starts: Tensor,
+    keys: ContextKeys,
     unused: Tensor,
     out: Tensor,
     library: Library,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window_left: int,
+    sizes: PassSizes,
 ) -> None:
-    numbers = (max_query_len, max_seq_len, scale, window_left)
-    library.trtllm_context(q, kv_cache, block_table, key_lens, query_starts, page_starts, out, *numbers)
+    library.trtllm_context(q, kv_cache, keys, out, sizes)
     out.masked_fill_(unused[:, None, None], 0.0)
 
 
@@ -365,15 +360,16 @@ class FlashInferBackend:
             page_ids = tuple(level.page_ids for level in part.pages)
             flashinfer_planned(q, kv_cache, page_ids, part.unused, out, part.plans[shape])
             return
-        numbers = (part.max_seq_len, layer.scale, shape.window_left)
         assert part.block_table is not None and part.key_lens is not None
         if part.query_len:
-            keys = (part.block_table, part.key_lens, part.mask)
-            flashinfer_decode(q, kv_cache, *keys, part.unused, out, self._library, part.query_len, *numbers)
+            decoded = DecodeKeys(part.block_table, part.key_lens, part.mask)
+            sizes = PassSizes(part.query_len, part.max_seq_len, layer.scale, shape.window_left)
+            flashinfer_decode(q, kv_cache, decoded, part.unused, out, self._library, sizes)
             return
         assert part.query_starts is not None and part.paged_kv_indptr is not None
-        tables = (part.block_table, part.key_lens, part.query_starts, part.paged_kv_indptr)
-        flashinfer_context(q, kv_cache, *tables, part.unused, out, self._library, part.max_query_len, *numbers)
+        keys = ContextKeys(part.block_table, part.key_lens, part.query_starts, part.paged_kv_indptr)
+        sizes = PassSizes(part.max_query_len, part.max_seq_len, layer.scale, shape.window_left)
+        flashinfer_context(q, kv_cache, keys, part.unused, out, self._library, sizes)
 
     def _plan(self, shape: LayerShape, part: Part, pages: tuple[PlanPages, ...]) -> Planned:
         if part.path == "cascade":

@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels.paged_attention import PagedRequests
 
 # (inputs, request, position of the query, position of the key) -> bool; the last three broadcast.
 Visible = Callable[[tuple[Tensor, ...], Tensor, Tensor, Tensor], Tensor]
@@ -179,6 +180,7 @@ def _plan_shape(num_tokens: int, page_size: int, shape: FlexShape) -> tuple[Tens
     queries, keys = rows * shape.query_block, columns * shape.key_block
     grid, lists = (rows, shape.query_block), (rows, 1, 1, shape.max_key_blocks)
     long, short = torch.int64, torch.int32
+    block_list = [TensorSpec(lists[:3], short), TensorSpec(lists, short)]
     return (
         TensorSpec((num_tokens,), long),
         TensorSpec((queries,), long),
@@ -188,17 +190,14 @@ def _plan_shape(num_tokens: int, page_size: int, shape: FlexShape) -> tuple[Tens
         TensorSpec((keys // page_size,), long),
         TensorSpec((keys,), short),
         TensorSpec((keys,), short),
-        *(TensorSpec(lists[:3], short), TensorSpec(lists, short)) * 2,
+        *block_list,
+        *block_list,
     )
 
 
 @operation(_plan_shape)
 def flex_plan(
-    query_start_loc: Tensor,  # [num_reqs + 1] int32
-    query_lens: Tensor,  # [num_reqs] int32: tokens in use
-    seq_lens: Tensor,  # [num_reqs] int32
-    block_table: Tensor,  # [num_reqs, max_pages] int32
-    seq_starts: Tensor | None,  # [num_reqs] int32
+    requests: PagedRequests,
     num_tokens: int,
     page_size: int,
     shape: FlexShape,
@@ -207,6 +206,7 @@ def flex_plan(
     sees_all_before: bool,
 ) -> tuple[Tensor, ...]:  # as in FlexPlan
     """Blocks are assigned to requests in order, as many as the exact lengths need; those left over are padding."""
+    query_start_loc, query_lens, seq_lens, block_table, seq_starts = requests
     size, device = shape.key_block, seq_lens.device
     lens = seq_lens.long()
     alive = torch.where(lens > 0, query_lens.long(), 0)
@@ -439,8 +439,7 @@ class FlexBackend:
         if window not in metadata.plans:
             common, mask = metadata.common, metadata.mask
             shape = FlexShape.for_batch(common, self._key_block, window)
-            tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
             sizes = (num_tokens, self._page_size, shape, window)
-            made = flex_plan(*tables, common.seq_starts, *sizes, mask.looks_ahead, mask.sees_all_before)
+            made = flex_plan(common.requests, *sizes, mask.looks_ahead, mask.sees_all_before)
             metadata.plans[window] = (shape, FlexPlan(*made))
         return metadata.plans[window]

@@ -1,14 +1,14 @@
-"""The reference tables of the documentation, generated from the dataclasses that define options and parameters.
+"""The reference lists of the documentation, made from the dataclasses that define options and parameters.
 
-``python -m slipstream.commands.reference`` writes them into the pages of a checkout; a test fails when a page is out of
-date. Knows Markdown and nothing of what the options do.
+``python -m slipstream.commands.reference`` writes them into the pages of a checkout; a test compares them, so that a
+page cannot fall behind the code. Knows Markdown and nothing of what the options do.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+import textwrap
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -21,66 +21,68 @@ from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
 
-# Shown as the default of engine options that are derived from the model and the machine.
+# What an engine option is if nobody sets it and nothing is derived from the model and the machine.
 _UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
+_WIDTH = 120
 _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def engine_options_table() -> str:
-    rows = [
-        (_code(_flag(option)), _code(option.name), _engine_default(option), fill_help(option.metadata["help"]))
+def engine_options_list() -> str:
+    return "".join(
+        _entry(
+            _flag(option),
+            f"in Python {_code(option.name)}; default: {_engine_default(option)}",
+            fill_help(option.metadata["help"]),
+        )
         for option in fields(EngineOptions)
-    ]
-    return _table(("option", "in Python", "default", "what it does"), rows)
+    )
 
 
-def settings_table(owner: type) -> str:
-    """The table of a command's own settings."""
-    rows = [
-        (
-            _code(_flag(option)),
-            "none" if option.default in (None, "", ()) else _code(str(option.default)),
+def settings_list(owner: type) -> str:
+    """Of a command's own settings."""
+    return "".join(
+        _entry(
+            _flag(option),
+            f"default: {'none' if option.default in (None, '', ()) else _code(str(option.default))}",
             option.metadata["help"],
         )
         for option in fields(owner)
-    ]
-    return _table(("option", "default", "what it does"), rows)
+    )
 
 
-def sampling_parameters_table() -> str:
-    nothing_said = SamplingParams()
-    resolved = nothing_said.with_defaults(nothing_said)
-    rows = [
-        (
-            _code(parameter.name),
-            _type(parameter),
-            _sampling_default(getattr(nothing_said, parameter.name), getattr(resolved, parameter.name)),
+def sampling_parameters_list() -> str:
+    unset = SamplingParams()
+    resolved = unset.with_defaults(unset)
+    return "".join(
+        _entry(
+            parameter.name,
+            f"{_type(parameter)}; default: "
+            f"{_sampling_default(getattr(unset, parameter.name), getattr(resolved, parameter.name))}",
             parameter.metadata["help"],
         )
         for parameter in fields(SamplingParams)
         if parameter.name in PARAMETERS
-    ]
-    return _table(("parameter", "type", "default", "what it does"), rows)
+    )
 
 
-def update(page: str, table: str) -> str:
-    """The page with the table between its markers replaced."""
-    updated, count = _GENERATED.subn(lambda markers: markers[1] + table + markers[2], page)
+def update(page: str, text: str) -> str:
+    """The page with the list between its markers replaced."""
+    updated, count = _GENERATED.subn(lambda markers: markers[1] + text + markers[2], page)
     if count != 1:
         raise ConfigError(
-            f"the page has {count} generated tables; put one pair of '<!-- generated: ... -->' and '<!-- end -->' in it"
+            f"the page has {count} generated lists; put one pair of '<!-- generated: ... -->' and '<!-- end -->' in it"
         )
     return updated
 
 
-def tables() -> dict[str, str]:
-    """The generated table of each page, by the page's name in ``docs``."""
+def lists() -> dict[str, str]:
+    """The generated list of each page, by the page's name in ``docs``."""
     return {
-        "configuration.md": engine_options_table(),
-        "sampling.md": sampling_parameters_table(),
-        "server.md": settings_table(ServerSettings),
-        "serving-benchmark.md": settings_table(LoadSettings),
-        "training.md": settings_table(TrainSettings),
+        "configuration.md": engine_options_list(),
+        "sampling.md": sampling_parameters_list(),
+        "server.md": settings_list(ServerSettings),
+        "serving-benchmark.md": settings_list(LoadSettings),
+        "training.md": settings_list(TrainSettings),
     }
 
 
@@ -91,9 +93,9 @@ def main() -> int:
             "error: the pages are in a checkout of Slipstream only; run this from there with `make docs`\n"
         )
         return 2
-    for name, table in tables().items():
+    for name, text in lists().items():
         path = checkout / "docs" / name
-        path.write_text(update(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+        path.write_text(update(path.read_text(encoding="utf-8"), text), encoding="utf-8")
         sys.stdout.write(f"docs/{name}\n")
     return 0
 
@@ -105,7 +107,7 @@ def _flag(option: Field[Any]) -> str:
 
 
 def _type(parameter: Field[Any]) -> str:
-    """The annotation without ``None``, which the default column shows."""
+    """The annotation without ``None``, which the default shows."""
     return _code(str(parameter.type).removesuffix(" | None"))
 
 
@@ -123,9 +125,13 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *(tuple(cell.replace("|", r"\|") for cell in row) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _entry(name: str, details: str, text: str) -> str:
+    """One item of a list. Code is kept in one line."""
+    whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), f"{_code(name)} ({details}): {text}")
+    filled = textwrap.fill(
+        whole, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return filled.replace("\0", " ") + "\n"
 
 
 if __name__ == "__main__":

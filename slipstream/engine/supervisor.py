@@ -146,7 +146,7 @@ class _Child:
     def exit_code(self) -> int | None:
         return None if self.process is None else self.process.poll()
 
-    def end(self, timeout_s: float = 0.0) -> None:
+    def end_process(self, timeout_s: float = 0.0) -> None:
         """Let the process exit for a while, then kill it."""
         if self.process is not None:
             try:
@@ -154,6 +154,9 @@ class _Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+    def end(self, timeout_s: float = 0.0) -> None:
+        self.end_process(timeout_s)
         with self._lock:
             close_context(self._context)
 
@@ -244,6 +247,9 @@ class EngineSupervisor:
         self.stop()
         if watching is not None:
             watching.join(_STOP_S + 1)
+            if watching.is_alive():  # it must not poll sockets that are closed here
+                self.child.end_process(_STOP_S)
+                watching.join(_STOP_S)
         self._end(_STOP_S)
 
     def _end(self, timeout_s: float = 0.0) -> None:

@@ -38,7 +38,7 @@ def cascade_attention(
     group = num_heads // num_kv_heads
     q = q.contiguous()
     own = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    # In a mixed batch, padding rows are not written.
+    # Of a mixed batch, padding rows are not written.
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not can_split(query_len, group):
         lse.fill_(float("-inf"))
@@ -151,12 +151,12 @@ def _join_kernel(
     row, d = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     is_row = row < num_rows
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
-    offset = row[:, None] * HEAD_DIM + d[None, :]
+    place = row[:, None] * HEAD_DIM + d[None, :]
     largest = tl.load(lse + row, mask=is_row, other=float("-inf"))
-    # A row with NaN is kept, so that the NaN reaches its request.
+    # NaN is kept, so that it shows in the result.
     lives = largest != float("-inf")
     total = tl.full([BLOCK_R], 1.0, tl.float32)
-    acc = tl.load(own + offset, mask=is_value, other=0.0)
+    acc = tl.load(own + place, mask=is_value, other=0.0)
     mine = row
     for _ in range(splits):
         peak = tl.load(weight + mine * 2, mask=is_row, other=float("-inf"))
@@ -168,4 +168,4 @@ def _join_kernel(
         acc = acc * shrink[:, None] + part * grow[:, None]
         largest, mine = higher, mine + num_rows
     result = tl.where(lives[:, None], acc / total[:, None], 0.0)
-    tl.store(out + offset, result.to(out.dtype.element_ty), mask=is_value)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=is_value)

@@ -1,10 +1,10 @@
-"""The short causal convolution before a gated delta net, one channel at a time, followed by silu.
+"""The short causal convolution in front of a gated delta net, each channel for itself, and silu after it.
 
 A request's last inputs are in a ring: the one at position t in entry t modulo its length. The ring is longer than the
 convolution's reach by the tokens of a step, so that inputs of rejected drafts never overwrite what a later step reads.
 
-The program that reads old entries of a ring also writes the new ones, for the same request and channels, so no other
-program can write before its reads. It processes the first tokens of a request; later ones need no ring.
+A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so no
+other writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import operation
-from slipstream.kernels.request_rows import describe, find_request, gap_before, used_rows
+from slipstream.kernels.request_rows import RequestStates, describe, find_request, gap_before, used_rows
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -36,15 +36,13 @@ def causal_conv(
     weight: Tensor,  # [channels, width], the last column is the token's own
     bias: Tensor | None,  # [channels]
     inputs: Tensor,  # [num_slots, ring, channels]; inputs before position 0 count as zero, whatever is stored
-    slots: Tensor,  # [num_reqs] int32; this and the next three: see request_rows
-    starts: Tensor,  # [num_reqs] int32
-    counts: Tensor,  # [num_reqs] int32
-    positions: Tensor,  # [num_reqs] int32 or int64
-    max_count: int,  # upper bound of the tokens in use of a request
-) -> Tensor:  # [num_tokens, channels]; zero for padding
+    requests: RequestStates,
+    max_count: int,  # no request has more tokens
+) -> Tensor:  # [num_tokens, channels]; zero for rows of no request
     if runs_triton(x):
-        return _launch(x, weight, bias, inputs, (slots, starts, counts, positions), max_count)
+        return _launch(x, weight, bias, inputs, requests, max_count)
     width, ring = weight.shape[1], inputs.shape[1]
+    slots, starts, counts, positions = requests
     rows, request, number = used_rows(starts, counts)
     slot, position = slots.long()[request], positions.long()[request] + number
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -69,24 +67,24 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     inputs: Tensor,
-    requests: tuple[Tensor, Tensor, Tensor, Tensor],
+    requests: RequestStates,
     max_count: int,
 ) -> Tensor:
     num_tokens, channels = x.shape
-    num_reqs, width = requests[0].shape[0], weight.shape[1]
+    num_reqs, width = requests.slots.shape[0], weight.shape[1]
     assert x.stride(1) == 1 and inputs.is_contiguous() and weight.is_contiguous()
     out = x.new_empty(x.shape)
     is_few = max_count <= _FEW
     first = next_power_of_2(max_count if is_few else width - 1)
     num_tiles = 0 if is_few or num_reqs == 0 else num_tokens // _TILE + num_reqs
     block = min(next_power_of_2(channels), 512, max(64, 1024 // first)) if is_few else 128
-    # One program more than requests: for padding rows after the last.
+    # One program more than requests: for the rows of no request after the last.
     _conv_kernel[(num_reqs + 1 + num_tiles, -(-channels // block))](
         x,
         weight,
         bias,
         inputs,
-        requests,
+        tuple(requests),
         out,
         num_reqs,
         num_tokens,

@@ -1,11 +1,10 @@
 """Attention of a batch in which every request has equally few new tokens: rotation, cache write and attention fused.
 
-A program processes the query heads of one key head of one request. The keys are split into chunks: those in the cache
-by position, then the new tokens as one more, whose keys come from the projection itself and are stored on the way.
-Chunk c belongs to program c modulo the number of programs; partial results are merged in the programs' order by the
-last to finish. A step then needs no launch between the projection and attention, and attention does not wait for keys
-to be stored. How many of the programs have work follows from a request's length, on the device: few results merge
-faster.
+A program takes the query heads of one key head of one request. The keys are cut into chunks: those in the cache by
+position, then the new tokens as one more, whose keys come from the projection itself and are stored on the way. Chunk c
+belongs to program c modulo the number of programs; partial results are joined in the programs' order by the last to
+arrive. So a step needs no launch between the projection and attention, and no program waits for a key to be stored. How
+many of the programs work, a request's length says, on the device: what few have left is joined sooner.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_hig
 
 @jit
 def _chunks(first_slot, num_cached, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr):
-    """The first chunk with visible keys, and that of the new tokens, which are stored in any case."""
+    """The first chunk with something to see, and that of the new tokens, stored even if no query sees them."""
     first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
     last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N
     if STARTS:
@@ -358,7 +357,7 @@ def _decode_kernel(
         return
     begin = first_of(split, first_chunk, parts)
     keys, table = cache[0] + kv_head * PAGE_SIZE * 2 * HALF, cache[2] + request * cache[3]
-    VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # distance from a key to its value
+    VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies after its key
     cached = (table, keys, first_slot, num_cached, cache[1])
     held = _load_chunk(begin, cached, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS) if HOLD else begin
     wait_for_last(EARLY)
@@ -418,12 +417,12 @@ def _decode_kernel(
         )
     if SPLIT and parts > 1:
         r, pair = tl.arange(0, BLOCK_R), request * NUM_KV_HEADS + kv_head
-        element = (request * QUERY_LEN + r // GROUP) * NUM_KV_HEADS * GROUP + kv_head * GROUP + r % GROUP
+        place = (request * QUERY_LEN + r // GROUP) * NUM_KV_HEADS * GROUP + kv_head * GROUP + r % GROUP
         hand_in(
             state,
             results,
             pair,
-            element * 2 * HALF,
+            place * 2 * HALF,
             split,
             parts,
             splits,

@@ -16,13 +16,16 @@ Products of float32 are three tensor-core products ("tf32x3"), which is nearly a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.request_rows import describe, find_request
+from slipstream.kernels.request_rows import RequestStates, describe, find_request
 from slipstream.kernels.triton_jit import jit, jit_general, next_power_of_2, tl
+
+if TYPE_CHECKING:
+    from slipstream.kernels.delta_rule import DeltaTokens
 
 CHUNK = 64
 # Columns of a state in one program. With fewer, and keys of 64 or more, Triton 3.6 generates wrong code for Hopper.
@@ -30,19 +33,10 @@ _COLUMNS = 64
 _FACTORS = 5  # of a token: of its query, of its key, of its news at the end, of the state, how much is learnt
 
 
-def launch_chunks(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    requests: tuple[Tensor, ...],
-    few: int,
-    out: Tensor,
-) -> None:
+def launch_chunks(tokens: DeltaTokens, states: Tensor, requests: RequestStates, few: int, out: Tensor) -> None:
     """``chunked_delta_rule`` for requests of more than a few tokens; see there for the shapes."""
-    num_tokens, num_reqs = qkv.shape[0], requests[0].shape[0]
+    qkv, a, b, *decay = tokens
+    num_tokens, num_reqs = qkv.shape[0], requests.slots.shape[0]
     _, ring, v_heads, k_dim, v_dim = states.shape
     if num_tokens <= few or num_reqs == 0:
         return
@@ -62,8 +56,8 @@ def launch_chunks(
     is_wide = qkv.element_size() > 2
     _prepare_kernel[(v_heads, num_tokens // CHUNK + num_reqs)](
         qkv,
-        (a, b, a_log, dt_bias),
-        requests,
+        (a, b, *decay),
+        tuple(requests),
         below,
         inverse,
         sees,
@@ -81,7 +75,7 @@ def launch_chunks(
     _scan_kernel[(v_heads * -(-v_dim // columns), num_reqs)](
         qkv,
         states,
-        requests,
+        tuple(requests),
         inverse,
         sees,
         factors,
@@ -201,7 +195,7 @@ def _prepare_kernel(
     alive, row = chunk * SIZE + number < count, first + number
     a, b, a_log, dt_bias = gating
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, a_log + head, dt_bias + head, alive)
-    # Sums in two parts: sixteenths, which are exact, and the rest. So after a token with strong decay, their
+    # Sums in two parts: sixteenths, which are exact, and the rest. So after a token that forgets nearly all, their
     # differences are still those of the others. What is smaller than exp(-128) is zero in float32.
     g = tl.maximum(g, -128.0)
     coarse = tl.floor(g * 16.0) * 0.0625
@@ -271,7 +265,7 @@ def _scan_kernel(
     state = tl.load(held + entry * AFTER, mask=is_state & (position > 0), other=0.0)
     kind = qkv.dtype.element_ty
     for begin in range(0, count, SIZE):
-        # Indices in a chunk are small numbers, added to one 64-bit address.
+        # Places in a chunk are small numbers, behind one address in 64 bits.
         first, alive = start + begin, begin + number < count
         rows = qkv + first * qkv_stride
         from_q = rows + head // (V_HEADS // K_HEADS) * K_DIM + (number[:, None] * qkv_stride + d[None, :])
@@ -279,22 +273,22 @@ def _scan_kernel(
         is_key, is_value = alive[:, None] & (d < K_DIM)[None, :], alive[:, None] & (v < V_DIM)[None, :]
         key = tl.load(from_q + K_HEADS * K_DIM, mask=is_key, other=0.0)
         value = tl.load(from_v, mask=is_value, other=0.0).to(tl.float32)
-        own, token_row = first * V_HEADS + head, number * V_HEADS
-        pairs = token_row[:, None] * SIZE + number[None, :]
+        own, place = first * V_HEADS + head, number * V_HEADS
+        pairs = place[:, None] * SIZE + number[None, :]
         is_pair = alive[:, None] & (number[:, None] >= number[None, :])
         solved = tl.load(inverse + own * SIZE + pairs, mask=is_pair, other=0.0)
-        known = tl.load(factors + own * 5 + token_row * 5 + 1, mask=alive, other=0.0)
-        beta = tl.load(factors + own * 5 + token_row * 5 + 4, mask=alive, other=0.0)
+        known = tl.load(factors + own * 5 + place * 5 + 1, mask=alive, other=0.0)
+        beta = tl.load(factors + own * 5 + place * 5 + 4, mask=alive, other=0.0)
         rounded = state.to(kind)
         value -= tl.dot(key, rounded, input_precision="tf32x3") * known[:, None]
         news = tl.dot(solved, (value * beta[:, None]).to(kind), input_precision="tf32x3")
         query = tl.load(from_q, mask=is_key, other=0.0)
         result = tl.dot(query, rounded, input_precision="tf32x3")
-        result *= tl.load(factors + own * 5 + token_row * 5, mask=alive, other=0.0)[:, None]
+        result *= tl.load(factors + own * 5 + place * 5, mask=alive, other=0.0)[:, None]
         seen = tl.load(sees + own * SIZE + pairs, mask=is_pair, other=0.0)
         result = tl.dot(seen, news.to(kind), result, input_precision="tf32x3")
-        tl.store(out + own * V_DIM + token_row[:, None] * V_DIM + v[None, :], result.to(kind), mask=is_value)
-        lasting = (news * tl.load(factors + own * 5 + token_row * 5 + 2, mask=alive, other=0.0)[:, None]).to(kind)
+        tl.store(out + own * V_DIM + place[:, None] * V_DIM + v[None, :], result.to(kind), mask=is_value)
+        lasting = (news * tl.load(factors + own * 5 + place * 5 + 2, mask=alive, other=0.0)[:, None]).to(kind)
         state *= tl.load(factors + own * 5 + 3)
         state = tl.dot(tl.trans(key), lasting, state, input_precision="tf32x3")
     tl.store(held + ((position + count) % RING).to(tl.int64) * AFTER, state, mask=is_state)

@@ -2,10 +2,10 @@
 
     state = exp(g) * state;  state += key (x) beta * (value - key @ state);  out = query @ state
 
-A request has a ring of states in a pool: the state after its first p tokens is in entry p modulo the ring's length. A
-step with no more tokens than that stores the state after each of them, and the position at which the next step begins
-selects one: states of rejected drafts are ignored, and nothing is copied. At position 0 the state is zero, whatever the
-pool holds. A longer run of tokens, a prefill chunk, stores its last state only.
+A request has a ring of states in a pool: the one after its first p tokens lies in entry p modulo the ring's length. A
+step of no more tokens than that leaves the state after each of them, and where the next step begins says which of them
+counts: rejected drafts leave no trace, and nothing is copied. At position 0 the state is zero, whatever the pool
+holds. A longer run of tokens, a part of a prompt, leaves its last state only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.delta_chunks import CHUNK, gates, launch_chunks, unit_factor
-from slipstream.kernels.request_rows import describe, gap_before
+from slipstream.kernels.request_rows import RequestStates, describe, gap_before
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -31,69 +31,60 @@ from slipstream.kernels.triton_jit import (
 )
 
 _COLUMNS = 32  # of a state in one program: a full line of memory
-_EMPTY_ROWS = 16  # padding rows per program
+_EMPTY_ROWS = 16  # rows of no request at once
 
 
-@operation(
-    lambda qkv, states: TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype), writes=("states",)
-)
+class DeltaTokens(NamedTuple):
+    """What a layer makes of its tokens, and how it forgets."""
+
+    qkv: Tensor  # [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]: queries, keys, values, as convolved
+    a: Tensor  # [num_tokens, v_heads], rows may lie apart; how much is forgotten
+    b: Tensor  # [num_tokens, v_heads], rows may lie apart; how much is learnt
+    a_log: Tensor  # [v_heads]
+    dt_bias: Tensor  # [v_heads]
+
+
+def _shape(tokens: DeltaTokens, states: Tensor) -> TensorSpec:
+    return TensorSpec((tokens.qkv.shape[0], states.shape[2], states.shape[4]), tokens.qkv.dtype)
+
+
+@operation(_shape, writes=("states",))
 def recurrent_delta_rule(
-    qkv: Tensor,  # [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]: queries, keys, values, as convolved
-    a: Tensor,  # [num_tokens, v_heads], rows may be strided; decay gate
-    b: Tensor,  # [num_tokens, v_heads], rows may be strided; update gate
-    a_log: Tensor,  # [v_heads]
-    dt_bias: Tensor,  # [v_heads]
+    tokens: DeltaTokens,
     states: Tensor,  # [num_slots, ring, v_heads, k_dim, v_dim], at least float32
-    slots: Tensor,  # [num_reqs] int32; this and the next three: see request_rows
-    starts: Tensor,  # [num_reqs] int32
-    counts: Tensor,  # [num_reqs] int32
-    positions: Tensor,  # [num_reqs] int32 or int64
-    max_count: int,  # upper bound of the tokens in use of a request; few
-) -> Tensor:  # [num_tokens, v_heads, v_dim]; zero for padding
+    requests: RequestStates,
+    max_count: int,  # no request has more tokens; few
+) -> Tensor:  # [num_tokens, v_heads, v_dim]; zero for rows of no request
     """Token by token. Of a request with more tokens than the ring's length only the last states are stored.
 
     States are read before the previous kernel has ended: that one, the convolution, writes none.
     """
-    requests = (slots, starts, counts, positions)
+    qkv = tokens.qkv
     if runs_triton(qkv):
         out = qkv.new_empty(qkv.shape[0], states.shape[2], states.shape[4])
-        _launch_recurrence(qkv, a, b, a_log, dt_bias, states, requests, max_count, out)
+        _launch_recurrence(tokens, states, requests, max_count, out)
         return out
-    heads = _heads(qkv, a, b, a_log, dt_bias, states)
     out = torch.zeros(qkv.shape[0], states.shape[2], states.shape[4], dtype=qkv.dtype, device=qkv.device)
-    _recur(heads, states, requests, max_count, out)
+    _recur(_heads(tokens, states), states, requests, max_count, out)
     return out
 
 
-@operation(
-    lambda qkv, states: TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype), writes=("states",)
-)
-def chunked_delta_rule(
-    qkv: Tensor,  # as above
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """In chunks of tokens, for prompts and for batches in which some requests decode.
+@operation(_shape, writes=("states",))
+def chunked_delta_rule(tokens: DeltaTokens, states: Tensor, requests: RequestStates) -> Tensor:
+    """In chunks of tokens, for prompts and for batches in which some decode.
 
-    Requests with no more tokens than the ring's length run token by token and store all states, so that drafts in a
-    mixed batch are verified as in a decode batch.
+    A request of no more tokens than the ring is long goes token by token and leaves all states: drafts beside a prompt
+    are checked as they are without one.
     """
-    requests, ring = (slots, starts, counts, positions), states.shape[1]
+    qkv, ring, counts = tokens.qkv, states.shape[1], requests.counts
     if runs_triton(qkv):
         out = qkv.new_empty(qkv.shape[0], states.shape[2], states.shape[4])
-        _launch_recurrence(qkv, a, b, a_log, dt_bias, states, requests, ring, out)
-        launch_chunks(qkv, a, b, a_log, dt_bias, states, requests, ring, out)
+        _launch_recurrence(tokens, states, requests, ring, out)
+        launch_chunks(tokens, states, requests, ring, out)
         return out
-    heads = _heads(qkv, a, b, a_log, dt_bias, states)
+    heads = _heads(tokens, states)
     out = torch.zeros(qkv.shape[0], states.shape[2], states.shape[4], dtype=qkv.dtype, device=qkv.device)
-    _recur(heads, states, (slots, starts, torch.where(counts <= ring, counts, 0), positions), ring, out)
+    _recur(heads, states, requests._replace(counts=torch.where(counts <= ring, counts, 0)), ring, out)
     for slot, start, count, position in zip(*(t.tolist() for t in requests), strict=True):
         if count > ring:
             rows = slice(start, start + count)
@@ -114,7 +105,8 @@ class Heads(NamedTuple):
     beta: Tensor
 
 
-def _heads(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor) -> Heads:
+def _heads(tokens: DeltaTokens, states: Tensor) -> Heads:
+    qkv, a, b, a_log, dt_bias = tokens
     _, _, v_heads, k_dim, v_dim = states.shape
     wide = torch.promote_types(qkv.dtype, torch.float32)
     size = (qkv.shape[1] - v_heads * v_dim) // 2
@@ -126,7 +118,7 @@ def _heads(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, st
     return Heads(q, k, v.reshape(-1, v_heads, v_dim), g, b.to(wide).sigmoid())
 
 
-def _recur(heads: Heads, states: Tensor, requests: tuple[Tensor, ...], max_count: int, out: Tensor) -> None:
+def _recur(heads: Heads, states: Tensor, requests: RequestStates, max_count: int, out: Tensor) -> None:
     """The rule as defined, for all requests at once, one token of each at a time."""
     slots, starts, counts, positions = (t.long() for t in requests)
     ring = states.shape[1]
@@ -147,7 +139,7 @@ def _in_chunks(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
     """One request, heads first, in chunks: the updates of a chunk's tokens solve a triangular system."""
     made = []
     for q, k, v, g, beta in zip(*(torch.split(t, CHUNK, dim=1) for t in heads), strict=True):
-        # Sums in float64: after a token with strong decay, their differences are still accurate.
+        # Sums in float64: after a token that forgets nearly all, their differences are still those of the others.
         g, beta = g.double().cumsum(1).unsqueeze(-1), beta.unsqueeze(-1)
         decay, kept, left = (t.exp().to(q.dtype) for t in ((g - g.mT).tril(), g, g[:, -1:] - g))
         decay, known = decay.tril(), kept * (k @ state)
@@ -161,28 +153,20 @@ def _in_chunks(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_recurrence(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    requests: tuple[Tensor, ...],
-    max_count: int,
-    out: Tensor,
+    tokens: DeltaTokens, states: Tensor, requests: RequestStates, max_count: int, out: Tensor
 ) -> None:
-    """Requests with a bounded number of tokens, and the padding rows."""
-    num_reqs = requests[0].shape[0]
+    """Requests of at most so many tokens, and the rows of no request."""
+    num_reqs, (qkv, a, b, *decay) = requests.slots.shape[0], tokens
     _, ring, v_heads, k_dim, v_dim = states.shape
     assert states.is_contiguous() and states.dtype == torch.float32
     assert qkv.stride(1) == a.stride(1) == b.stride(1) == 1
     columns = min(_COLUMNS, next_power_of_2(v_dim))
-    # One request more than there are: for padding rows after the last.
+    # One request more than there are: for the rows of no request after the last.
     _recurrent_kernel[(v_heads * -(-v_dim // columns), num_reqs + 1)](
         qkv,
-        (a, b, a_log, dt_bias),
+        (a, b, *decay),
         states,
-        requests,
+        tuple(requests),
         out,
         num_reqs,
         qkv.shape[0],

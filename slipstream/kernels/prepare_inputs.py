@@ -2,9 +2,8 @@
 
 The host knows how many query tokens each request has, but not which tokens, nor the exact length: a step in flight may
 still change both. A request's query tokens are known tokens and then draft slots; drafts follow a row's tokens. Unused
-draft slots, and all tokens of a row that stopped since the plan was made, are padding: at position 0, not written to
-the cache, not counted in any length. They and the batch's padding use the scratch row's tokens: zeros, except while
-steps are timed.
+draft slots, and all tokens of a row that stopped since the plan was made, are padding: at position 0, not written to the
+cache, not counted in any length. Padding uses the tokens of the scratch row: zeros, except while steps are timed.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ def fill_request(
     positions,
     slot_mapping,
 ):
-    """One request's tokens, those in use first."""
+    """One request's tokens, then its padding."""
     for at in range(0, planned, stride):
         exists, alive = at + slot < planned, at + slot < query_len
         position = tl.where(alive, first + at + slot, 0)
@@ -215,8 +214,8 @@ def fill_request(
         page = tl.load(pages_in_row + position // page_size, mask=alive, other=0).to(tl.int64)
         tl.store(input_ids + token, tl.where(ids < vocab_size, ids, 0), mask=exists)
         tl.store(positions + token, position.to(tl.int64), mask=exists)
-        cache_slot = page * page_size + position % page_size
-        tl.store(slot_mapping + token, tl.where(alive, cache_slot, -1), mask=exists)
+        place = page * page_size + position % page_size
+        tl.store(slot_mapping + token, tl.where(alive, place, -1), mask=exists)
 
 
 @jit
@@ -302,7 +301,7 @@ def _prepare_kernel(
             exists = idx < num_logits
             tl.store(logit_indices + first_logit + idx, (start + planned - num_logits + idx).to(tl.int64), mask=exists)
             tl.store(logit_rows + first_logit + idx, row.to(tl.int32), mask=exists)
-            # The position after a missing draft is not used, but must be inside the row.
+            # The position after a missing draft is not used, but must lie inside the row.
             tl.store(logit_positions + first_logit + idx, length + tl.minimum(idx, drafts), mask=exists)
             draft = tl.load(token_ids + row * max_len + length + idx, mask=exists & (idx < drafts), other=-1)
             tl.store(logit_drafts + first_logit + idx, draft, mask=exists)

@@ -1,19 +1,29 @@
 """Rows: the device's state of each request, and the assignment of a batch's tokens to requests.
 
-Layers whose state is not a page of keys describe a batch by four tensors, one number per request: the slot of its
-state, the row of its first token, how many of its tokens are in use, and the position of the first one. Requests are
-ordered as in ``query_start_loc``: starts ascend, and the tokens in use of one end before the next one starts. Rows
-between them, and after the last, are padding. A request without tokens, as in padding, touches nothing.
+The layers whose state is not a page of keys describe a batch by four tensors, one number a request: the slot of its
+state, the row of its first token, how many tokens it has, and the position of the first one (``RequestStates``). The
+order is that of ``query_start_loc``: starts ascend, and the tokens of one request end before the next one starts. Rows
+between them, and after the last, are padding. A request without tokens, as padding has none, touches nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.triton_jit import jit, tl
+
+
+class RequestStates(NamedTuple):
+    """Which states a pass goes on from, and which of its tokens belong to them."""
+
+    slots: Tensor  # [num_reqs] int32: the slot of a request's state
+    starts: Tensor  # [num_reqs] int32: the row of its first token
+    counts: Tensor  # [num_reqs] int32: its tokens in use
+    positions: Tensor  # [num_reqs] int32 or int64: of the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class RowState:
 
 
 def used_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token in use: its row, its request, and its number in it."""
+    """Of each token of a request: its row, its request, and its number in it."""
     counts = counts.long()
     request = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
     number = torch.arange(request.shape[0], device=counts.device) - (counts.cumsum(0) - counts)[request]
@@ -51,9 +61,9 @@ def used_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @jit
 def describe(requests, request, num_reqs):
-    """Slot, first row, tokens in use and first position; none in use for padding.
+    """Slot, first row, number of tokens and first position; outside of the batch there are none.
 
-    Read before the previous kernel has ended, which does not write them.
+    Read before the kernel in front has ended: it is not that one which writes them.
     """
     slots, starts, counts, positions = requests
     exists = (request >= 0) & (request < num_reqs)
@@ -66,7 +76,7 @@ def describe(requests, request, num_reqs):
 
 @jit
 def gap_before(requests, request, num_reqs, num_tokens):
-    """The padding rows before a request: first and end. The request after the last one gives the padding at the end."""
+    """The padding rows before a request: first and end. The request after the last one means the end of the batch."""
     _, starts, counts, _ = requests
     before, is_later = tl.maximum(request - 1, 0), request > 0
     begin = tl.load(starts + before, mask=is_later, other=0) + tl.load(counts + before, mask=is_later, other=0)

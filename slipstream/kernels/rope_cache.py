@@ -108,6 +108,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(swapped, sin)
 
 
+class TokenPlaces(NamedTuple):
+    """How a step's tokens are rotated, and where they are stored: the same in all layers."""
+
+    cos: Tensor  # [num_tokens, 1, rotary_dim], from rotation
+    sin: Tensor  # [num_tokens, 1, rotary_dim], from rotation
+    page_ids: Tensor  # [num_tokens] int64, from rotation_and_slots
+    offsets: Tensor  # [num_tokens] int64, from rotation_and_slots
+
+
 class HeadNorms(NamedTuple):
     """Norms over each head of queries and keys, before they are rotated."""
 

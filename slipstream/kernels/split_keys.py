@@ -17,13 +17,13 @@ def first_of(split, first_chunk, splits):
 
 
 @jit
-def store_whole(state, out, offset, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+def store_whole(state, out, place, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
     """The result of a program that has all keys; zero for rows without keys."""
     _, total, acc_low, acc_high = state
     h = tl.arange(0, BLOCK_H)
     exists = is_row[:, None] & (h < HALF)[None, :]
     divisor = tl.where(total == 0.0, 1.0, total)[:, None]
-    to = out + offset[:, None] + h[None, :]
+    to = out + place[:, None] + h[None, :]
     tl.store(to, (acc_low / divisor).to(out.dtype.element_ty), mask=exists)
     tl.store(to + HALF, (acc_high / divisor).to(out.dtype.element_ty), mask=exists)
 
@@ -56,7 +56,7 @@ def _join(
     first_row,  # of the first program's
     parts,
     out,
-    offset,
+    place,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -83,7 +83,7 @@ def _join(
             largest, total, acc = _merged((largest, total, acc), four)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     exists = (r < ROWS)[:, None] & (d < 2 * HALF)[None, :]
-    tl.store(out + offset[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=exists)
+    tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=exists)
 
 
 @jit
@@ -91,7 +91,7 @@ def hand_in(
     state,
     results,
     pair,
-    offset,
+    place,
     split,
     parts,  # programs with a partial result, from the first on
     splits,  # maximum number of programs
@@ -117,4 +117,4 @@ def hand_in(
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == parts - 1:
         tl.store(arrivals + pair, 0)
-        _join(*(partial, weight, first_row, parts, out, offset), *(ROWS, HALF, 2 * BLOCK_H, BLOCK_R, AT_ONCE))
+        _join(partial, weight, first_row, parts, out, place, ROWS, HALF, 2 * BLOCK_H, BLOCK_R, AT_ONCE)

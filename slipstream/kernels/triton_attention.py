@@ -129,7 +129,7 @@ def attend_tile(
     scale,
     window,
     page_stride,
-    VALUES: tl.constexpr,  # distance from a key to its value
+    VALUES: tl.constexpr,  # how far a value lies after its key
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -194,7 +194,7 @@ def _arrive(weight, largest, total, is_row, arrivals, num_chunks, SPLITS: tl.con
 def _store(
     out,
     lse,
-    offset,
+    place,
     largest,
     total,
     acc,
@@ -206,9 +206,9 @@ def _store(
 ):
     """Weighted values divided by the sum of weights; zero for rows without keys."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + offset[:, None] + tl.arange(0, BLOCK_D)[None, :], result.to(out.dtype.element_ty), mask=is_value)
+    tl.store(out + place[:, None] + tl.arange(0, BLOCK_D)[None, :], result.to(out.dtype.element_ty), mask=is_value)
     if REST:
-        tl.store(lse + offset // HEAD_DIM, tl.where(total == 0.0, float("-inf"), largest + tl.log2(total)), mask=is_row)
+        tl.store(lse + place // HEAD_DIM, tl.where(total == 0.0, float("-inf"), largest + tl.log2(total)), mask=is_row)
 
 
 @jit
@@ -228,7 +228,7 @@ def _join(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for split in range(SPLITS):
-        # Programs whose first chunk is after the last one have stored nothing.
+        # Programs whose first chunk is after the last one have left nothing.
         there = is_row & (first_of(split, first_chunk, SPLITS) < end_chunk)
         row = (pair * SPLITS + split) * ROWS + m
         peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -283,9 +283,9 @@ def _attention_kernel(
     query = first_query + m // GROUP
     is_row = (m < num_rows) & (m < TILE_QUERIES * GROUP)
     sees = is_row & (query < query_len) & (seq_len > 0)
-    offset = (((first_token + m // GROUP).to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + m % GROUP) * HEAD_DIM
+    place = (((first_token + m // GROUP).to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + m % GROUP) * HEAD_DIM
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
-    queries = tl.load(q + offset[:, None] + d[None, :], mask=is_value & sees[:, None], other=0.0)
+    queries = tl.load(q + place[:, None] + d[None, :], mask=is_value & sees[:, None], other=0.0)
     position, end = _reach(query, query_len, seq_len, first_query + TILE_QUERIES, CAUSAL)
     first_chunk = tl.maximum(0, seq_len - query_len + first_query - window + 1) // BLOCK_N if WINDOW else 0
     first_slot = num_common if REST else tl.load(seq_starts + request) if STARTS else 0
@@ -329,4 +329,4 @@ def _attention_kernel(
             left = (partial, weight, pair, first_chunk, end_chunk)
             largest, total, acc = _join(left, is_row, rows, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS)
     if SPLITS == 1 or is_all:
-        _store(out, lse, offset, largest, total, acc, is_row, is_value, HEAD_DIM, BLOCK_D, REST)
+        _store(out, lse, place, largest, total, acc, is_row, is_value, HEAD_DIM, BLOCK_D, REST)

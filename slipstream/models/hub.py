@@ -118,7 +118,8 @@ def shipped_head(model: str) -> Path | None:
 def with_shipped_head(options: EngineOptions, *, by_default: bool) -> EngineOptions:
     """The options with the shipped head, where the model has one and they ask for a head without naming any.
 
-    ``by_default``: also where they do not mention speculation, or only the draft length.
+    ``by_default``: also where they do not mention speculation, or only the draft length. The library and the commands
+    that answer do so; a benchmark measures what it is told to.
     """
     allowed = ("eagle3", None) if by_default and _has_room_to_draft(options) else ("eagle3",)
     silent = options.draft_model is None and options.speculative_config is None and options.speculate in allowed

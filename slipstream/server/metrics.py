@@ -112,13 +112,10 @@ _HISTOGRAMS = {
     "request_seconds": "From arrival to the end.",
 }
 LAYOUT = CounterLayout(
-    [
-        "open",
-        "refused",
-        *(f"requests:{path}:{status}" for path in (*ROUTES, _OTHER) for status in (*_STATUSES, _OTHER)),
-        *(f"ended:{reason}" for reason in _REASONS),
-        *(name for histogram in _HISTOGRAMS for name in histogram_names(histogram, _SECONDS)),
-    ]
+    ["open", "refused"]
+    + [f"requests:{path}:{status}" for path in (*ROUTES, _OTHER) for status in (*_STATUSES, _OTHER)]
+    + [f"ended:{reason}" for reason in _REASONS]
+    + [name for histogram in _HISTOGRAMS for name in histogram_names(histogram, _SECONDS)]
 )
 
 

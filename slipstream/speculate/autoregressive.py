@@ -27,7 +27,7 @@ from slipstream.sampling.draw import DrawKeys, DrawnDrafts, draw_drafts
 from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
-from slipstream.speculate.draft_inputs import NextPassInputs, prepare_next_pass
+from slipstream.speculate.next_pass_inputs import NextPassInputs, prepare_next_pass
 from slipstream.speculate.rejection import DRAFT_NOISE, DrawnFrom
 from slipstream.speculate.speculator import DraftBatch, Follower, GraphSetting, Int32s, TargetAttention
 

@@ -16,7 +16,7 @@ from slipstream.kernels.paged_attention import PagedRequests
 from slipstream.kernels.quant_linear import quant_linear
 from slipstream.kernels.quant_weights import QuantMatrix, dequantised
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
-from slipstream.kernels.rope_cache import NewTokens, rope_and_cache
+from slipstream.kernels.rope_cache import NewTokens, TokenPlaces, rope_and_cache
 from tests.kernels.quant_cases import random_segment
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
@@ -80,9 +80,9 @@ class Case:
         self.tables = (starts, *lens, self.table)
 
     def at_once(self) -> Tensor:
-        rotation = (self.cos, self.sin, self.page_ids, self.offsets)
+        arrays = (TokenPlaces(self.cos, self.sin, self.page_ids, self.offsets), PagedRequests(*self.tables))
         bounds = (0, len(self.stack.layers))
-        return torch.cat(decoder_stack(self.hidden, None, self.stack, self.caches, *rotation, *self.tables, *bounds))
+        return torch.cat(decoder_stack(self.hidden, None, self.stack, self.caches, *arrays, *bounds))
 
     def one_by_one(self) -> Tensor:
         hidden, residual = self.hidden, torch.zeros_like(self.hidden)

@@ -26,7 +26,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-# What the options say, and who gets our head: a command, which drafts by default; code, which does not.
+# What the options say, and who gets our head: the library and the commands that answer; a benchmark.
 SAID: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "nothing": ({}, True, False),
     "how far": ({"k": 2}, True, False),
@@ -44,10 +44,10 @@ SAID: dict[str, tuple[dict[str, Any], bool, bool]] = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "by_command", "by_code"), SAID.values(), ids=list(SAID))
-def test_who_gets_it(head: Path, arguments: dict[str, Any], by_command: bool, by_code: bool) -> None:
+@pytest.mark.parametrize(("arguments", "by_answer", "by_bench"), SAID.values(), ids=list(SAID))
+def test_who_gets_it(head: Path, arguments: dict[str, Any], by_answer: bool, by_bench: bool) -> None:
     options = EngineOptions(**{"model": DEFAULT_MODEL, **arguments})
-    for by_default, expected in ((True, by_command), (False, by_code)):
+    for by_default, expected in ((True, by_answer), (False, by_bench)):
         found = with_shipped_head(options, by_default=by_default)
         assert (found.draft_model == str(head)) == expected
         if expected:

@@ -251,7 +251,7 @@ MUTATIONS = [
     ),
     Mutation(
         "draft model: a draft is one position too early",
-        "speculate/draft_inputs.py",
+        "speculate/next_pass_inputs.py",
         "position = torch.where(runs, length + idx - 1 - slots_before, 0).long()",
         "position = torch.where(runs, length + idx - 2 - slots_before, 0).long()",
     ),

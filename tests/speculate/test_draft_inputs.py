@@ -10,9 +10,9 @@ from slipstream.speculate.draft_inputs import (
     ShiftedPassInputs,
     find_slots_before,
     prepare_first_pass,
-    prepare_next_pass,
     prepare_shifted_pass,
 )
+from slipstream.speculate.next_pass_inputs import prepare_next_pass
 from slipstream.types import RowStatus
 from tests.bundles import bundle, make_rows
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from slipstream.speculate.draft_gaps import mark_gaps
-from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
+from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_shifted_pass
 from slipstream.speculate.draft_notes import write_notes
+from slipstream.speculate.next_pass_inputs import prepare_next_pass
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import accept_drafts
