@@ -2,8 +2,8 @@
 
 The host knows how many query tokens each request has, but not which tokens, nor the exact length: a step in flight may
 still change both. A request's query tokens are known tokens and then draft slots; drafts follow a row's tokens. Unused
-draft slots, and all tokens of a row that stopped since the plan was made, are padding: at position 0, not written to the
-cache, not counted in any length. Padding uses the tokens of the scratch row: zeros, except while steps are timed.
+draft slots, and all tokens of a row that stopped since the plan was made, are padding: at position 0, not written to
+the cache, not counted in any length. Padding uses the tokens of the scratch row: zeros, except while steps are timed.
 """
 
 from __future__ import annotations
