@@ -1,8 +1,8 @@
 """Paged attention of several requests at once in plain torch: gather keys, one batched product for all of them.
 
 The same result as ``paged_attention``, without a loop over requests. Requests are padded to the longest of their slice
-with the first slot of the null page, which is always zero: what lies behind a request's last token, or before its first
-slot, is never read, for weight 0 times a stale NaN would be NaN.
+with the first slot of the null page, which is always zero: slots after a request's last token or before its first slot
+are never read, since weight 0 times a stale NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def key_rows(
     page_size: int,
     seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
 ) -> Tensor:
-    """Where each key and value lies in a cache seen as rows of head_dim; ordered (K/V, request, head, position)."""
+    """The row of each key and value in a cache seen as rows of head_dim; ordered (K/V, request, head, position)."""
     position = torch.arange(max_keys)
     page_ids = block_table.long().index_select(1, position // page_size)
     head = torch.arange(num_kv_heads).view(num_kv_heads, 1)
@@ -57,7 +57,7 @@ def hidden_keys(
     seq_starts: Tensor | None = None,  # [num_reqs] int32
     causal: bool = True,  # otherwise every query sees all that is there of its request; without a window
 ) -> Tensor:
-    """Which keys each query token must not see. Query j of n stands at seq_len - n + j."""
+    """Which keys are masked for each query token. Query j of n is at position seq_len - n + j."""
     position = (seq_lens - query_lens).view(-1, 1, 1) + torch.arange(max_query).view(1, -1, 1)
     key = torch.arange(max_keys)
     assert causal or not window
@@ -66,7 +66,7 @@ def hidden_keys(
     hidden = key > position
     if window:
         hidden |= key <= position - window
-    # A padding query beyond the last token sees what the last one sees, so that nothing is divided by zero.
+    # A padding query after the last token sees what the last one sees, so that nothing is divided by zero.
     hidden &= (position < seq_lens.view(-1, 1, 1)) | (key > 0)
     if seq_starts is not None:
         hidden |= key < seq_starts.view(-1, 1, 1)

@@ -1,10 +1,9 @@
-"""Attention of requests that all begin with the same pages: those are read once for the batch, not once a request.
+"""Attention of requests with a common prefix: its pages are read once per batch, not once per request.
 
-Three launches. The rest of each request, from the common beginning on, goes the way of ``triton_attention``, which also
-leaves how much every row weighs. The beginning is one sequence that every query row of the batch sees whole, whatever
-its request: tiles of rows go over it, and programs share its chunks where tiles are few. Then both are joined, each
-part by its weight. A row that has seen nothing of its own is padding: every token of a request sees itself, and comes
-after the common beginning.
+Three launches. The rest of each request, after the common prefix, is computed by ``triton_attention``, which also
+returns the weight of every row. The prefix is one sequence that every query row of the batch attends to in full:
+programs process tiles of rows, and share its chunks if there are few tiles. Then both parts are merged by weight. A row
+without keys of its own is padding: every other token attends at least to itself, after the common prefix.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from slipstream.kernels.paged_attention import PagedRequests, paged_attention
 from slipstream.kernels.triton_attention import CHUNK, LOG2_E, AttentionResult, attend_tile, can_split, launch_attention
 from slipstream.kernels.triton_jit import jit_general, next_power_of_2, runs_triton, tl
 
-_WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
+_WANTED_PROGRAMS = 512  # enough to keep the memory of a large GPU busy
 _MAX_SPLITS = 32
-_JOINED_ROWS = 8  # rows that one program joins
+_JOINED_ROWS = 8  # rows merged by one program
 
 
 @operation(like="q")
@@ -45,7 +44,7 @@ def cascade_attention(
         lse.fill_(float("-inf"))
     launch_attention(q, kv_cache, requests, scale, 0, query_len, AttentionResult(own, lse, num_common))
     row_bytes, rows = next_power_of_2(head_dim) * q.element_size(), num_tokens * group
-    # Keys are read once a tile of rows. Tiles of wide heads are smaller, for the shared memory of small GPUs.
+    # Keys are read once per tile of rows. Tiles of wide heads are smaller, for the shared memory of small GPUs.
     block_m = 32 if row_bytes >= 512 else 64 if rows <= 64 else 128
     block_n = CHUNK if row_bytes < 1024 else CHUNK // 2
     num_tiles, num_chunks = -(-rows // block_m), -(-num_common // block_n)

@@ -1,8 +1,7 @@
 """The short causal convolution in front of a gated delta net, each channel for itself, and silu after it.
 
-A request's last inputs lie in a ring: the one at position t in entry t modulo its length. The ring is longer than the
-convolution reaches by the tokens of a step, so what rejected drafts leave there covers nothing that a step which begins
-before them will read.
+A request's last inputs are in a ring: the one at position t in entry t modulo its length. The ring is longer than the
+convolution's reach by the tokens of a step, so that inputs of rejected drafts never overwrite what a later step reads.
 
 A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so no
 other writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.operation import operation
-from slipstream.kernels.request_rows import RequestStates, describe, find_request, gap_before, living_rows
+from slipstream.kernels.request_rows import RequestStates, describe, find_request, gap_before, used_rows
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -27,16 +26,16 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 
-_FEW = 16  # tokens of a request that its first program takes alone
+_FEW = 16  # tokens of a request that its first program processes
 _TILE = 32  # later tokens in one program
 
 
 @operation(like="x", writes=("inputs",))
 def causal_conv(
-    x: Tensor,  # [num_tokens, channels], rows may lie apart
+    x: Tensor,  # [num_tokens, channels], rows may be strided
     weight: Tensor,  # [channels, width], the last column is the token's own
     bias: Tensor | None,  # [channels]
-    inputs: Tensor,  # [num_slots, ring, channels]; what lies before position 0 is zero, whatever is there
+    inputs: Tensor,  # [num_slots, ring, channels]; inputs before position 0 count as zero, whatever is stored
     requests: RequestStates,
     max_count: int,  # no request has more tokens
 ) -> Tensor:  # [num_tokens, channels]; zero for rows of no request
@@ -44,7 +43,7 @@ def causal_conv(
         return _launch(x, weight, bias, inputs, requests, max_count)
     width, ring = weight.shape[1], inputs.shape[1]
     slots, starts, counts, positions = requests
-    rows, request, number = living_rows(starts, counts)
+    rows, request, number = used_rows(starts, counts)
     slot, position = slots.long()[request], positions.long()[request] + number
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(rows.shape[0], x.shape[1], dtype=wide, device=x.device)
@@ -123,7 +122,7 @@ def _first_tokens(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """The first tokens of a request, which look back into its ring; then the ring takes the inputs of its last ones."""
+    """The first tokens of a request, which read its ring; then its last inputs are written to the ring."""
     slot, start, count, position = described
     number, is_channel = tl.arange(0, FIRST), (channel < channels)[None, :]
     is_token = number < count
@@ -139,7 +138,7 @@ def _first_tokens(
             value += tl.load(from_ring, mask=is_old[:, None] & is_channel, other=0.0).to(tl.float32)
         total += value * tl.load(weights + (WIDTH - 1 - back), mask=channel < channels, other=0.0).to(tl.float32)
     _store_silu(out + (start + number)[:, None] * channels + channel[None, :], total, is_token[:, None] & is_channel)
-    # All threads have read old entries before one writes over them.
+    # All threads must have read old entries before one overwrites them.
     tl.debug_barrier()
     for begin in range(tl.maximum(count - ring, 0), count, FIRST):
         later = begin + number
@@ -164,7 +163,7 @@ def _later_tokens(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of tokens with all that they look back at in front of them."""
+    """A tile of tokens with all inputs that it needs before them."""
     number, is_channel = begin + tl.arange(0, TILE), (channel < channels)[None, :]
     mask = (number < count)[:, None] & is_channel
     total = bias
@@ -195,7 +194,7 @@ def _conv_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs of requests, one for the end of all, then programs of tiles of later tokens."""
+    """Programs of requests, one for the padding at the end, then programs of tiles of later tokens."""
     program = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weights = weight + channel * WIDTH

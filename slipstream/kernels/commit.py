@@ -21,18 +21,18 @@ from slipstream.kernels.triton_jit import (
 )
 from slipstream.types import RowStatus
 
-# Columns of a result before its tokens: status, drafts that were checked, drafts that were accepted, and whether one
-# that was not checked would have been accepted: so the host learns at little cost what drafts are worth.
+# Columns of a result before its tokens: status, verified drafts, accepted drafts, and whether an unverified draft would
+# have been accepted, from which the host learns the value of drafts at little cost.
 NUM_HEADER_COLUMNS = 4
 
 
 class CheckedTokens(NamedTuple):
-    """What verification makes of a step's drafts."""
+    """The result of verifying a step's drafts."""
 
     new_ids: Tensor  # [padded_reqs, at most k + 1] int: accepted drafts, then the target's own token
     num_accepted: Tensor  # [padded_reqs] int32
     failed: Tensor  # [padded_reqs] bool: the logits after the accepted drafts held no usable number
-    # [padded_logits] bool, of drafts that were not checked; None: accepted are those that equal the new token.
+    # [padded_logits] bool, of unverified drafts; None: accepted are those that equal the new token.
     would_be_accepted: Tensor | None = None
 
 
@@ -43,13 +43,13 @@ class CheckedTokens(NamedTuple):
         "rows.num_tokens",
         "rows.num_drafts",
         "rows.status",
-        "rows.ran",
+        "rows.step_start",
         "out",
     )
 )
 def commit(
     checked: CheckedTokens,
-    rows: RowState,  # written in part: the old drafts are gone
+    rows: RowState,  # written in part; the old drafts are removed
     batch: BatchLayout,
     query_lens: Tensor,  # [padded_reqs] int32: tokens that are not padding
     out: Tensor,  # written: [padded_reqs, NUM_HEADER_COLUMNS + k + 1] int32; tokens that are none are -1
@@ -62,7 +62,7 @@ def commit(
     num_logits = batch.logit_start_loc.diff()
     known = batch.query_start_loc.diff() - num_logits + 1
     length, limit, num_computed = rows.num_tokens[own], rows.max_total[own], rows.num_computed
-    # A prompt chunk that ends before the last known token draws nothing.
+    # A prompt chunk that ends before the last known token samples nothing.
     draws = runs & (num_computed[own] + known == length)
     idx = torch.arange(new_ids.shape[1])
     count, stopped, fails = _count_new(checked, rows.stop_ids[own], limit - length)
@@ -70,7 +70,7 @@ def commit(
     count = torch.where(takes, count, 0)
     written = idx < count.unsqueeze(1)
     slots = (length.unsqueeze(1) + idx).clamp(max=rows.token_ids.shape[1] - 1).long()
-    # Of a draft that is about to be overwritten.
+    # For a draft that is about to be overwritten.
     unchecked = takes & (num_logits == 1) & (rows.num_drafts[own] > 0)
     is_same = rows.token_ids[own, slots[:, 0]] == new_ids[:, 0]
     would_be_accepted = unchecked & _first(checked.would_be_accepted, batch.logit_start_loc, otherwise=is_same)
@@ -83,7 +83,7 @@ def commit(
     after = torch.where(draws & fails, int(RowStatus.ERROR), after)
     num_checked = torch.where(draws, query_lens - known, 0)
     computed = num_computed[own] + torch.where(runs, known + (count - 1).clamp(min=0), 0)
-    rows.ran[own] = torch.where(runs, num_computed[own] + 1, 0)
+    rows.step_start[own] = torch.where(runs, num_computed[own] + 1, 0)
     num_computed[own] = computed
     rows.num_tokens[own] = length + count
     rows.num_drafts[own] = torch.where(runs, 0, rows.num_drafts[own])
@@ -114,7 +114,7 @@ def _launch(checked: CheckedTokens, rows: RowState, batch: BatchLayout, query_le
         rows.num_tokens,
         rows.num_drafts,
         rows.status,
-        rows.ran,
+        rows.step_start,
         out,
         (rows.token_ids.stride(0), num_stop_ids, checked.new_ids.shape[1], width),
         RUNNING=int(RowStatus.RUNNING),
@@ -131,14 +131,14 @@ def _launch(checked: CheckedTokens, rows: RowState, batch: BatchLayout, query_le
 
 
 def _first(of_logits: Tensor | None, logit_start_loc: Tensor, otherwise: Tensor) -> Tensor:
-    """Of each request; padding has no logits."""
+    """The entry at the first logit of each request; padding has no logits."""
     if of_logits is None:
         return otherwise
     return of_logits[logit_start_loc[:-1].clamp(max=of_logits.shape[0] - 1).long()]
 
 
 def _count_new(checked: CheckedTokens, stop_ids: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Accepted drafts and the target's own token, if there is one; whether a stop ends them; whether they are void."""
+    """Accepted drafts and the target's own token, if any; whether a stop ends them; whether they are invalid."""
     new_ids, failed = checked.new_ids, checked.failed
     count = torch.minimum(checked.num_accepted + (~failed).int(), room)
     idx = torch.arange(new_ids.shape[1])
@@ -158,10 +158,10 @@ def _first_stop(ids, idx, count, stop_ids, num_stop_ids, STOPS: tl.constexpr, WI
 
 
 @jit
-def _would_be_accepted(is_there, places, ids, idx, forced, start, MATCH: tl.constexpr):
+def _would_be_accepted(is_there, pointers, ids, idx, forced, start, MATCH: tl.constexpr):
     """Whether the first draft is the first new token, or what is forced."""
     if MATCH:
-        draft = tl.load(places, mask=is_there & (idx == 0), other=-1)
+        draft = tl.load(pointers, mask=is_there & (idx == 0), other=-1)
         is_same = tl.max(((draft == ids) & (idx == 0)).to(tl.int32), 0) != 0
     else:
         is_same = tl.load(forced + tl.load(start), mask=is_there, other=0) != 0
@@ -185,7 +185,7 @@ def _commit_kernel(
     num_tokens,
     num_drafts,
     status,
-    ran,
+    step_start,
     out,
     sizes,  # of rows of tokens, stop tokens, new tokens and results
     RUNNING: tl.constexpr,
@@ -198,7 +198,7 @@ def _commit_kernel(
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program a request. Padding shares the scratch row, which does not run and is not written."""
+    """One program per request. Padding shares the scratch row, which does not run and is not written."""
     wait_for_last(EARLY)
     let_next_start(EARLY)
     max_len, num_stop_ids, width, num_columns = sizes
@@ -221,18 +221,18 @@ def _commit_kernel(
     takes = draws & (bad == 0)
     count = tl.where(takes, tl.where(stopped, first_end + 1, count), 0)
 
-    # Of a draft that is about to be overwritten.
+    # For a draft that is about to be overwritten.
     accepts = takes & (planned == known) & (tl.load(num_drafts + row) > 0)
-    places = token_ids + row * max_len + tl.minimum(length + idx, max_len - 1)
-    accepts = accepts & _would_be_accepted(accepts, places, ids, idx, would_be_accepted, logit_start_loc + i, MATCH)
-    tl.store(places, ids, mask=idx < count)
+    pointers = token_ids + row * max_len + tl.minimum(length + idx, max_len - 1)
+    accepts = accepts & _would_be_accepted(accepts, pointers, ids, idx, would_be_accepted, logit_start_loc + i, MATCH)
+    tl.store(pointers, ids, mask=idx < count)
     after = tl.where(takes & stopped, STOPPED, tl.where(takes & (length + count >= limit), LENGTH, before))
     after = tl.where(draws & bad, ERROR, after)
     tl.store(num_computed + row, computed + known + tl.maximum(count - 1, 0), mask=runs)
     tl.store(num_tokens + row, length + count, mask=takes)
     tl.store(num_drafts + row, 0, mask=runs)
     tl.store(status + row, after, mask=runs)
-    tl.store(ran + row, tl.where(runs, computed + 1, 0))
+    tl.store(step_start + row, tl.where(runs, computed + 1, 0))
     result = out + i.to(tl.int64) * (num_columns + HEADER)
     tl.store(result, after)
     tl.store(result + 1, tl.where(draws, query_len - known, 0))

@@ -1,4 +1,4 @@
-"""Attention of a batch in which every request has equally few new tokens: rotation, cache write and attention at once.
+"""Attention of a batch in which every request has equally few new tokens: rotation, cache write and attention fused.
 
 A program takes the query heads of one key head of one request. The keys are cut into chunks: those in the cache by
 position, then the new tokens as one more, whose keys come from the projection itself and are stored on the way. Chunk c
@@ -32,18 +32,18 @@ from slipstream.kernels.triton_jit import (
 )
 
 _MAX_SPLITS = 64
-_WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
-_JOINED_A_THREAD = 128  # numbers of partial results at once
+_WANTED_PROGRAMS = 512  # enough to keep the memory of a large GPU busy
+_JOINED_A_THREAD = 128  # numbers of partial results processed at once by a thread
 
 
 class Cut(NamedTuple):
-    """How the keys of a request are shared out."""
+    """How the keys of a request are split among programs."""
 
-    splits: int  # programs for each key head, at most
-    chunk: int  # keys at a time
+    splits: int  # maximum programs per key head
+    chunk: int  # keys per chunk
     num_warps: int
     num_stages: int
-    hold: bool = False  # the next chunk in registers: the first one before the kernel in front has ended
+    hold: bool = False  # prefetch the next chunk into registers: the first one before the previous kernel has ended
 
 
 def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
@@ -58,7 +58,7 @@ def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
     if head_bytes <= 128 and query_len == 1 and num_tiles >= 16:
         return Cut(splits, 64, 2, 1, hold=True)
     if head_bytes <= 128:
-        fewer = 1 << max(1, (_WANTED_PROGRAMS // 2 // num_tiles).bit_length() - 1)  # for they are large
+        fewer = 1 << max(1, (_WANTED_PROGRAMS // 2 // num_tiles).bit_length() - 1)  # since they are large
         return Cut(min(splits, fewer), 128, 4, 1, hold=True)
     if num_tiles < 32:
         return Cut(min(splits, 32), 128, 4, 1)
@@ -159,9 +159,9 @@ def _rotated(base, cos, sin, token, gain, exists, eps, HALF: tl.constexpr, BLOCK
 
 @jit
 def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_high):
-    """One more chunk in the running softmax; values in halves, as keys are."""
+    """Add one chunk to the running softmax; values in halves, as keys are."""
     higher = tl.maximum(largest, tl.max(scores, 1))
-    anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row without keys so far
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(largest - anchor)
     total = total * shrink + tl.sum(weights, 1)
@@ -308,7 +308,7 @@ def _add_new(
     if WINDOW:
         visible = visible & (t[None, :] > query[:, None] - window)
     if STARTS:
-        # Weight 0 is not enough: what is not to be seen may be no number.
+        # Weight 0 is not enough: a masked value may be NaN.
         is_seen = t >= first_new
         visible = visible & is_seen[None, :]
         v_low, v_high = tl.where(is_seen[:, None], v_low, 0.0), tl.where(is_seen[:, None], v_high, 0.0)
@@ -346,12 +346,12 @@ def _decode_kernel(
     ROWS: tl.constexpr = QUERY_LEN * GROUP
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     scale, window, eps = numbers
-    # Lengths, pages and all keys but the new ones were there before the kernel right before this one, the projection.
+    # Lengths, pages and all keys but the new ones were written before the previous kernel, the projection.
     query_len = tl.load(tables[0] + request, cache_modifier=".cg")
     num_cached = tl.load(tables[1] + request, cache_modifier=".cg") - query_len
     first_slot = tl.load(tables[4] + request, cache_modifier=".cg") if STARTS else 0
     first_chunk, last_chunk = _chunks(first_slot, num_cached, window, BLOCK_N, WINDOW, STARTS)
-    # Never more programs than chunks, so every one of them has something to hand in.
+    # There are never more programs than chunks, so every program has a result.
     parts = tl.minimum(splits, last_chunk - first_chunk + 1) if SPLIT else 1
     if SPLIT and split >= parts:
         return

@@ -1,4 +1,4 @@
-"""The gated delta rule: a head's state forgets, then takes what a key's value differs from what it knew of that key.
+"""The gated delta rule: a head's state decays, then adds the difference of a key's value from its prediction.
 
     state = exp(g) * state;  state += key (x) beta * (value - key @ state);  out = query @ state
 
@@ -55,9 +55,9 @@ def recurrent_delta_rule(
     requests: RequestStates,
     max_count: int,  # no request has more tokens; few
 ) -> Tensor:  # [num_tokens, v_heads, v_dim]; zero for rows of no request
-    """Token by token. Of a request with more tokens than the ring is long the last states stay.
+    """Token by token. Of a request with more tokens than the ring's length only the last states are stored.
 
-    States are read before the kernel in front has ended: that one, the convolution, does not write any.
+    States are read before the previous kernel has ended: that one, the convolution, writes none.
     """
     qkv = tokens.qkv
     if runs_triton(qkv):
@@ -96,12 +96,12 @@ def chunked_delta_rule(tokens: DeltaTokens, states: Tensor, requests: RequestSta
 
 
 class Heads(NamedTuple):
-    """What the rule works on, in at least float32, [num_tokens, v_heads, ...]."""
+    """The rule's inputs, in at least float32, [num_tokens, v_heads, ...]."""
 
     q: Tensor  # of unit length, scaled
     k: Tensor  # of unit length
     v: Tensor
-    g: Tensor  # logarithm of what is kept of the state
+    g: Tensor  # logarithm of the decay of the state
     beta: Tensor
 
 
@@ -119,7 +119,7 @@ def _heads(tokens: DeltaTokens, states: Tensor) -> Heads:
 
 
 def _recur(heads: Heads, states: Tensor, requests: RequestStates, max_count: int, out: Tensor) -> None:
-    """The rule as it is written, for all requests at once, a token of each at a time."""
+    """The rule as defined, for all requests at once, one token of each at a time."""
     slots, starts, counts, positions = (t.long() for t in requests)
     ring = states.shape[1]
     current = states[slots, positions % ring].to(heads.q.dtype)
@@ -136,14 +136,14 @@ def _recur(heads: Heads, states: Tensor, requests: RequestStates, max_count: int
 
 
 def _in_chunks(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One request, heads first, in chunks: what is new in a chunk's tokens solves a triangular system."""
+    """One request, heads first, in chunks: the updates of a chunk's tokens solve a triangular system."""
     made = []
     for q, k, v, g, beta in zip(*(torch.split(t, CHUNK, dim=1) for t in heads), strict=True):
         # Sums in float64: after a token that forgets nearly all, their differences are still those of the others.
         g, beta = g.double().cumsum(1).unsqueeze(-1), beta.unsqueeze(-1)
         decay, kept, left = (t.exp().to(q.dtype) for t in ((g - g.mT).tril(), g, g[:, -1:] - g))
         decay, known = decay.tril(), kept * (k @ state)
-        # The solver takes the diagonal for ones.
+        # The solver assumes ones on the diagonal.
         news = torch.linalg.solve_triangular(
             beta * (k @ k.mT) * decay, beta * (v - known), upper=False, unitriangular=True
         )
@@ -190,7 +190,7 @@ def _launch_recurrence(
 
 @jit
 def _load_token(row, there, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K):
-    """Query, key, value, what is kept of the state, and how much is learnt, for one head of one token."""
+    """Query, key, value, decay and update gate, for one head of one token."""
     a, b, a_log, dt_bias = gating
     qkv_stride, a_stride, b_stride = strides
     d = tl.arange(0, BLOCK_K)
@@ -227,7 +227,7 @@ def _recurrent_kernel(
     EMPTY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some columns of one head's state, in registers while the tokens of a request go by."""
+    """Some columns of one head's state, held in registers over the tokens of a request."""
     COLUMN_TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     head, request = tl.program_id(0) // COLUMN_TILES, tl.program_id(1)
     k, v = tl.arange(0, BLOCK_K), tl.program_id(0) % COLUMN_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -235,7 +235,7 @@ def _recurrent_kernel(
     count = tl.where(count <= max_count, count, 0)
     own = states + ((slot * RING * V_HEADS + head) * K_DIM + k)[:, None] * V_DIM + v[None, :]
     exists = (k < K_DIM)[:, None] & (v < V_DIM)[None, :]
-    AFTER: tl.constexpr = V_HEADS * K_DIM * V_DIM  # how far the next state of the ring lies
+    AFTER: tl.constexpr = V_HEADS * K_DIM * V_DIM  # distance to the next state of the ring
     is_known = exists & (count > 0) & (position > 0)
     state = tl.load(own + (position % RING).to(tl.int64) * AFTER, mask=is_known, other=0.0, cache_modifier=".cg")
     wait_for_last(EARLY)
@@ -244,7 +244,7 @@ def _recurrent_kernel(
     token = _load_token(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
     for i in range(count):
         query, key, value, kept, beta = token
-        # The next token is on its way while this one is worked on.
+        # The next token is loaded while this one is processed.
         token = _load_token(
             start + i + 1,
             i + 1 < count,

@@ -1,7 +1,7 @@
-"""The products of a decoder layer with their neighbours folded in: norms, gates, the residual stream.
+"""The products of a decoder layer fused with the operations around them: norms, gates, the residual stream.
 
-For steps of few tokens on a GPU; ``small_linear`` says how. A norm is taken apart: its gain is applied where a token is
-stored (``scaled``), its factor where the token is next multiplied, from the sums of squares that came along.
+For steps of few tokens on a GPU; ``small_linear`` explains how. A norm is split: its gain is applied when a token is
+stored (``scaled``), its factor when the token is next multiplied, from the sums of squares stored with it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def embed_scaled(
 @operation(lambda x: (spec_of(x), spec_of(x), _squares_spec(x)))
 def add_scaled(
     x: Tensor,  # [num_tokens, size]
-    residual: Tensor,  # [num_tokens, size], tokens may lie apart
+    residual: Tensor,  # [num_tokens, size], tokens may be strided
     gain: Tensor,  # [size], of the norm that follows
 ) -> tuple[Tensor, Tensor, Tensor]:  # the sum; the same with the gain; its sums of squares
     if runs_triton(x):
@@ -74,7 +74,7 @@ def add_scaled(
 def _scale(
     x: Tensor, residual: Tensor | None, gain: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is scaled, which is new where something is added or rows are chosen; the same with the gain; its squares."""
+    """The stream, new if something is added or rows are chosen; the same with the gain; its sums of squares."""
     size, num_tokens = x.shape[1], x.shape[0] if rows is None else rows.shape[0]
     scaled = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     out = x if residual is None and rows is None else torch.empty_like(scaled)
@@ -123,7 +123,7 @@ def linear_few(
     x: Tensor,  # [num_tokens, in], few of them
     weight: Tensor,  # [out, in]
     bias: Tensor | None,  # [out]
-) -> Tensor:  # [num_tokens, out]: nothing but the product
+) -> Tensor:  # [num_tokens, out]: the product alone
     if runs_triton(x):
         return small_linear(x, weight, Epilogue(bias), tile_for("plain", x, weight.shape[0])).out
     return linear.body(x, weight, bias)
@@ -226,6 +226,6 @@ def _scale_kernel(
         before = tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
         total = (value + before).to(out.dtype.element_ty)
         tl.store(out + at, total, mask=exists)
-        value = total.to(tl.float32)  # as stored: the norm behind it is that of the stream
+        value = total.to(tl.float32)  # rounded as stored: the next norm applies to the stored stream
     tl.store(scaled + at, (value * factors).to(scaled.dtype.element_ty), mask=exists)
     tl.store(squares + token, tl.sum(value * value, 0))

@@ -1,4 +1,4 @@
-"""RMS normalisation whose result is gated by silu of another tensor: the last word of a gated delta net's heads."""
+"""RMS normalisation gated by silu of another tensor: the last operation of a gated delta net's heads."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 
-_TILE = 1024  # numbers in one program, as many rows as that makes
+_TILE = 1024  # numbers per program, in whole rows
 
 
 @operation(like="x")
 def gated_norm(
     x: Tensor,  # [..., size]
-    gate: Tensor,  # as x; the heads of a joint product may stay where they lie
+    gate: Tensor,  # as x; heads of a joint projection may be strided
     weight: Tensor,  # [size]
     eps: float,
-) -> Tensor:  # as x: the norm first, the gate behind it
+) -> Tensor:  # as x: normed, then gated
     if runs_triton(x):
         return _launch(x, gate, weight, eps)
     # The norm is rounded and multiplied by its weight in the model's type, the gate is not rounded.

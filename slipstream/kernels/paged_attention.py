@@ -1,4 +1,4 @@
-"""Attention of new tokens over a paged cache, any number of query tokens a request: the definition."""
+"""Attention of new tokens over a paged cache, any number of query tokens per request: the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def paged_attention(
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
     requests: PagedRequests,
     scale: float,
-    window: int,  # how many positions a token sees, itself included; 0 means all
+    window: int,  # positions that a token attends to, itself included; 0: all
     causal: bool = True,  # otherwise each token sees all that is there of its request; without a window
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for padding and for tokens that see nothing
     assert causal or not window
@@ -34,7 +34,7 @@ def paged_attention(
     tokens, query_lens, seq_lens = (x.tolist() for x in requests[:3])
     first_slots = [0] * len(seq_lens) if requests.seq_starts is None else requests.seq_starts.tolist()
     for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        # Those before the first slot see nothing; the others are to it as any are to slot 0.
+        # Tokens before the first slot attend to nothing; for the others it replaces slot 0.
         num_seeing = min(query_len, seq_len - first_slots[i])
         if not causal and num_seeing > 0:
             num_seeing = query_len
@@ -46,7 +46,7 @@ def paged_attention(
 
 
 def _gather(kv_cache: Tensor, page_ids: Tensor, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A request's keys and values in order, from slot to slot: [num_kv_heads, end - first, head_dim] each."""
+    """A request's keys and values in slot order: [num_kv_heads, end - first, head_dim] each."""
     _, _, num_kv_heads, page_size, head_dim = kv_cache.shape
     first_page = first // page_size
     pages = kv_cache[page_ids[first_page : -(-end // page_size)]].to(dtype)

@@ -1,10 +1,9 @@
 """From request rows to the inputs of a forward pass, on the device.
 
 The host knows how many query tokens each request has, but not which tokens, nor the exact length: a step in flight may
-still change both. A request's query tokens are known ones and then a slot for each possible draft; drafts are in the
-row after its tokens. Slots of drafts that were not proposed, and all tokens of a row that stopped since the plan was
-made, are padding: at position 0, nothing written to the cache, not counted in any length. Padding takes the tokens of
-the scratch row: zeros, except where steps are timed.
+still change both. A request's query tokens are known tokens and then draft slots; drafts follow a row's tokens. Unused
+draft slots, and all tokens of a row that stopped since the plan was made, are padding: at position 0, not written to
+the cache, not counted in any length. Padding uses the tokens of the scratch row: zeros, except while steps are timed.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _ANY_ID = 2**31 - 1
 
 
 class BatchLayout(NamedTuple):
-    """The requests of a step, and where the tokens and logits of each begin."""
+    """The requests of a step, and the first token and first logit of each."""
 
     batch_rows: Tensor  # [padded_reqs] int32; padding names the scratch row, which never runs
     query_start_loc: Tensor  # [padded_reqs + 1] int32; padding repeats the last value
-    logit_start_loc: Tensor  # [padded_reqs + 1] int32: one for the last known token and one for each possible draft
+    logit_start_loc: Tensor  # [padded_reqs + 1] int32: one for the last known token and one per draft slot
 
 
 class TokenInputs(NamedTuple):
-    """What a forward pass takes of each token."""
+    """A forward pass's inputs for each token."""
 
     input_ids: Tensor  # [padded_tokens] int32
     positions: Tensor  # [padded_tokens] int64
@@ -57,7 +56,7 @@ def prepare_inputs(
     rows: RowState,
     batch: BatchLayout,
     page_size: int,
-    max_logits: int,  # most logits of one request
+    max_logits: int,  # maximum logits of one request
     inputs: StepInputs,  # written
 ) -> None:
     if runs_triton(batch.batch_rows):
@@ -69,7 +68,7 @@ def prepare_inputs(
     runs = (rows.status[own] == RowStatus.RUNNING) & (planned > 0)
     known = torch.minimum(planned - max_drafts, num_tokens - num_computed)
     drafts = torch.minimum(rows.num_drafts[own], max_drafts)
-    # Drafts follow the last known token; a chunk that ends before it has none.
+    # Drafts follow the last known token; a prefill chunk that ends before it has none.
     drafts = torch.where(num_computed + known == num_tokens, drafts, 0)
     inputs.query_lens.copy_(torch.where(runs, known + drafts, 0))
     inputs.seq_lens.copy_(torch.where(runs, num_computed + known + drafts, 0))
@@ -82,7 +81,7 @@ def prepare_inputs(
 def _launch(rows: RowState, batch: BatchLayout, page_size: int, max_logits: int, inputs: StepInputs) -> None:
     num_reqs, max_pages = inputs.block_table.shape
     num_tokens_padded = inputs.tokens.input_ids.shape[0]
-    # Blocks of a request share its tokens and its pages; the last row of programs fills the padding.
+    # Programs of a request share its tokens and its pages; the last row of programs fills the padding.
     num_blocks = -(-max(max_pages, min(num_tokens_padded, 4 * _BLOCK)) // _BLOCK)
     _prepare_kernel[(num_blocks, num_reqs + 1)](
         batch.batch_rows,
@@ -144,7 +143,7 @@ def _fill_logits(
 
 
 class TokenSources(NamedTuple):
-    """Which tokens of the rows a pass goes over."""
+    """The tokens of the rows that a pass processes."""
 
     rows: Tensor  # [padded_reqs] int64
     query_start_loc: Tensor
@@ -159,7 +158,7 @@ def fill_tokens(
     sources: TokenSources,
     tokens: TokenInputs,  # written
 ) -> None:
-    """Tokens, positions and slots of all requests from their rows; padding tokens come after all of them."""
+    """Tokens, positions and slots of all requests from their rows; padding comes after all of them."""
     start_loc, token_ids, page_size = sources.query_start_loc, rows.token_ids, sources.page_size
     total = int(start_loc[-1])
     request = torch.repeat_interleave(start_loc.diff(), output_size=total)
@@ -291,7 +290,7 @@ def _prepare_kernel(
         computed, length = tl.load(num_computed + row), tl.load(num_tokens + row)
         runs = (tl.load(status + row) == RUNNING) & (planned > 0)
         known = tl.minimum(planned - num_logits + 1, length - computed)
-        # Drafts follow the last known token; a chunk that ends before it has none.
+        # Drafts follow the last known token; a prefill chunk that ends before it has none.
         drafts = tl.minimum(tl.load(num_drafts + row), num_logits - 1)
         drafts = tl.where(runs & (computed + known == length), drafts, 0)
         query_len = tl.where(runs, known + drafts, 0)
@@ -304,8 +303,8 @@ def _prepare_kernel(
             tl.store(logit_rows + first_logit + idx, row.to(tl.int32), mask=exists)
             # The position after a missing draft is not used, but must lie inside the row.
             tl.store(logit_positions + first_logit + idx, length + tl.minimum(idx, drafts), mask=exists)
-            stands = tl.load(token_ids + row * max_len + length + idx, mask=exists & (idx < drafts), other=-1)
-            tl.store(logit_drafts + first_logit + idx, stands, mask=exists)
+            draft = tl.load(token_ids + row * max_len + length + idx, mask=exists & (idx < drafts), other=-1)
+            tl.store(logit_drafts + first_logit + idx, draft, mask=exists)
         pages = page_table + row * max_pages
         copy_pages(pages, block_table + i.to(tl.int64) * max_pages, slot, max_pages)
         fill_request(

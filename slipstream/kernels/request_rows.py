@@ -1,4 +1,4 @@
-"""Rows: of requests, which is what the device knows of each, and of a batch's tokens, which belong to which request.
+"""Rows: the device's state of each request, and the assignment of a batch's tokens to requests.
 
 The layers whose state is not a page of keys describe a batch by four tensors, one number a request: the slot of its
 state, the row of its first token, how many tokens it has, and the position of the first one (``RequestStates``). The
@@ -28,7 +28,7 @@ class RequestStates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What the device knows of every running request, by row. All are [num_rows] int32 unless said otherwise.
+    """The device's state of every running request, by row. Shapes are [num_rows] int32 unless noted otherwise.
 
     The last row is scratch: it never runs, and padding names it.
     """
@@ -38,10 +38,10 @@ class RowState:
     num_computed: Tensor
     num_tokens: Tensor
     num_drafts: Tensor  # draft tokens after the row's tokens
-    max_drafts: Tensor  # most drafts of the request; 0: none are proposed
+    max_drafts: Tensor  # maximum draft length of the request; 0: none are proposed
     max_total: Tensor
     status: Tensor  # RowStatus
-    ran: Tensor  # 1 + the first position that the last step computed, whether or not the row ended with it; 0: none
+    step_start: Tensor  # 1 + the first position that the last step computed, even if the row ended with it; 0: none
     stop_ids: Tensor  # [num_rows, max_stop_ids] int32, padded with -1
     temperature: Tensor  # float32; rows at 0 are greedy
     seeds: Tensor  # [num_rows, 2] int32
@@ -51,7 +51,7 @@ class RowState:
     draft_end: Tensor
 
 
-def living_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def used_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each token of a request: its row, its request, and its number in it."""
     counts = counts.long()
     request = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
@@ -85,10 +85,10 @@ def gap_before(requests, request, num_reqs, num_tokens):
 
 @jit
 def find_request(starts, num_reqs, tile, TILE: tl.constexpr):
-    """The request of a tile of rows; -1 in front of all.
+    """The request of a tile of rows; -1 before the first.
 
     A request has one tile more than its tokens may fill, so its first one, start // TILE + request, is known without
-    counting those of others. In all there are fewer than num_tokens // TILE + num_reqs.
+    counting those of others. In total there are fewer than num_tokens // TILE + num_reqs.
     """
     low: tl.int32 = 0
     high: tl.int32 = num_reqs

@@ -65,7 +65,7 @@ def add_rms_norm(
 
 
 def _options(x: Tensor) -> dict[str, Any]:
-    # A row stays in registers, however long, and is read once: the longest in use, 18432, takes half of them.
+    # A row stays in registers, however long, and is read once: the longest in use, 18432, needs half of them.
     block = next_power_of_2(x.shape[-1])
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512)), **early_start(x)}
 
@@ -77,7 +77,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     out = x.new_empty(x.shape)
-    # The heads of a joint product are strided: what is read stays where it is.
+    # The heads of a joint projection are strided and are read in place.
     heads = x.shape[-2] if x.ndim > 2 else 1
     rows = _dense_rows(x.reshape(-1, heads, size))
     _rms_norm_kernel[(rows.shape[0] * heads,)](
@@ -123,7 +123,7 @@ def _rms_norm_kernel(
     value = tl.load(x + token * token_stride + head * head_stride + column, mask=exists, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
-        # The sum is rounded to become the residual; the norm is that of the rounded one.
+        # The sum is rounded when it becomes the residual; the norm applies to the rounded sum.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * size + column, rounded, mask=exists)
         value = rounded.to(tl.float32)

@@ -1,6 +1,6 @@
 """Rotary embedding of queries and keys, and the write of keys and values into the paged cache, in one operation.
 
-What depends on the step alone, and not on the layer, is made once: ``rotation_and_slots``.
+What depends only on the step, not on the layer, is computed once: ``rotation_and_slots``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rotation_and_slots(
     cos_sin: Tensor,  # [max_position, 2, rotary_dim / 2] float32
     positions: Tensor,  # [num_tokens] int64
     dtype: torch.dtype,  # of the model
-    slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not to be stored
+    slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not stored
     num_pages: int,  # of the cache's memory; the last one takes what is never read
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of rotation; page and offset of each token
@@ -99,7 +99,7 @@ def _launch_rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + rotary_dim / 2) of the leading rotary_dim entries; the rest passes through."""
+    """Rotate pairs (i, i + rotary_dim / 2) of the leading rotary_dim entries; the rest is unchanged."""
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         return torch.cat([rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]], dim=-1)
@@ -158,7 +158,7 @@ def rope_and_cache(
 
 
 def _rows_are_dense(x: Tensor) -> bool:
-    """Heads of a token lie side by side; tokens may be further apart, as in slices of a joint projection."""
+    """Heads of a token are contiguous; tokens may be strided, as in slices of a joint projection."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
@@ -217,7 +217,7 @@ def _rotation_kernel(
     cos,
     sin,
     half,
-    slots,  # slot_mapping, page_ids, offsets, where those are wanted
+    slots,  # slot_mapping, page_ids, offsets, if requested
     spare_page,
     SLOTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -236,11 +236,11 @@ def _rotation_kernel(
     base = cos_sin + tl.load(positions + token) * 2 * half + i
     c = tl.load(base, mask=exists, other=0.0).to(cos.dtype.element_ty)
     s = tl.load(base + half, mask=exists, other=0.0).to(cos.dtype.element_ty)
-    place = token * 2 * half + i
-    tl.store(cos + place, c, mask=exists)
-    tl.store(cos + place + half, c, mask=exists)
-    tl.store(sin + place, -s, mask=exists)
-    tl.store(sin + place + half, s, mask=exists)
+    element = token * 2 * half + i
+    tl.store(cos + element, c, mask=exists)
+    tl.store(cos + element + half, c, mask=exists)
+    tl.store(sin + element, -s, mask=exists)
+    tl.store(sin + element + half, s, mask=exists)
 
 
 @jit

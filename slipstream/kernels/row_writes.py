@@ -1,4 +1,4 @@
-"""The staged write: every change the host makes to device state in a step, applied by one scatter."""
+"""The staged write: all changes of the host to device state in a step, applied by one scatter."""
 
 from __future__ import annotations
 

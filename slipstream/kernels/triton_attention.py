@@ -1,10 +1,10 @@
-"""``paged_attention`` in Triton: pages are read where they are, and the heads of a group share what is read.
+"""``paged_attention`` in Triton: pages are read in place, and the heads of a group share the loads.
 
-A program works on a tile of (query token, head of the group) rows. In a batch of equally few query tokens a request the
-keys are shared out among ``_SPLITS`` programs in chunks: chunk c belongs to program c modulo ``_SPLITS``, whatever the
-batch, and partial results are joined in the programs' order. So a token's result in such batches is a function of its
-own keys. Which program of a tile joins them, the last to arrive, is chance; the order of the sum is not. In a mixed
-batch one program goes over all keys of a tile.
+A program processes a tile of (query token, head of the group) rows. In a batch with equally few query tokens per
+request the keys are split among ``_SPLITS`` programs in chunks: chunk c belongs to program c modulo ``_SPLITS``,
+whatever the batch, and partial results are merged in the programs' order. So a token's result in such batches is a
+function of its own keys. Which program merges, the last to finish, is random; the order of the sum is not. In a mixed
+batch one program processes all keys of a tile.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def triton_attention(
 
 
 def can_split(query_len: int, group: int) -> bool:
-    """Whether the keys of a request are shared out among programs. If so, every row of the result is written."""
+    """Whether the keys of a request are split among programs. If so, every row of the result is written."""
     return 0 < query_len * group <= MAX_ROWS
 
 
@@ -160,7 +160,7 @@ def attend_tile(
             visible = visible & (n[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row without keys so far
         weights = tl.exp2(scores - anchor[:, None])
         shrink = tl.exp2(largest - anchor)
         total = total * shrink + tl.sum(weights, 1)
@@ -172,7 +172,7 @@ def attend_tile(
 
 @jit
 def _reach(query, query_len, seq_len, end_query, CAUSAL: tl.constexpr):
-    """The last key that each query of a tile may see, and where the keys of the tile end: with its last query's."""
+    """The last visible key of each query of a tile, and the end of the tile's keys: that of its last query."""
     position, end = seq_len - query_len + query, tl.minimum(seq_len, seq_len - query_len + end_query)
     if not CAUSAL:
         position, end = seq_len - 1 + 0 * query, seq_len
@@ -181,7 +181,7 @@ def _reach(query, query_len, seq_len, end_query, CAUSAL: tl.constexpr):
 
 @jit
 def _arrive(weight, largest, total, is_row, arrivals, num_chunks, SPLITS: tl.constexpr):
-    """Leave the rest of a partial result, and say whether the tile's other programs have all been here before."""
+    """Store the rest of a partial result, and return whether all other programs of the tile have done so."""
     tl.store(weight, largest, mask=is_row)
     tl.store(weight + 1, total, mask=is_row)
     tl.debug_barrier()
@@ -204,7 +204,7 @@ def _store(
     BLOCK_D: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Weighted values by the sum of weights; zero for rows that saw nothing."""
+    """Weighted values divided by the sum of weights; zero for rows without keys."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + place[:, None] + tl.arange(0, BLOCK_D)[None, :], result.to(out.dtype.element_ty), mask=is_value)
     if REST:
@@ -221,7 +221,7 @@ def _join(
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """What the programs of a tile have left, in their order: largest score, sum of weights and weighted values."""
+    """Merge the partial results of a tile in order: largest score, sum of weights and weighted values."""
     partial, weight, pair, first_chunk, end_chunk = left
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -247,9 +247,9 @@ def _join(
 @jit
 def _attention_kernel(
     q,
-    cache,  # keys and values, and how far pages lie apart
-    tables,  # query_start_loc, query_lens, seq_lens, block_table, seq_starts if there are; how far requests lie apart
-    results,  # out, partial, weight, arrivals, and lse if it is wanted
+    cache,  # keys and values, and the stride of pages
+    tables,  # query_start_loc, query_lens, seq_lens, block_table, seq_starts if there are; the stride of requests
+    results,  # out, partial, weight, arrivals, and lse if requested
     scale,  # times log2(e): weights are powers of two
     window,
     num_common,
@@ -265,7 +265,7 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
-    REST: tl.constexpr,  # of a cascade: all requests begin at num_common, and how much a row weighs is left as well
+    REST: tl.constexpr,  # of a cascade: all requests begin at num_common, and the weight of each row is stored as well
     CAUSAL: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -275,7 +275,7 @@ def _attention_kernel(
     request = tile if QUERY_LEN > 0 else find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
     start = tl.load(query_start_loc + request)
     query_len, seq_len = tl.load(query_lens + request), tl.load(seq_lens + request)
-    # Padding of a batch of equal queries has no tokens, but a place where zeros are to be.
+    # Padding requests of a batch of equal queries have no tokens, but rows of zeros.
     first_query = 0 if QUERY_LEN > 0 else (tile - (start // TILE_QUERIES + request)) * TILE_QUERIES
     first_token = tile * QUERY_LEN if QUERY_LEN > 0 else start + first_query
     num_rows = (QUERY_LEN if QUERY_LEN > 0 else tl.minimum(query_len - first_query, TILE_QUERIES)) * GROUP
@@ -317,7 +317,7 @@ def _attention_kernel(
         WINDOW,
         STARTS or REST,
     )
-    # The only program with keys, or program 0 of a request without any, is all there is.
+    # The only program with keys, or program 0 of a request without any, has the whole result.
     is_all = (end_chunk - first_chunk <= 1) & ((begin < end_chunk) | (end_chunk <= first_chunk))
     if SPLITS > 1 and (begin < end_chunk) & (end_chunk - first_chunk > 1):
         pair, num_chunks = tile.to(tl.int64) * NUM_KV_HEADS + kv_head, end_chunk - first_chunk

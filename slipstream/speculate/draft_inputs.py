@@ -1,4 +1,4 @@
-"""Inputs of a draft model's passes, made on the device from rows that a step has just left.
+"""Inputs of a draft model's passes, prepared on the device from the rows after a step.
 
 The first pass goes over what the target has computed since the last one, with the token it drew: a prompt chunk, or
 the last two tokens of a row that decodes. Two, for the last draft that was accepted may not have been through the draft
@@ -40,33 +40,33 @@ class FirstPassInputs(NamedTuple):
 
 
 class ShiftedPassInputs(NamedTuple):
-    """The inputs of a first pass over the target's tokens, moved on by one; its own attention has the rest."""
+    """The inputs of a first pass over the target's tokens, shifted by one; its own attention has the rest."""
 
-    input_ids: Tensor  # [padded_tokens] int32: after each of the target's tokens the next one
-    last_indices: Tensor  # [padded_reqs] int64: the last token whose next one is known
+    input_ids: Tensor  # [padded_tokens] int32: the token after each of the target's tokens
+    last_indices: Tensor  # [padded_reqs] int64: the last token whose successor is known
     draft_positions: Tensor  # [padded_reqs] int32: the position of the first draft
     block_table: Tensor  # [padded_reqs, max_pages] int32
 
 
 @operation(writes=("inputs",))
 def prepare_first_pass(
-    rows: RowState,  # a row that ended with this step goes through the pass: its pages may be found again
+    rows: RowState,  # a row that ended with this step is processed: its pages may be cached
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     start_loc: Tensor,  # [padded_reqs + 1] int32: the target's known tokens and one more each; padding repeats the last
-    first_slots: Tensor,  # [padded_reqs] int32: where to begin, where that is before the step did; else -1
-    num_caught_up: int,  # how many tokens of each request may come before the step's
+    first_slots: Tensor,  # [padded_reqs] int32: where to begin, if before the step; else -1
+    num_caught_up: int,  # maximum tokens of each request before the step's
     page_size: int,
-    vocab_size: int,  # of the draft model; a token it does not know is 0 to it
+    vocab_size: int,  # of the draft model; tokens outside it become 0
     inputs: FirstPassInputs,  # written
 ) -> None:
     if runs_triton(batch_rows):
         _launch_first_pass(rows, batch_rows, start_loc, first_slots, num_caught_up, page_size, vocab_size, inputs)
         return
     own, planned = batch_rows.long(), start_loc.diff()
-    runs = (rows.ran[own] != 0) & (planned > 0) & (rows.max_drafts[own] > 0)
+    runs = (rows.step_start[own] != 0) & (planned > 0) & (rows.max_drafts[own] > 0)
     computed, length = rows.num_computed[own], rows.num_tokens[own]
     first = torch.where(first_slots >= 0, first_slots, computed - (planned - 1 - num_caught_up))
-    # One more token is there if the target has drawn one, or if one known token is left to compute.
+    # There is one more token if the target has sampled one, or if one known token is left to compute.
     query_lens = computed + (computed + 1 == length).int() - first
     inputs.query_lens.copy_(torch.where(runs, query_lens, 0))
     inputs.seq_lens.copy_(torch.where(runs, first + query_lens, 0))
@@ -98,7 +98,7 @@ def _launch_first_pass(
         rows.num_computed,
         rows.num_tokens,
         rows.max_drafts,
-        rows.ran,
+        rows.step_start,
         first_slots,
         inputs.tokens.input_ids,
         inputs.tokens.positions,
@@ -129,7 +129,7 @@ def _first_pass_kernel(
     num_computed,
     num_tokens,
     max_drafts,
-    ran,
+    step_start,
     first_slots,
     input_ids,
     positions,
@@ -158,7 +158,7 @@ def _first_pass_kernel(
     else:
         row = tl.load(batch_rows + i).to(tl.int64)
         planned = tl.load(start_loc + i + 1) - start
-        runs = (tl.load(ran + row) != 0) & (planned > 0) & (tl.load(max_drafts + row) > 0)
+        runs = (tl.load(step_start + row) != 0) & (planned > 0) & (tl.load(max_drafts + row) > 0)
         computed, length = tl.load(num_computed + row), tl.load(num_tokens + row)
         first = tl.load(first_slots + i)
         first = tl.where(first >= 0, first, computed - (planned - 1 - num_caught_up))
@@ -198,9 +198,9 @@ def prepare_shifted_pass(
     positions: Tensor,  # [padded_tokens] int64: the target's
     inputs: ShiftedPassInputs,  # written
 ) -> None:
-    """For drafters that pair a token with the hidden state before it: the target's tokens, moved on by one.
+    """For drafters that pair a token with the hidden state before it: the target's tokens, shifted by one.
 
-    A chunk of a prompt ends with the token after it. After a rejected draft nothing is known.
+    A prefill chunk ends with the token after it. After a rejected draft no token is known.
     """
     num_tokens_padded = inputs.input_ids.shape[0]
     if runs_triton(batch_rows):
@@ -208,7 +208,7 @@ def prepare_shifted_pass(
         return
     own = batch_rows.long()
     starts, planned = query_start_loc[:-1].long(), query_start_loc.diff()
-    runs = (rows.ran[own] != 0) & (planned > 0)
+    runs = (rows.step_start[own] != 0) & (planned > 0)
     first = positions[starts.clamp(max=num_tokens_padded - 1)].int()
     inputs.last_indices.copy_(torch.where(runs, starts + rows.num_computed[own] - 1 - first, 0))
     inputs.draft_positions.copy_(rows.num_tokens[own])
@@ -236,7 +236,7 @@ def _launch_shifted_pass(
         rows.page_table,
         rows.num_computed,
         rows.num_tokens,
-        rows.ran,
+        rows.step_start,
         inputs.input_ids,
         inputs.last_indices,
         inputs.draft_positions,
@@ -259,7 +259,7 @@ def _shifted_pass_kernel(
     page_table,
     num_computed,
     num_tokens,
-    ran,
+    step_start,
     input_ids,
     last_indices,
     draft_positions,
@@ -282,7 +282,7 @@ def _shifted_pass_kernel(
     else:
         row = tl.load(batch_rows + i).to(tl.int64)
         planned = tl.load(query_start_loc + i + 1) - start
-        runs = (tl.load(ran + row) != 0) & (planned > 0)
+        runs = (tl.load(step_start + row) != 0) & (planned > 0)
         first = tl.load(positions + start, mask=runs, other=0).to(tl.int32)
         length = tl.load(num_tokens + row)
         if block == 0:
@@ -302,17 +302,17 @@ def find_slots_before(
     query_start_loc: Tensor,  # [padded_reqs + 1] int32; padding repeats the last value
     positions: Tensor,  # [padded_tokens] int64; 0 in padding
     block_table: Tensor,  # [padded_reqs, max_pages] int32
-    seq_starts: Tensor,  # [padded_reqs] int32: from where on a request has the drafter's keys
+    seq_starts: Tensor,  # [padded_reqs] int32: the first slot with the drafter's keys
     page_size: int,
     # written:
-    slots_before: Tensor,  # [padded_tokens] int64: where the token before lies; in the null page if there is none
+    slots_before: Tensor,  # [padded_tokens] int64: slot of the token before; in the null page if there is none
 ) -> None:
-    """Whether the token before belongs to this step, to an earlier one, or came from the prefix cache.
+    """The token before may belong to this step, to an earlier one, or come from the prefix cache.
 
-    Only heads of several modules need it, once a step: torch's own operations are fast enough.
+    Only heads with several modules need it, once per step: torch's own operations are fast enough.
     """
-    places = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
-    requests = torch.searchsorted(query_start_loc[1:], places, right=True).clamp(max=block_table.shape[0] - 1)
+    indices = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+    requests = torch.searchsorted(query_start_loc[1:], indices, right=True).clamp(max=block_table.shape[0] - 1)
     before = (positions - 1).clamp(min=0)
     slots = block_table[requests, before // page_size].long() * page_size + before % page_size
     slots_before.copy_(torch.where(positions > seq_starts[requests], slots, 0))

@@ -1,12 +1,12 @@
-"""A smaller model with the same vocabulary drafts, token after token.
+"""A smaller model with the same vocabulary drafts, token by token.
 
-It takes nothing from the target but the tokens. Its keys and values lie in tensors of its own under the target's page
-ids, so pages that are shared, found again or given back are so for both. After every step it goes over what the target
-computed, unshifted, with the new token, which gives the first draft; each further draft is a pass over the one before.
+Its only input from the target is the tokens. Its keys and values are in its own tensors under the target's page ids, so
+sharing, caching and releasing pages applies to both. After every step it processes what the target computed, unshifted,
+with the new token, which gives the first draft; each further draft is a pass over the one before.
 
-The token that the target has just drawn is not among those it computed, hence one slot more a request in the first
-pass. Under ``match`` drafts are drawn with the target's noise, for then equal distributions draw equal tokens; under
-``rejection`` with noise of their own, as speculative sampling demands.
+The token that the target has just sampled is not among those it computed, hence one more slot per request in the first
+pass. With ``match`` drafts are sampled with the target's noise, since equal distributions then sample equal tokens;
+with ``rejection`` with their own noise, as speculative sampling requires.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import FirstPassInputs, prepare_first_pass
 from slipstream.speculate.speculator import DraftBatch, GraphSetting, TargetAttention
 
-# Tokens in the first pass of a request that decodes: the one before the new token, and the new one.
+# Tokens of a decoding request in the first pass: the one before the new token, and the new one.
 _FIRST_QUERY_LEN = 2
 
 
@@ -39,7 +39,7 @@ class Model(Protocol):
 
 
 class DraftModelSpeculator(AutoRegressiveSpeculator):
-    """It needs no more than tokens. Those it has missed it goes over when it is asked again: nothing to follow."""
+    """It needs only tokens. Those it has missed it processes in its next pass: it has no follower."""
 
     def __init__(self, config: EngineConfig, device: Device, model: Model, caches: CacheGroups, rows: RowState) -> None:
         super().__init__(config, device, caches, rows)
@@ -50,7 +50,7 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
 
     def _num_columns(self, config: EngineConfig) -> int:
         assert config.draft_model is not None
-        return min(config.model.vocab_size, config.draft_model.vocab_size)  # tokens that both know
+        return min(config.model.vocab_size, config.draft_model.vocab_size)  # tokens that both have
 
     def first_size(self, batch: DraftBatch) -> FirstSize:
         return FirstSize(int(batch.start_loc_cpu[-1]), batch.query_len)

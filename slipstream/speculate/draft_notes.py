@@ -1,7 +1,7 @@
-"""Notes of steps after which a head proposes nothing: what it would have been shown, for many steps at once.
+"""Notes of steps after which a head proposes nothing: the inputs it would have processed, for many steps at once.
 
-A head that keeps up with every step reads its weights in every step. With notes it reads them once in a while: when the
-notes are full, or the next step reads the head's keys.
+A head that processes every step reads its weights in every step. With notes it reads them once in a while: when the
+notes are full, or before the next step that reads the head's keys.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from slipstream.speculate.methods.heads import NUM_NOTED_STEPS
 
 
 class DraftNotes:
-    """A place on the device for each of so many steps and each request, and those of padding."""
+    """Memory for a number of steps of each request, and for those of padding."""
 
-    def __init__(self, max_reqs: int, width: int, dtype: torch.dtype, place: torch.device) -> None:
-        # A step too many, which is never read, is written after the last.
+    def __init__(self, max_reqs: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        # One more step, which is never read, is written after the last.
         size = (NUM_NOTED_STEPS + 1) * max_reqs
-        self._first = torch.full((max_reqs,), -1, dtype=torch.int32, device=place)
-        self.input_ids = torch.zeros(size, dtype=torch.int32, device=place)
-        self.positions = torch.zeros(size, dtype=torch.int64, device=place)
-        self.slots = torch.full((size,), -1, dtype=torch.int64, device=place)
-        self.features = torch.zeros(size, width, dtype=dtype, device=place)
+        self._first = torch.full((max_reqs,), -1, dtype=torch.int32, device=device)
+        self.input_ids = torch.zeros(size, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.slots = torch.full((size,), -1, dtype=torch.int64, device=device)
+        self.features = torch.zeros(size, width, dtype=dtype, device=device)
 
     def clear(self) -> None:
         self._first.fill_(-1)
@@ -47,7 +47,7 @@ class DraftNotes:
 
 
 class NotedStep(NamedTuple):
-    """A step's tokens, one for each request."""
+    """A step's tokens, one per request."""
 
     positions: Tensor  # [n] int64
     slots: Tensor  # [n] int64; -1 for padding
@@ -55,7 +55,7 @@ class NotedStep(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """Notes of several steps: [step, n], one step after the other."""
+    """Notes of several steps: [step, n], one step after another."""
 
     first: Tensor  # [n] int32: the position of a request's first note; -1: it has none
     noted_ids: Tensor  # the token after the step's
@@ -72,22 +72,22 @@ def write_notes(
     most: int,  # steps
     notes: Notes,  # written
 ) -> None:
-    """From one step to the next a request moves on by one: its position says which note this is."""
+    """From one step to the next a request advances by one: its position gives the index of the note."""
     n = step.features.shape[0]
     if runs_triton(step.features):
         _launch(batch_rows, rows, step, most, notes)
         return
     own, (positions, slots, features) = batch_rows.long(), step
-    begun, runs = rows.ran[own] - 1, rows.ran[own] > 0
+    begun, runs = rows.step_start[own] - 1, rows.step_start[own] > 0
     rows.draft_start[own] = torch.where(runs & (begun > rows.draft_end[own]), begun, rows.draft_start[own])
     rows.draft_end[own] = torch.where(runs, rows.num_computed[own], rows.draft_end[own])
     noted = slots >= 0
     notes.first.copy_(torch.where(noted & (notes.first < 0), positions.int(), notes.first))
-    places = ((positions - notes.first).clamp(0, most) * n + torch.arange(n))[noted]
+    indices = ((positions - notes.first).clamp(0, most) * n + torch.arange(n))[noted]
     is_known = runs & (positions + 1 < rows.num_tokens[own])
     next_ids = torch.where(is_known, rows.token_ids[own, torch.where(is_known, positions + 1, 0)], 0)
-    notes.noted_ids[places], notes.noted_positions[places] = next_ids[noted], positions[noted]
-    notes.noted_slots[places], notes.noted_features[places] = slots[noted], features[noted]
+    notes.noted_ids[indices], notes.noted_positions[indices] = next_ids[noted], positions[noted]
+    notes.noted_slots[indices], notes.noted_features[indices] = slots[noted], features[noted]
 
 
 def _launch(batch_rows: Tensor, rows: RowState, step: NotedStep, most: int, notes: Notes) -> None:
@@ -99,7 +99,7 @@ def _launch(batch_rows: Tensor, rows: RowState, step: NotedStep, most: int, note
         rows.token_ids,
         rows.num_computed,
         rows.num_tokens,
-        rows.ran,
+        rows.step_start,
         step.positions,
         step.slots,
         step.features,
@@ -126,7 +126,7 @@ def _notes_kernel(
     token_ids,
     num_computed,
     num_tokens,
-    ran,
+    step_start,
     positions,
     slots,
     features,
@@ -150,11 +150,11 @@ def _notes_kernel(
     row = tl.load(batch_rows + i).to(tl.int64)
     position, slot, begin = tl.load(positions + i), tl.load(slots + i), tl.load(first + i)
     is_noted = slot >= 0
-    # Whether another program has written the first position already or not: the place is the first.
+    # If another program has not yet written the first position, this is the first note.
     step = tl.where(begin < 0, 0, tl.minimum(tl.maximum(position - begin, 0), most))
-    place = step * n + i
+    idx = step * n + i
     if part == 0:
-        begun = tl.load(ran + row) - 1
+        begun = tl.load(step_start + row) - 1
         runs = begun >= 0
         computed, end = tl.load(num_computed + row), tl.load(draft_end + row)
         tl.store(draft_start + row, begun, mask=runs & (begun > end))
@@ -162,9 +162,9 @@ def _notes_kernel(
         tl.store(first + i, position.to(tl.int32), mask=is_noted & (begin < 0))
         is_known = runs & (position + 1 < tl.load(num_tokens + row))
         next_id = tl.load(token_ids + row * max_len + position + 1, mask=is_known, other=0)
-        tl.store(noted_ids + place, next_id, mask=is_noted)
-        tl.store(noted_positions + place, position, mask=is_noted)
-        tl.store(noted_slots + place, slot, mask=is_noted)
+        tl.store(noted_ids + idx, next_id, mask=is_noted)
+        tl.store(noted_positions + idx, position, mask=is_noted)
+        tl.store(noted_slots + idx, slot, mask=is_noted)
     column = part * BLOCK + tl.arange(0, BLOCK)
     exists = is_noted & (column < width)
-    tl.store(noted_features + place * width + column, tl.load(features + i * width + column, mask=exists), mask=exists)
+    tl.store(noted_features + idx * width + column, tl.load(features + i * width + column, mask=exists), mask=exists)

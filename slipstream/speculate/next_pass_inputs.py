@@ -15,7 +15,7 @@ from slipstream.types import RowStatus
 
 
 class NextPassInputs(NamedTuple):
-    """The inputs of a later pass: one token for each request."""
+    """The inputs of a later pass: one token per request."""
 
     tokens: TokenInputs
     query_lens: Tensor  # [padded_reqs] int32: 1 or 0
@@ -27,13 +27,13 @@ class NextPassInputs(NamedTuple):
 def prepare_next_pass(
     rows: RowState,
     batch_rows: Tensor,  # [padded_reqs] int32
-    idx: int,  # which draft this pass is to find
-    last_draft: Tensor,  # [padded_reqs] int32: the draft found last, -1 where there is none
+    idx: int,  # the draft of this pass
+    last_draft: Tensor,  # [padded_reqs] int32: the draft before, -1 if there is none
     page_size: int,
-    slots_before: int,  # how far before the draft's own slot its keys lie
+    slots_before: int,  # distance from the draft's slot back to its keys
     inputs: NextPassInputs,  # written
 ) -> None:
-    """A request takes part while the draft to be found could be of use."""
+    """A request takes part while the draft could be useful."""
     if runs_triton(batch_rows):
         _launch_next_pass(rows, batch_rows, idx, last_draft, page_size, slots_before, inputs)
         return

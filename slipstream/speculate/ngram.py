@@ -1,6 +1,6 @@
-"""N-gram drafts: what followed the last tokens when they occurred in the request before.
+"""N-gram drafts: the tokens that followed the last tokens when these occurred earlier in the request.
 
-Nothing is taken from the target and nothing is kept: the row's own tokens are searched anew after every step, on the
+Needs nothing from the target and keeps no state: the row's own tokens are searched after every step, on the
 device.
 """
 

@@ -1,4 +1,4 @@
-"""Drafts move into their rows, after the tokens: the next step checks them."""
+"""Writes drafts into their rows, after the tokens: the next step verifies them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.types import RowStatus
 
 @operation(writes=("rows.token_ids", "rows.num_drafts"))
 def place_drafts(
-    draft_ids: Tensor,  # [padded_reqs, k] int32; -1 and what comes after it is no draft
+    draft_ids: Tensor,  # [padded_reqs, k] int32; -1 and everything after it is no draft
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
     rows: RowState,  # written in part
 ) -> None:
@@ -48,9 +48,9 @@ def place_drafts(
         return
     own, token_ids = batch_rows.long(), rows.token_ids
     length = rows.num_tokens[own]
-    # Only a row whose next step reaches the end of its tokens has drafts checked.
+    # Only a row whose next step reaches the end of its tokens has drafts verified.
     ready = (rows.status[own] == RowStatus.RUNNING) & (rows.num_computed[own] + 1 == length)
-    # A last token that the target draws itself always has room.
+    # There is always room for the last token, which the target samples itself.
     most = torch.minimum(rows.max_drafts[own], rows.max_total[own] - length - 1)
     given = (draft_ids >= 0).int().cumprod(1).sum(1)
     count = torch.where(ready, torch.minimum(most, given).clamp(min=0), 0).int()

@@ -1,7 +1,7 @@
-"""Rejection sampling: drafts are kept or replaced so that what comes out is distributed as the target's own tokens.
+"""Rejection sampling: drafts are accepted or replaced so that the result has the target's distribution.
 
-A draft x is accepted with probability min(1, target(x) / draft(x)). If it is not, it is replaced by a draw from what
-the target has more of than the drafter, max(target - draft, 0), normalised.
+A draft x is accepted with probability min(1, target(x) / draft(x)). Otherwise it is replaced by a sample of the
+residual distribution max(target - draft, 0), normalised.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_block, gumbel_noise
 from slipstream.sampling.philox import MASK, philox
 from slipstream.sampling.temperature import LEAST_TEMPERATURE, divisor
 
-# Three draws at one position, three noises. A drafter and a residual that share theirs bias the output: given that the
-# draft was rejected its noise is no longer fresh. An engine that shipped it was off by 0.02 to 0.04 in total variation.
+# Three draws at one position need independent noise. Sharing it between drafter and residual biases the output: given
+# that the draft was rejected its noise is no longer fresh. Total variation was then off by 0.02 to 0.04.
 DRAFT_NOISE = 1
 ACCEPT_NOISE = 2
 RESIDUAL_NOISE = 3
@@ -31,10 +31,10 @@ _NUM_WARPS = 16
 
 
 class DrawnFrom(NamedTuple):
-    """What drafts were drawn from, for speculative sampling."""
+    """The distribution that drafts were sampled from, for speculative sampling."""
 
     draft_logits: Tensor  # [num_rows, k, draft_vocab] float32, without temperature
-    # [vocab] int32: which column of those each token of the target has; -1: none. None: they are the first so many.
+    # [vocab] int32: the column of each target token; -1: none. None: the columns are the first tokens.
     draft_columns: Tensor | None = None
 
 
@@ -43,16 +43,16 @@ class DraftTokens(NamedTuple):
 
     draft_ids: Tensor  # [n] int32: the draft for the position that the logits are for; -1 if there is none
     logit_rows: Tensor  # [n] int32
-    draft_idx: Tensor  # [n] int32: which of its row's drafts; anything where there is none
+    draft_idx: Tensor  # [n] int32: its index among the row's drafts; arbitrary if there is none
 
 
 @operation(lambda logits: (TensorSpec((logits.shape[0],), torch.bool), TensorSpec((logits.shape[0],), torch.int64)))
 def judge_drafts(
-    logits: Tensor,  # [n, vocab]: the target's, temperature in them; -inf is not allowed, NaN and +inf do not occur
+    logits: Tensor,  # [n, vocab]: the target's after temperature; -inf: banned; no NaN or +inf
     drafts: DraftTokens,
     keys: DrawKeys,
-    drawn_from: DrawnFrom | None,  # None: the drafter was certain of each draft
-) -> tuple[Tensor, Tensor]:  # [n] bool: the draft is accepted; [n] int64: the token if not, inside the vocabulary
+    drawn_from: DrawnFrom | None,  # None: the drafter is deterministic
+) -> tuple[Tensor, Tensor]:  # [n] bool: the draft is accepted; [n] int64: the replacement, inside the vocabulary
     if runs_triton(logits):
         return _launch(logits, drafts, keys, drawn_from)
     largest, token_ids = row_max(logits)
@@ -61,7 +61,7 @@ def judge_drafts(
     sampled, drafted = keys.temperature[rows] > 0, drafts.draft_ids >= 0
     seeds, positions, choice = keys.seeds[rows], keys.positions, keys.choice[rows]
 
-    # Without a draft this is the very draw that a step without speculation makes.
+    # Without a draft this equals the draw of a step without speculation.
     plain = sampled & ~drafted
     noise = gumbel_noise(seeds[plain], positions[plain], choice[plain], logits.shape[1])
     token_ids[plain] = row_max(logits[plain] + noise)[1]
@@ -82,7 +82,7 @@ def _at_least_float32(logits: Tensor) -> torch.dtype:
 
 
 def _one_hot(draft_ids: Tensor, logits: Tensor) -> Tensor:
-    """Logarithms of the probabilities of a drafter that could have said nothing else."""
+    """Log probabilities of a deterministic drafter."""
     is_draft = torch.arange(logits.shape[1], device=logits.device) == draft_ids.unsqueeze(1)
     return torch.where(is_draft, 0.0, -torch.inf).to(_at_least_float32(logits))
 
@@ -93,12 +93,12 @@ def _draft_log_probs(
     logits: Tensor,  # [n, vocab]
     draft_columns: Tensor | None,  # [vocab] int32
 ) -> Tensor:  # [n, vocab]
-    """Of the target's whole vocabulary. Draft logits that are no numbers make all of a row NaN."""
+    """Over the target's whole vocabulary. NaN in draft logits makes the whole row NaN."""
     scaled = draft_logits.to(_at_least_float32(logits)) / divisor(temperature).unsqueeze(1)
     if draft_columns is not None:
         known = scaled.log_softmax(1)
-        # The last column is that of the tokens without one. Where all others are NaN it is NaN too: a residual of the
-        # tokens that a broken drafter does not know would be no residual.
+        # The last column is for tokens without one. If all others are NaN it is NaN too: tokens outside the vocabulary
+        # of a broken drafter must not form a residual.
         unknown = known[:, :1] - torch.inf
         return torch.cat([known, unknown], 1)[:, draft_columns.long()]
     missing = max(0, logits.shape[1] - scaled.shape[1])
@@ -111,11 +111,11 @@ def _judge(
     draft_log_probs: Tensor,  # [n, vocab]
     key: tuple[Tensor, Tensor, Tensor],  # seeds, positions and choice
 ) -> tuple[Tensor, Tensor]:
-    # Logarithms, because probabilities vanish where ratios of them still count. NaN compares as false: a drafter that
-    # broke has its drafts rejected, leaves no residual, and the token comes from the target alone.
+    # In logarithms, because probabilities underflow where their ratios still matter. NaN compares as false: the drafts
+    # of a broken drafter are rejected, there is no residual, and the token comes from the target alone.
     target_log_probs = logits.log_softmax(1, dtype=_at_least_float32(logits))
     gap = draft_log_probs - target_log_probs
-    # A draft from outside the target's vocabulary is nothing the target could say.
+    # A draft from outside the target's vocabulary is rejected.
     of_draft = gap.gather(1, draft_ids.long().clamp(max=logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
     accepted = (_uniform(*key) * of_draft.exp() < 1.0) & (draft_ids < logits.shape[1])
 
@@ -208,7 +208,7 @@ def _judge_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row of logits."""
+    """One program per row of logits."""
     i = tl.program_id(0).to(tl.int64)
     own = tl.load(logit_rows + i).to(tl.int64)
     draft, own_temperature = tl.load(draft_ids + i), tl.load(temperature + own)
@@ -297,7 +297,7 @@ def _judge_row(
 
 @jit
 def _draft_logit(source, draft_size, columns, token, size, scale, HAS_COLUMNS: tl.constexpr):
-    """Of tokens that the drafter does not know it is -inf."""
+    """-inf for tokens outside the drafter's vocabulary."""
     column = token
     if HAS_COLUMNS:
         column = tl.load(columns + token, mask=token < size, other=-1)
@@ -318,7 +318,7 @@ def _log_sum(values, size, scale, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, size, BLOCK):
         x = _scaled(values, start + tl.arange(0, BLOCK), size, scale, DIVIDE)
         before, tops = tops, tl.maximum(tops, x)
-        # What has seen nothing but -inf is measured from 0, because -inf less itself is no number.
+        # A row of only -inf is measured from 0, because -inf minus itself is NaN.
         base = tl.where(tops == float("-inf"), 0.0, tops)
         sums = sums * tl.exp(before - base) + tl.exp(x - base)
     top = tl.max(tops, 0)

@@ -1,10 +1,11 @@
-"""Checking drafts, for every method: which of them stand, and which token follows the last of those.
+"""Verification of drafts, for every method: which are accepted, and which token follows the last accepted one.
 
-Behind the last known token and behind every draft the target gives logits, and all of a step are looked at together.
-Three modes. ``match`` draws the target's token at each position with the request's own noise for it, and drafts stand
-while they equal it, so the text is the one without drafts. ``rejection`` is speculative sampling: the distribution is
-the same, and more drafts are accepted where both models are unsure. ``synthetic`` accepts at given rates, for
-benchmarks.
+The target computes logits after the last known token and after every draft, and all of a step are processed together.
+Three modes. ``match`` samples the target's token at each position with the request's own noise for it, and accepts
+drafts while they equal it, so the text is the one without drafts. ``rejection`` is speculative sampling: the
+distribution is the same, and more drafts are accepted where both models are uncertain. ``synthetic`` accepts at given
+rates, for benchmarks.
+
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from slipstream.speculative_config import SpeculativeConfig
 
 
 class Drafted(NamedTuple):
-    """The drafts of a step where the logits look for them."""
+    """The drafts of a step, aligned with the logits."""
 
     at: Positions
-    draft_ids: Tensor  # [n] int32: the draft that stands where the token would; -1 where there is none
+    draft_ids: Tensor  # [n] int32: the draft for the position that the logits are for; -1 if there is none
     logit_start_loc: Tensor  # [padded_reqs + 1] int32
-    are_none: bool = False  # one logit a request, and no room for a draft
+    are_none: bool = False  # one logit per request, and no draft slots
 
 
 class Verified(NamedTuple):
-    tokens: CheckedTokens  # [padded_reqs, k + 1] of them, or without drafts one
+    tokens: CheckedTokens  # [padded_reqs, k + 1], or one token without drafts
     logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32, packed
 
 
@@ -67,7 +68,7 @@ class Verifier:
         self._rates = torch.tensor(rates, dtype=torch.float32).to(num_tokens.device)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Of ``synthetic``, for benchmarks whose acceptance changes; recorded steps follow."""
+        """For ``synthetic`` in benchmarks whose acceptance changes; captured steps follow."""
         self._rates.copy_(torch.tensor(rates, dtype=torch.float32))
 
     def verify(
@@ -76,7 +77,7 @@ class Verifier:
         rows: SamplingRows,
         drafted: Drafted,
         needs: SamplingNeeds,
-        mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of positions that a grammar watches
+        mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of allowed tokens, for positions with a grammar
     ) -> Verified:
         if self._mode == "rejection":
             sampled, accepted = self._judge(logits, rows, drafted, needs, mask)
@@ -101,7 +102,7 @@ class Verifier:
     def _judge(
         self, logits: Tensor, rows: SamplingRows, drafted: Drafted, needs: SamplingNeeds, mask: Tensor | None
     ) -> tuple[Sampled, Tensor]:
-        """Speculative sampling: which drafts are accepted, and what stands in for those that are not."""
+        """Speculative sampling: which drafts are accepted, and the replacements of the others."""
         at, draft_ids = drafted.at, drafted.draft_ids
         raw, failed = check_logits(logits)
         processed = process(raw, rows, at, needs, mask)
@@ -125,12 +126,12 @@ def _shape(logit_start_loc: Tensor, width: int) -> tuple[TensorSpec, TensorSpec,
 
 @operation(_shape)
 def accept_drafts(
-    target_ids: Tensor,  # [n] int64: the token to take where no draft stands
+    target_ids: Tensor,  # [n] int64: the token to use if the draft is not accepted
     draft_ids: Tensor,  # [n] int32, -1 where there is none
-    accepted: Tensor | None,  # [n] bool; None: where draft and target are the same
-    failed: Tensor,  # [n] bool: no draft stands on logits without a usable number
+    accepted: Tensor | None,  # [n] bool; None: accepted are drafts that equal the target's token
+    failed: Tensor,  # [n] bool: no draft is accepted on logits without a usable number
     logit_start_loc: Tensor,  # [padded_reqs + 1] int32
-    width: int,  # most logits of a request
+    width: int,  # maximum logits of a request
 ) -> tuple[Tensor, Tensor, Tensor]:  # [padded_reqs, width] new tokens, [padded_reqs] accepted, [padded_reqs] failed
     num_reqs = logit_start_loc.shape[0] - 1
     if runs_triton(target_ids):
@@ -156,9 +157,9 @@ def accept_drafts(
     idx = torch.arange(width)
     exists = idx < logit_start_loc.diff().unsqueeze(1)
     at = torch.where(exists, logit_start_loc[:-1].unsqueeze(1) + idx, 0).long()
-    stands = draft_ids == target_ids if accepted is None else accepted
-    stands = exists & (stands & (draft_ids >= 0) & ~failed)[at]
-    count = stands.int().cumprod(1).sum(1)
+    is_accepted = draft_ids == target_ids if accepted is None else accepted
+    is_accepted = exists & (is_accepted & (draft_ids >= 0) & ~failed)[at]
+    count = is_accepted.int().cumprod(1).sum(1)
     new_ids = torch.where(idx < count.unsqueeze(1), draft_ids[at], target_ids[at].int())
     last = at.gather(1, count.clamp(max=width - 1).unsqueeze(1)).squeeze(1)
     return torch.where(exists, new_ids, -1), count.int(), failed[last] & exists[:, 0]
@@ -188,9 +189,9 @@ def _accept_kernel(
     target = tl.load(target_ids + start + idx, mask=exists, other=-1).to(tl.int32)
     draft = tl.load(draft_ids + start + idx, mask=exists, other=-1)
     bad = tl.load(failed + start + idx, mask=exists, other=0) != 0
-    stands = draft == target if MATCH else tl.load(accepted + start + idx, mask=exists, other=0) != 0
-    stands = stands & exists & (draft >= 0) & (bad == 0)
-    count = tl.min(tl.where(stands, WIDTH, idx), 0)
+    is_accepted = draft == target if MATCH else tl.load(accepted + start + idx, mask=exists, other=0) != 0
+    is_accepted = is_accepted & exists & (draft >= 0) & (bad == 0)
+    count = tl.min(tl.where(is_accepted, WIDTH, idx), 0)
     count = tl.minimum(count, width)
     tl.store(new_ids + i.to(tl.int64) * width + idx, tl.where(idx < count, draft, target), mask=idx < width)
     tl.store(num_accepted + i, count)

@@ -71,18 +71,18 @@ class BlockDrafter:
 
 class BlockNet(NamedTuple):
     embed: Tensor  # [vocab, size]
-    marks: Tensor  # [MOST - 1, size]: in place of tokens that are to be drafted
+    marks: Tensor  # [MOST - 1, size]: instead of the tokens to draft
     qkv: Tensor  # [size, (heads + 2) * dim]
     out: Tensor  # [heads * dim, size]
     head: Tensor  # [size, len(LIKELY)]
 
     @classmethod
-    def draw(cls, dtype: torch.dtype, place: torch.device) -> BlockNet:
+    def draw(cls, dtype: torch.dtype, on: torch.device) -> BlockNet:
         generator = torch.Generator().manual_seed(11)
         shapes = ((VOCAB_SIZE, SIZE), (MOST - 1, SIZE), (SIZE, (HEADS + 2) * DIM), (HEADS * DIM, SIZE))
         shapes = (*shapes, (SIZE, len(LIKELY)))
         drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        return cls(*(tensor.to(dtype).to(place) for tensor in drawn))
+        return cls(*(tensor.to(dtype).to(on) for tensor in drawn))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values: [n, heads, dim] each."""
@@ -107,13 +107,13 @@ class BlockSpeculator(NoSpeculator):
     ) -> None:
         self.net, self._caches, self._rows = net, caches, rows
         self._page_size, self._max_len = config.cache.page_size, config.scheduler.max_model_len
-        place, most = device.torch_device, config.scheduler.max_num_seqs
-        self._words = torch.tensor(LIKELY, dtype=torch.int32).to(place)
-        self._starts = {k: (torch.arange(most + 1, dtype=torch.int32) * k).to(place) for k in range(1, MOST + 1)}
-        self._seq_starts = torch.zeros(most, dtype=torch.int32, device=place)
-        self._first_slots = torch.zeros(most, dtype=torch.int32, device=place)
+        on, most = device.torch_device, config.scheduler.max_num_seqs
+        self._words = torch.tensor(LIKELY, dtype=torch.int32).to(on)
+        self._starts = {k: (torch.arange(most + 1, dtype=torch.int32) * k).to(on) for k in range(1, MOST + 1)}
+        self._seq_starts = torch.zeros(most, dtype=torch.int32, device=on)
+        self._first_slots = torch.zeros(most, dtype=torch.int32, device=on)
         turns = torch.stack([torch.ones(self._max_len, DIM // 2), torch.zeros(self._max_len, DIM // 2)], dim=1)
-        self._cos_sin = turns.to(place)  # no rotation
+        self._cos_sin = turns.to(on)  # no rotation
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         self._store(batch)
@@ -162,8 +162,8 @@ class BlockSpeculator(NoSpeculator):
 
 @operation(lambda positions: TensorSpec(tuple(positions.shape), torch.int32))
 def toy_known_ids(rows: Tensor, starts: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    places = torch.arange(positions.shape[0], dtype=torch.int32)
-    request = torch.searchsorted(starts[1:], places, right=True).clamp(max=len(rows) - 1)
+    indices = torch.arange(positions.shape[0], dtype=torch.int32)
+    request = torch.searchsorted(starts[1:], indices, right=True).clamp(max=len(rows) - 1)
     return token_ids[rows.long()[request], positions]
 
 

@@ -103,9 +103,9 @@ def difference_attention(
             continue
         for token in range(begin, begin + count):
             if (slot := int(slot_mapping[token])) >= 0:
-                page, place = pages[slot // size], slot % size
-                page[place, 0] = k[token] - page[:place, 0].sum(0)
-                page[place, 1] = v[token]
+                page, offset = pages[slot // size], slot % size
+                page[offset, 0] = k[token] - page[:offset, 0].sum(0)
+                page[offset, 1] = v[token]
         own = pages[table[: -(-length // size)].long()]
         keys = own[:, :, 0].cumsum(1).flatten(0, 1)[:length].repeat_interleave(group, 1)
         values = own[:, :, 1].flatten(0, 1)[:length].repeat_interleave(group, 1)
@@ -178,7 +178,7 @@ class RunningSumsStep:
 @operation(like="x", writes=("sums",))
 def running_sum(
     x: Tensor,  # [num_tokens, size]
-    sums: Tensor,  # [num_rows, 1 + num_drafts, size]: after position p in place p modulo their number
+    sums: Tensor,  # [num_rows, 1 + num_drafts, size]: after position p in offset p modulo their number
     batch_rows: Tensor,  # [num_reqs] int32
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     query_lens: Tensor,  # [num_reqs] int32

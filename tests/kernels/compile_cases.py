@@ -1,7 +1,7 @@
 """Compile every Triton kernel for a GPU that need not be there: ``python -m tests.kernels.compile_cases 90 bfloat16``.
 
 The interpreter forgives what a compiler does not. Prints one line for each kernel that does not compile. A number
-behind the type is how many variants of each kernel are compiled at most; those of Qwen3-Next's layers come on top.
+after the type is how many variants of each kernel are compiled at most; those of Qwen3-Next's layers come on top.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ PAGE = 4
     head_dim=st.sampled_from([8, 64]),
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (7, 1)]),
     window=st.sampled_from([0, 1, 5, 64]),
-    dead=st.booleans(),
+    unused=st.booleans(),
     in_place=st.booleans(),
     kept_in=st.sampled_from([None, torch.float16, torch.bfloat16]),
-    # How far before each request's end its first slot is; behind it if negative.
+    # How far before each request's end its first slot is; after it if negative.
     starts_at=st.none() | st.lists(st.sampled_from([-2, 0, 1, 3, 4, 7, 10, 60, 500]), min_size=8, max_size=8),
     causal=st.booleans(),
     seed=st.integers(0, 1000),
@@ -40,7 +40,7 @@ def test_equals_the_definition(
     head_dim: int,
     heads: tuple[int, int],
     window: int,
-    dead: bool,
+    unused: bool,
     in_place: bool,
     kept_in: torch.dtype | None,
     starts_at: list[int] | None,
@@ -64,7 +64,7 @@ def test_equals_the_definition(
     cache = cache if kept_in is None else cache.to(kept_in)
     bounds = torch.tensor([s + slack for s, (_, _, slack, _) in zip(seq_lens, lens, strict=True)], dtype=torch.int32)
     exact = torch.tensor(seq_lens, dtype=torch.int32)
-    if dead:
+    if unused:
         exact[n // 2] = 0
     starts = torch.tensor([0, *(query + more for query, _, _, more in lens)]).cumsum(0).int()
     query_lens = torch.tensor([query for query, _, _, _ in lens], dtype=torch.int32)
@@ -97,7 +97,7 @@ def test_equals_the_definition(
         expected = paged_attention(q, cache, PagedRequests(*tables), 0.3, window, causal)
     else:
         expected = dense_attention(q, cache, *tables, 0.3, window, first_slots, causal).to(dtype)
-        assert first_slots is None or out.isfinite().all(), "dead tokens and rows too"
+        assert first_slots is None or out.isfinite().all(), "unused slots and stopped rows too"
     owner = torch.repeat_interleave(torch.arange(n), starts.diff())
     alive = (exact[owner] > 0) & (torch.arange(len(q)) - starts[owner] < query_lens[owner])
     tolerance = 1e-5 if in_place else 1e-10

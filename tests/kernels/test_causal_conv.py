@@ -75,13 +75,13 @@ def test_convolution_is_transformers() -> None:
 
 
 def speculated(x: Tensor, weight: Tensor, inputs: Tensor, drafts: int) -> Tensor:
-    """A prompt, then steps whose drafts are partly wrong, and go on behind those that are not."""
+    """A prompt, then steps whose drafts are partly wrong, and continue after the right ones."""
     made, position = [alone(x[:9], weight, inputs, 1, 0)], 9
     while position < x.shape[0]:
         right = min(int(torch.randint(1, drafts + 2, ())), x.shape[0] - position)
         wrong = int(torch.randint(0, drafts + 2 - right, ()))
-        dead = drafts + 1 - right - wrong
-        tokens = torch.cat([x[position : position + right], torch.full((wrong + dead, CHANNELS), 99.0).to(x)])
+        unused = drafts + 1 - right - wrong
+        tokens = torch.cat([x[position : position + right], torch.full((wrong + unused, CHANNELS), 99.0).to(x)])
         out = alone(tokens, weight, inputs, 1, position, right + wrong)
         assert not out[right + wrong :].any()
         made.append(out[:right])

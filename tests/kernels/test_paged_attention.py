@@ -72,7 +72,7 @@ def test_equals_contiguous_attention(
 @settings(max_examples=60, deadline=None)
 @given(
     lens=st.lists(
-        # (query tokens, tokens before them, how far before the end the first slot is; behind it if negative)
+        # (query tokens, tokens before them, how far before the end the first slot is; after it if negative)
         st.tuples(st.integers(1, 9), st.integers(0, 21), st.sampled_from([-3, 0, 1, 2, 4, 5, 8, 13, 30])),
         min_size=1,
         max_size=6,

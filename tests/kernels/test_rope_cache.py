@@ -42,7 +42,7 @@ def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int
         if slot >= 0:
             expected[slot // PAGE, 0, :, slot % PAGE] = turned_k[token]
             expected[slot // PAGE, 1, :, slot % PAGE] = v[token].numpy()
-    # Tokens that are not to be stored end on the last page of the memory, which nobody reads.
+    # Tokens that are not to be stored end on the last page of the memory, which is never read.
     np.testing.assert_allclose(cache[:-1].numpy(), expected[:-1], atol=TOLERANCE[dtype])
 
 

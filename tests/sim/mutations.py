@@ -228,8 +228,8 @@ MUTATIONS = [
     Mutation(
         "verify: a draft is accepted after a rejected one",
         "speculate/verify.py",
-        "count = stands.int().cumprod(1).sum(1)",
-        "count = stands.int().sum(1)",
+        "count = is_accepted.int().cumprod(1).sum(1)",
+        "count = is_accepted.int().sum(1)",
     ),
     Mutation(
         "commit: accepted drafts are computed again",
@@ -267,8 +267,8 @@ MUTATIONS = [
     Mutation(
         "draft model: what ends with a step leaves no keys",
         "kernels/commit.py",
-        "rows.ran[own] = torch.where(runs, num_computed[own] + 1, 0)",
-        "rows.ran[own] = torch.where(runs & (after == RowStatus.RUNNING), num_computed[own] + 1, 0)",
+        "rows.step_start[own] = torch.where(runs, num_computed[own] + 1, 0)",
+        "rows.step_start[own] = torch.where(runs & (after == RowStatus.RUNNING), num_computed[own] + 1, 0)",
     ),
     Mutation(
         "draft model: later passes take the first draft",
@@ -310,8 +310,8 @@ MUTATIONS = [
     Mutation(
         "notes: one over the other",
         "speculate/draft_notes.py",
-        "places = ((positions - notes.first).clamp(0, most) * n + torch.arange(n))[noted]",
-        "places = (0 * positions + torch.arange(n))[noted]",
+        "indices = ((positions - notes.first).clamp(0, most) * n + torch.arange(n))[noted]",
+        "indices = (0 * positions + torch.arange(n))[noted]",
     ),
     Mutation(
         "notes: of the token itself and not of the next one",
@@ -413,7 +413,7 @@ MUTATIONS = [
         "heads: a module's first token of a step has nothing before it",
         "speculate/draft_inputs.py",
         "torch.where(positions > seq_starts[requests], slots, 0)",
-        "torch.where(torch.isin(places, query_start_loc), 0, slots)",
+        "torch.where(torch.isin(indices, query_start_loc), 0, slots)",
     ),
     Mutation(
         "heads: modules whose turn comes again leave keys out",

@@ -2,7 +2,7 @@
 
 So a whole engine, with its real drafter, rows, checks and noise, can be held to that distribution, token by token. With
 one state tokens are independent draws from one distribution. With several, drafts that follow each other are drawn from
-different ones, so that whatever mixes up their places is found too.
+different ones, so that mixed-up positions are found too.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def make_core(
         device=device_name,
         dtype="float32",
         max_num_seqs=num_rows,
-        # A chunk leaves one token of each prompt, which is drafted behind before anything is drawn.
+        # A chunk leaves one token of each prompt, after which drafts are proposed before anything is sampled.
         max_num_batched_tokens=max(num_rows * 8, 512),
         long_prefill_token_threshold=8,
         num_gpu_blocks_override=num_rows * 40,

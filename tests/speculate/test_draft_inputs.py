@@ -38,7 +38,7 @@ class Drawn:
         self.tokens = [self.draw(3, MAX_LEN - 6) for _ in range(ROWS)]
         self.computed = [n - 1 if data.draw(st.booleans()) else self.draw(1, n - 1) for n in self.tokens]
         self.tokens[SCRATCH] = self.computed[SCRATCH] = 0
-        self.ran = [int(data.draw(st.booleans())) for _ in range(SCRATCH)] + [0]
+        self.step_start = [int(data.draw(st.booleans())) for _ in range(SCRATCH)] + [0]
         self.max_drafts = [self.draw(0, 4) for _ in range(ROWS)]
         self.limits = [n + self.draw(1, 6) for n in self.tokens]
         self.status = [data.draw(st.sampled_from([RowStatus.RUNNING, RowStatus.STOPPED])) for _ in range(ROWS)]
@@ -53,7 +53,7 @@ class Drawn:
             max_drafts=ints(self.max_drafts),
             max_total=ints(self.limits),
             status=ints([int(status) for status in self.status]),
-            ran=ints(self.ran),
+            step_start=ints(self.step_start),
         )
 
     def slot(self, row: int, position: int) -> int:
@@ -73,7 +73,7 @@ def buffers(num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
 def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
     d = Drawn(data)
     known = [d.draw(1, d.computed[r]) for r in d.rows]
-    # Some go further back than the step, for which each has places.
+    # Some go further back than the step, for which each has slots.
     most_back = d.draw(0, 3)
     back = [min(d.draw(0, most_back), d.computed[r] - n) for r, n in zip(d.rows, known, strict=True)]
     begins = [d.computed[r] - n - b if b else -1 for r, n, b in zip(d.rows, known, back, strict=True)]
@@ -85,16 +85,16 @@ def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
     first_slots = ints([*begins, *[-1] * d.pad])
     prepare_first_pass(d.state, d.batch, starts_of(planned, d.pad), first_slots, most_back, PAGE, VOCAB, inputs)
 
-    def nobodys(token: int) -> int:
+    def padding_id(token: int) -> int:
         return int(d.token_ids[SCRATCH, token % MAX_LEN])
 
     at = 0
     for i, (row, count) in enumerate(zip(d.rows, known, strict=True)):
-        runs = d.ran[row] and d.max_drafts[row] > 0
+        runs = d.step_start[row] and d.max_drafts[row] > 0
         has_new = d.computed[row] + 1 == d.tokens[row]
         first, alive = d.computed[row] - count - back[i], (count + back[i] + has_new) if runs else 0
         for t in range(planned[i]):
-            token = int(d.token_ids[row, first + t]) if t < alive else nobodys(at + t)
+            token = int(d.token_ids[row, first + t]) if t < alive else padding_id(at + t)
             assert out["input_ids"][at + t] == (token if token < VOCAB else 0)
             assert out["positions"][at + t] == (first + t if t < alive else 0)
             assert out["slot_mapping"][at + t] == (d.slot(row, first + t) if t < alive else -1)
@@ -104,7 +104,7 @@ def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
         assert out["draft_positions"][i] == d.tokens[row]
         at += planned[i]
     assert torch.equal(out["block_table"], d.pages[d.batch.long()])
-    padding = [nobodys(token) for token in range(at, len(out["input_ids"]))]
+    padding = [padding_id(token) for token in range(at, len(out["input_ids"]))]
     assert out["input_ids"][at:].tolist() == [token if token < VOCAB else 0 for token in padding]
     assert (out["slot_mapping"][at:] == -1).all()
     assert not out["query_lens"][len(known) :].any() and not out["last_indices"][len(known) :].any()
@@ -115,11 +115,11 @@ def test_the_first_pass_of_a_draft_model(data: st.DataObject) -> None:
 def test_the_pass_over_the_targets_tokens_moved_on_by_one(data: st.DataObject) -> None:
     d = Drawn(data)
     known = [d.draw(1, d.computed[r]) for r in d.rows]
-    counts = [n + d.draw(0, 3) for n in known]  # and places of drafts that were rejected, or not made
+    counts = [n + d.draw(0, 3) for n in known]  # and slots of rejected or missing drafts
     begins = starts_of(counts, d.pad)
     positions = torch.zeros(sum(counts) + d.draw(0, 3), dtype=torch.int64)
     for i, row in enumerate(d.rows):
-        positions[begins[i]] = d.computed[row] - known[i]  # of later ones nothing is asked: they may be dead
+        positions[begins[i]] = d.computed[row] - known[i]  # of later ones nothing is asked: they may be unused
     out = {
         "input_ids": torch.full((len(positions),), -77, dtype=torch.int32),
         "last_indices": torch.full((len(d.batch),), -77, dtype=torch.int64),
@@ -130,10 +130,10 @@ def test_the_pass_over_the_targets_tokens_moved_on_by_one(data: st.DataObject) -
     for i, row in enumerate(d.rows):
         first, at = d.computed[row] - known[i], int(begins[i])
         for t in range(counts[i]):
-            there = d.ran[row] and first + t + 1 < d.tokens[row]
+            there = d.step_start[row] and first + t + 1 < d.tokens[row]
             assert out["input_ids"][at + t] == (d.token_ids[row, first + t + 1] if there else 0)
-        # The token behind the last that was computed: the new one, or the next of the prompt.
-        assert out["last_indices"][i] == (at + known[i] - 1 if d.ran[row] else 0)
+        # The token after the last that was computed: the new one, or the next of the prompt.
+        assert out["last_indices"][i] == (at + known[i] - 1 if d.step_start[row] else 0)
         assert out["draft_positions"][i] == d.tokens[row]
     assert not out["input_ids"][sum(counts) :].any()
     assert torch.equal(out["block_table"], d.pages[d.batch.long()])
@@ -144,7 +144,7 @@ def test_the_pass_over_the_targets_tokens_moved_on_by_one(data: st.DataObject) -
 def test_where_the_tokens_before_lie(data: st.DataObject) -> None:
     d = Drawn(data)
     alive = [d.draw(0, 4) for _ in d.rows]
-    counts = [n + d.draw(0, 2) for n in alive]  # and dead ones
+    counts = [n + d.draw(0, 2) for n in alive]  # and unused ones
     firsts = [d.draw(0, MAX_LEN - 6) for _ in d.rows]
     begin_at = [d.draw(0, first + 2) for first in firsts] + [0] * d.pad  # where the drafter's keys do
     begins = starts_of(counts, d.pad)

@@ -1,4 +1,4 @@
-"""Which drafts stand, against a loop over requests; and the three modes on hand-made logits."""
+"""Which drafts are accepted, against a loop over requests; and the three modes on hand-made logits."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
     for i, count in enumerate(counts):
         at, taken = int(starts[i]), []
         for j in range(count):
-            stands = bool(forced[at + j]) if by_flags else drafts[at + j] == target[at + j]
-            if drafts[at + j] < 0 or failed[at + j] or not stands:
+            is_accepted = bool(forced[at + j]) if by_flags else drafts[at + j] == target[at + j]
+            if drafts[at + j] < 0 or failed[at + j] or not is_accepted:
                 break
             taken.append(drafts[at + j])
         assert found[1][i] == len(taken)
@@ -57,7 +57,7 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
 
 
 def drafted(position: int, drafts: list[int], num_places: int) -> Drafted:
-    """One request in row 0 with so many drafts, and places behind them that are empty."""
+    """One request in row 0 with some drafts, and unused draft slots after them."""
     idx = torch.arange(num_places + 1, dtype=torch.int32)
     ids = torch.tensor([*drafts, *[-1] * (num_places + 1 - len(drafts))], dtype=torch.int32)
     at = Positions(torch.zeros_like(idx), position + idx.clamp(max=len(drafts)))
@@ -101,7 +101,7 @@ def test_no_draft_stands_on_logits_that_are_no_numbers(mode: VerifyMode, bad: in
 
 @pytest.mark.parametrize("mode", ["match", "rejection", "synthetic"])
 @pytest.mark.parametrize("bad", [False, True])
-def test_where_nobody_has_room_for_drafts_the_same_is_taken(mode: VerifyMode, bad: bool) -> None:
+def test_without_draft_slots_the_same_token_is_taken(mode: VerifyMode, bad: bool) -> None:
     request = make_request([1, 2], temperature=1.0)
     rows, _, needs = make_rows([request], [[1, 2]])
     rates = (1.0, 1.0, 1.0) if mode == "synthetic" else ()
@@ -109,15 +109,15 @@ def test_where_nobody_has_room_for_drafts_the_same_is_taken(mode: VerifyMode, ba
     verifier = Verifier(config, 1, torch.tensor([2, 0], dtype=torch.int32))
     logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(7))
     logits[0, 2] = math.nan if bad else 0.0
-    nobody = drafted(2, [], 0)
-    expected = verifier.verify(logits, rows, nobody, needs)
-    found = verifier.verify(logits, rows, nobody._replace(are_none=True), needs)
+    no_drafts = drafted(2, [], 0)
+    expected = verifier.verify(logits, rows, no_drafts, needs)
+    found = verifier.verify(logits, rows, no_drafts._replace(are_none=True), needs)
     assert found.tokens.new_ids[:, :1].tolist() == expected.tokens.new_ids[:, :1].tolist()
     assert (found.tokens.num_accepted.tolist(), found.tokens.failed.tolist()) == ([0], [bad])
     assert (expected.tokens.num_accepted.tolist(), expected.tokens.failed.tolist()) == ([0], [bad])
 
 
-def test_bad_logits_behind_a_rejected_draft_concern_nobody() -> None:
+def test_bad_logits_after_a_rejected_draft_are_ignored() -> None:
     rows, _, _ = make_rows([make_request([1, 2])], [[1, 2]])
     verifier = Verifier(SpeculativeConfig("ngram", 3), 1, torch.tensor([2, 0], dtype=torch.int32))
     logits = certain(3, 5, 6, 7)
@@ -149,7 +149,7 @@ def test_forced_drafts_stand_whatever_they_say() -> None:
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [0, 0, 0], 3), needs)
     assert found.tokens.num_accepted.tolist() == [2]
     assert found.tokens.new_ids[0, :3].tolist() == [0, 0, 6]
-    # A draft that is not there does not stand.
+    # A missing draft is not accepted.
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [0], 3), needs)
     assert found.tokens.num_accepted.tolist() == [1]
 
@@ -159,7 +159,7 @@ def test_the_mask_acts_at_each_position(mode: VerifyMode) -> None:
     rows, _, needs = make_rows([make_request([1, 2])], [[1, 2]])
     verifier = Verifier(SpeculativeConfig("ngram", 3, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
     mask = torch.full((4, 1), -1, dtype=torch.int32)
-    mask[1, 0] = 0b10  # behind the first draft only token 1 may stand
+    mask[1, 0] = 0b10  # after the first draft only token 1 is allowed
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [3, 5, 6], 3), needs, mask)
     assert found.tokens.num_accepted.tolist() == [1]
     assert found.tokens.new_ids[0, :2].tolist() == [3, 1]
@@ -167,13 +167,13 @@ def test_the_mask_acts_at_each_position(mode: VerifyMode) -> None:
 
 @pytest.mark.parametrize("mode", ["match", "rejection"])
 def test_penalties_and_bad_words_see_the_drafts_before_a_position(mode: VerifyMode) -> None:
-    """The row's tokens are 1, 2; the drafts 3 and 5 stand behind them in the row."""
+    """The row's tokens are 1, 2; the drafts 3 and 5 follow them in the row."""
     request = make_request([1, 2], bad_word_ids=((3, 6),), frequency_penalty=2.0)
     rows, _, needs = make_rows([request], [[1, 2, 3, 5]])
     verifier = Verifier(SpeculativeConfig("ngram", 2, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
     logits = torch.zeros(3, 8)
-    logits[0, 3], logits[1, 6], logits[1, 5] = 9.0, 9.0, 8.0  # behind 3 the word forbids 6
-    logits[2, 5], logits[2, 7] = 9.0, 7.5  # 5 has stood once in the output: 9 - 2 < 7.5
+    logits[0, 3], logits[1, 6], logits[1, 5] = 9.0, 9.0, 8.0  # after 3 the bad word forbids 6
+    logits[2, 5], logits[2, 7] = 9.0, 7.5  # 5 is once in the output: 9 - 2 < 7.5
     found = verifier.verify(logits, rows, drafted(2, [3, 5], 2), needs)
     assert found.tokens.new_ids.tolist() == [[3, 5, 7]]
 

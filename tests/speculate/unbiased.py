@@ -107,7 +107,7 @@ def try_many(
 def _trials(first: int, n: int, draft_logits: Tensor, target_ids: Tensor | None) -> Trials:
     device = draft_logits.device
     order = torch.arange(first, first + n, device=device)
-    # High words too, negative ones among them.
+    # High words too, some of them negative.
     seeds = torch.stack([order, 0x9E3779B1 * order], dim=1).int()
     positions = (order % 7).int()
     temperature = torch.full((n,), TEMPERATURE, device=device)
