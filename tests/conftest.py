@@ -13,6 +13,22 @@ from slipstream.models.hub import resolve_model
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import open_checkpoint
 
+# Left out of `make test-fast`: engines in processes of their own, the default model, statistics, long simulations.
+# Each room keeps files that are not among them; a single test elsewhere is marked `long`.
+LONG_FILES = {
+    *("tests/attention/test_flex.py", "tests/commands/test_generate.py", "tests/commands/test_tune.py"),
+    *("tests/engine/test_default_model.py", "tests/engine/test_loop.py", "tests/engine/test_process.py"),
+    *("tests/kernels/test_triton_attention.py", "tests/models/test_gguf.py", "tests/models/test_tokenizer.py"),
+    *("tests/server/test_abuse.py", "tests/server/test_crash.py", "tests/server/test_extremes.py"),
+    *("tests/server/test_front_ends.py", "tests/server/test_hostile_clients.py", "tests/server/test_signals.py"),
+    *("tests/server/test_speculation.py", "tests/sim/test_drafter_failures.py", "tests/sim/test_failures.py"),
+    *("tests/sim/test_recurrent.py", "tests/sim/test_seeds.py", "tests/speculate/test_eagle.py"),
+    *("tests/speculate/test_hybrid.py", "tests/speculate/test_lossless.py", "tests/speculate/test_ngram_search.py"),
+    *("tests/speculate/test_rejection.py", "tests/speculate/test_unbiased_engine.py", "tests/test_lossless_fuzz.py"),
+    *("tests/test_shipped_head.py", "tests/train/test_trainer.py", "tests/train/test_train.py"),
+    "tests/weights/test_gguf_blocks.py",
+}
+
 # A step that reads what it did not write must not pass a test by luck.
 os.environ["SLIPSTREAM_POISON"] = "1"
 # A shell that starts the suite in the background makes it ignore Ctrl-C, which child processes would inherit.
@@ -24,7 +40,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--model", help="a model folder for the tests on a GPU, instead of a tiny random one")
-    parser.addoption("--fast", action="store_true", help="the first case of each test, without those marked long")
+    parser.addoption("--fast", action="store_true", help="the first case of each test, without long ones")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     kept: dict[str, pytest.Item] = {}
     for item in items:
-        if item.get_closest_marker("long") is None:
+        if item.get_closest_marker("long") is None and item.nodeid.partition("::")[0] not in LONG_FILES:
             kept.setdefault(item.nodeid.partition("[")[0], item)
     config.hook.pytest_deselected(items=list({*items}.difference(kept.values())))
     items[:] = kept.values()

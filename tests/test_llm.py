@@ -309,6 +309,7 @@ def test_async_streams_run_side_by_side(folder: Path, llm: LLM) -> None:
     assert asyncio.run(everything()) == expected
 
 
+@pytest.mark.long
 def test_500_requests_through_a_cache_of_a_tenth_of_their_pages(folder: Path) -> None:
     """All finish, right, and no page is lost."""
     rng = random.Random(4)

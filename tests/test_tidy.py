@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES as LONG_TESTS
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "slipstream").rglob("*.py"))
 MAX_FILE_LINES = 400
 # Files that are longer, by name, and why they are not cut.
 LONG_FILES = {
     "decode_attention.py": "one kernel with its second pass, its launcher and its definition",
+    "draft_inputs.py": "four operations that make a drafter's inputs, each with its definition, launcher and kernel",
     "draft_head.py": "what the kinds of draft heads share: reading, building and loading them",
     "flex.py": "one backend: its masks, its blocks and what compiles them",
     "small_linear.py": "one kernel in five variants that share their loads",
@@ -120,6 +123,14 @@ def test_only_config_reads_the_environment(source: Path) -> None:
 def test_nothing_is_left_for_later(source: Path) -> None:
     text = source.read_text()
     assert not [word for word in BANNED_WORDS if word in text]
+
+
+def test_the_fast_tests_cover_every_room() -> None:
+    tests = ROOT / "tests"
+    assert all((ROOT / path).is_file() for path in LONG_TESTS), "a file is not where the list has it"
+    fast = {path for path in tests.rglob("test_*.py") if path.relative_to(ROOT).as_posix() not in LONG_TESTS}
+    rooms = {path.name for path in (ROOT / "slipstream").iterdir() if (path / "__init__.py").is_file()}
+    assert rooms <= {path.parent.relative_to(tests).as_posix().split("/")[0] for path in fast} | {"assets"}
 
 
 def test_every_kernel_file_has_a_test() -> None:

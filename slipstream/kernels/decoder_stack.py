@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels import native
 from slipstream.kernels.linear import PackedWeight
-from slipstream.kernels.native.records import CACHED_KINDS, MatrixRecord
+from slipstream.kernels.native.records import CACHED_KINDS, MatrixRecord, fields
 from slipstream.kernels.quant_weights import QuantMatrix
 
 StackMatrix = PackedWeight | QuantMatrix
@@ -40,35 +40,31 @@ class StackLayer:
     window: int
 
 
-_VECTORS = ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm")
-_MATRICES = ("qkv", "o", "gate_up", "down")
+_VECTORS = "input_norm qkv_bias q_norm k_norm o_bias post_norm"
+_MATRICES = "qkv o gate_up down"
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _VECTORS),
-        *((name, ctypes.POINTER(MatrixRecord)) for name in _MATRICES),
-        ("cache", ctypes.c_void_p),
-        ("window", ctypes.c_int64),
+        fields(ctypes.c_void_p, _VECTORS)
+        + fields(ctypes.POINTER(MatrixRecord), _MATRICES)
+        + fields(ctypes.c_void_p, "cache")
+        + fields(ctypes.c_int64, "window")
     )
 
 
 class _Sizes(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "intermediate", "page_size")),
-        *((name, ctypes.c_int64) for name in ("rotary_dim", "cache_kind")),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-    )
+    _fields_ = fields(
+        ctypes.c_int64, "hidden heads kv_heads dim intermediate page_size rotary_dim cache_kind"
+    ) + fields(ctypes.c_float, "eps scale")
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "requests", "table_stride")),
-        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "page_ids", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("starts", "query_lens", "seq_lens", "block_table", "seq_starts")),
-        ("planes", ctypes.c_int),
-        ("num_threads", ctypes.c_int),
+        fields(ctypes.c_int64, "tokens requests table_stride")
+        + fields(ctypes.c_void_p, "cosine sine page_ids offsets")
+        + fields(ctypes.c_void_p, "starts query_lens seq_lens block_table seq_starts")
+        + fields(ctypes.c_int, "planes num_threads")
     )
 
 
@@ -84,9 +80,9 @@ def _matrix_record(matrix: StackMatrix) -> MatrixRecord:
 
 
 def _layer_record(layer: StackLayer, cache: Tensor) -> _Layer:
-    vectors = (_address(getattr(layer, name)) for name in _VECTORS)
+    vectors = (_address(getattr(layer, name)) for name in _VECTORS.split())
     # ctypes keeps what a pointer was made of.
-    matrices = (ctypes.pointer(_matrix_record(getattr(layer, name))) for name in _MATRICES)
+    matrices = (ctypes.pointer(_matrix_record(getattr(layer, name))) for name in _MATRICES.split())
     return _Layer(*vectors, *matrices, cache.data_ptr(), layer.window)
 
 
@@ -149,31 +145,43 @@ def decoder_stack(
     seq_lens: Tensor,  # [num_reqs] int32
     block_table: Tensor,  # [num_reqs, max_pages] int32
     begin: int,  # the first layer
-    end: int,  # the one behind the last
+    end: int,  # the one after the last
     seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
 ) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
     lib = native.library()
     assert lib is not None
     layers = stack.records(kv_caches)
     sizes = _Sizes(
-        stack.hidden_size,
-        stack.num_heads,
-        stack.num_kv_heads,
-        stack.head_dim,
-        stack.layers[0].gate_up.out_size,
-        kv_caches[0].shape[3],
-        cos.shape[-1],
-        CACHED_KINDS[kv_caches[0].dtype],
-        stack.eps,
-        stack.scale,
+        hidden=stack.hidden_size,
+        heads=stack.num_heads,
+        kv_heads=stack.num_kv_heads,
+        dim=stack.head_dim,
+        intermediate=stack.layers[0].gate_up.out_size,
+        page_size=kv_caches[0].shape[3],
+        rotary_dim=cos.shape[-1],
+        cache_kind=CACHED_KINDS[kv_caches[0].dtype],
+        eps=stack.eps,
+        scale=stack.scale,
     )
-    tables = (query_start_loc, query_lens, seq_lens, block_table, seq_starts)
-    arrays = [_address(x) for x in (cos, sin, page_ids, offsets, *tables)]
-    sizes_of_step = (hidden.shape[0], seq_lens.shape[0], block_table.stride(0))
-    step = _Step(*sizes_of_step, *arrays, stack.planes, torch.get_num_threads())
+    step = _Step(
+        tokens=hidden.shape[0],
+        requests=seq_lens.shape[0],
+        table_stride=block_table.stride(0),
+        cosine=cos.data_ptr(),
+        sine=sin.data_ptr(),
+        page_ids=page_ids.data_ptr(),
+        offsets=offsets.data_ptr(),
+        starts=query_start_loc.data_ptr(),
+        query_lens=query_lens.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        block_table=block_table.data_ptr(),
+        seq_starts=_address(seq_starts),
+        planes=stack.planes,
+        num_threads=torch.get_num_threads(),
+    )
     out, residual = hidden.clone(), torch.zeros_like(hidden) if residual is None else residual.clone()
     first = ctypes.addressof(layers) + begin * ctypes.sizeof(_Layer)
-    pointers = (first, end - begin, ctypes.addressof(sizes), ctypes.addressof(step))
-    if lib.slip_decoder_stack(*pointers, out.data_ptr(), residual.data_ptr()):
+    records = (first, end - begin, ctypes.addressof(sizes), ctypes.addressof(step))
+    if lib.slip_decoder_stack(*records, out.data_ptr(), residual.data_ptr()):
         raise MemoryError("no memory for the activations of a step")
     return out, residual

@@ -28,10 +28,12 @@ def threads() -> Iterator[None]:
 
 
 def activations(num_tokens: int, in_size: int) -> Tensor:
-    """With outliers of two sizes, as the inputs of real layers have them, a token of zeros and a tiny one."""
+    """With outliers of two sizes, as the inputs of real layers have them, some in a few tokens alone; a token of zeros
+    and a tiny one."""
     x = torch.randn(num_tokens, in_size, generator=torch.Generator().manual_seed(0))
     x[:, ::97] *= 12
     x[:, 41] *= 300
+    x[3::3, 70] *= 500
     x[1:2] = 0.0
     x[2:3] *= 1e-20
     return x
@@ -80,20 +82,20 @@ def test_a_token_is_the_same_beside_any_others_and_on_any_number_of_threads(
         assert torch.equal(quant_linear(x[first:end], matrix, None, planes), together[first:end])
 
 
-@pytest.mark.parametrize("planes", [0, 3])
+@pytest.mark.parametrize("planes", [0, 2, 3])
 def test_segments_and_bias(planes: int) -> None:
     parts = [segment_of(kind, num_rows, 512) for kind, num_rows in (("Q5_0", 37), ("Q8_0", 16), ("Q6_K", 5))]
     bias, x = torch.randn(58), activations(5, 512)
     out = quant_linear(x, QuantMatrix(tuple(segment for segment, _ in parts)), bias, planes)
     for part, (segment, weight) in zip(out.split([37, 16, 5], dim=1), parts, strict=True):
         alone = quant_linear(x, QuantMatrix((segment,)), None, planes)
-        assert error(alone, x.double() @ weight.double().T) < 1e-6
+        assert error(alone, x.double() @ weight.double().T) < LARGEST_ERROR[planes]
         own_bias = bias[: len(weight)]
         bias = bias[len(weight) :]
         assert torch.equal(part, alone + own_bias)
 
 
-@pytest.mark.parametrize("planes", [0, 3])
+@pytest.mark.parametrize("planes", [0, 2, 3])
 @pytest.mark.parametrize("size", [1, 16, 40])
 def test_gates_in_the_product(size: int, planes: int) -> None:
     gates, gate_weight = segment_of("Q4_1", size, 96)
@@ -102,10 +104,11 @@ def test_gates_in_the_product(size: int, planes: int) -> None:
     out = quant_linear(x, QuantMatrix((gates, values), gated=True), None, planes)
     gate, value = x.double() @ gate_weight.double().T, x.double() @ value_weight.double().T
     expected = gate * torch.sigmoid(gate) * value
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    largest = max(1e-5, LARGEST_ERROR[planes])
+    torch.testing.assert_close(out.double(), expected, rtol=largest, atol=largest * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("planes", [0, 3])
+@pytest.mark.parametrize("planes", [0, 2, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_stays_none(value: float, planes: int) -> None:
     matrix = QuantMatrix((segment_of("Q4_1", 20, 96)[0],))
@@ -122,9 +125,21 @@ def test_the_definition_is_what_runs_without_a_compiler(gated: bool, monkeypatch
     parts = tuple(segment_of(kind, 20, 96)[0] for kind in ("Q8_0", "Q5_1"))
     matrix, x = QuantMatrix(parts, gated=gated), torch.randn(3, 96)
     bias = None if gated else torch.randn(40)
-    expected = quant_linear(x, matrix, bias, default_planes())
+    expected = quant_linear(x, matrix, bias, 0)
     monkeypatch.setattr(native, "library", lambda: None)
     torch.testing.assert_close(quant_linear(x, matrix, bias, 0), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_default_is_the_same_where_bytes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a text is the same on all such CPUs; the accuracy that it has is tested above."""
+    monkeypatch.delenv("SLIPSTREAM_CPU_ACTIVATION_BITS", raising=False)
+    if " avx2 " not in native.cpu_features():
+        pytest.skip("no AVX2 here")
+    for isa in ("native", "avx2"):
+        monkeypatch.setattr(native, "_isa", isa)
+        assert default_planes() == 2
+    monkeypatch.setenv("SLIPSTREAM_CPU_ACTIVATION_BITS", "24")
+    assert default_planes() == 3
 
 
 def test_other_builds_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

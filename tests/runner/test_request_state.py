@@ -61,7 +61,7 @@ def test_an_unchanged_batch_stages_nothing() -> None:
     batch, starts = np.array([2, 0], dtype=np.int32), np.array([0, 1, 4], dtype=np.int32)
     rows.stage_batch(rows.batch_columns(batch, starts, starts * 2, starts * 3))
     assert rows.flush() > 0
-    # Law 6: what lies behind the batch is padding.
+    # Law 6: everything after the batch is padding.
     assert rows.batch_rows.tolist() == [2, 0, rows.scratch_row]
     assert rows.query_start_loc.tolist() == [0, 1, 4, 4]
     assert rows.logit_start_loc.tolist() == [0, 2, 8, 8]
@@ -78,9 +78,9 @@ def test_the_worst_step_fits_into_the_staging_buffers() -> None:
     rows = RequestRows(config(), CpuDevice())
     bias = dict.fromkeys(range(300), 1.0)
     params = SamplingParams(temperature=0.0, seed=0, logit_bias=bias).with_defaults(SamplingParams())
-    words = tuple((i,) * 8 for i in range(32))
+    bad_words = tuple((i,) * 8 for i in range(32))
     for row in range(3):
-        request = Request("r", (1,) * 13, params, tuple(range(16)), 40, bad_word_ids=words)
+        request = Request("r", (1,) * 13, params, tuple(range(16)), 40, bad_word_ids=bad_words)
         rows.stage_init(RowInit(row, request, [1] * 13, 0))
         rows.stage_pages([PageDiff(row, 0, list(range(1, 11)))])
     starts = np.array([0, 2, 4, 8], dtype=np.int32)

@@ -34,7 +34,7 @@ class Clock(CpuDevice):
 def test_a_gpu_is_timed_once_it_has_lowered_its_clocks(seconds: float) -> None:
     clock = Clock(lambda i: seconds * (1.0 if i < 3 else 1.2), runs_beside=True)
     assert seconds_of_a_step(clock, clock.run) == pytest.approx(1.2 * seconds)
-    assert clock.num_run <= 52, "somebody may be waiting"
+    assert clock.num_run <= 52, "a request may be waiting"
 
 
 def test_a_cpu_that_serves_others_is_timed_again() -> None:
@@ -50,13 +50,13 @@ class Onlooker(SimDevice):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.look: Callable[[], torch.Tensor] | None = None
+        self.inspect: Callable[[], torch.Tensor] | None = None
         self.seen: list[list[int]] = []
 
     def seconds_of(self, run: Callable[[], None]) -> float:
         seconds = super().seconds_of(run)
-        if self.look is not None:
-            self.seen.append(self.look().tolist())
+        if self.inspect is not None:
+            self.seen.append(self.inspect().tolist())
         return seconds
 
 
@@ -71,10 +71,10 @@ def adaptive_core(device: SimDevice, mode: str) -> EngineCore:
 
 @pytest.mark.parametrize("mode", ["full", "none"])
 def test_steps_are_timed_over_many_tokens(mode: str) -> None:
-    """Equal ones take less power, and ask for the same experts. Nothing of them is left behind."""
+    """Equal tokens take less power and choose the same experts. None of them are left in the row."""
     device = Onlooker(1)
     core = adaptive_core(device, mode)
-    device.look = lambda: device.peek(core.runner.buffers.input_ids).clone()
+    device.inspect = lambda: device.peek(core.runner.buffers.input_ids).clone()
     while core.use_idle_time():
         pass
     num_tokens = [len(set(tokens[:4])) for tokens in device.seen]
@@ -90,7 +90,7 @@ def prices_in_idle_time(mode: str, num_wanted: int) -> set[tuple[int, int]]:
     idle_work = core.runner.idle_work
     assert idle_work.timer is not None
     idle_work.timer.on_cost = lambda num_reqs, num_drafts, seconds: told.add((num_reqs, num_drafts))
-    device.look = lambda: torch.zeros(0)
+    device.inspect = lambda: torch.zeros(0)
     for _ in range(num_wanted):
         assert core.use_idle_time(lambda: True)
     assert not device.seen

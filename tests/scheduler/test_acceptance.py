@@ -38,7 +38,7 @@ def test_by_hand() -> None:
     known = Acceptance(2, 2)
     known.move_in(0)
     known.learn(np.array([0]), np.array([1]), 2)
-    # 0.7 of eight trials, and one more: the first draft stood, the second did not.
+    # 0.7 of eight trials, and one more: the first draft was accepted, the second was not.
     assert known.right[0].tolist() == pytest.approx([0.7 + 0.3 / 9, 0.7 - 0.7 / 9])
     assert known.usual.tolist() == pytest.approx([0.7 + 0.3 / 32, 0.7 - 0.7 / 32])
     assert known.tokens(np.array([0])) == pytest.approx([1, 1.7333, 1.7333 + 0.7333 * 0.6222], abs=1e-3)
@@ -52,7 +52,7 @@ def test_a_draft_behind_a_wrong_one_says_nothing() -> None:
 
 
 def test_rehearsed_drafts_of_some_count_for_their_batch() -> None:
-    """Who has a turn in every fourth step forgets four times as much; places that were judged before do not count."""
+    """A row that is judged in every fourth step forgets four times as much; positions judged before do not count."""
     often, rarely = Acceptance(1, 3), Acceptance(1, 3)
     for known in (often, rarely):
         for _ in range(100):
@@ -61,7 +61,7 @@ def test_rehearsed_drafts_of_some_count_for_their_batch() -> None:
     said, right = [Judged(0, 1, 1, 2)], often.right[0].copy()
     often.learn_rehearsed(said, 1)
     rarely.learn_rehearsed(said, 4)
-    assert often.right[0, 0] == rarely.right[0, 0] == right[0], "it stood there before"
+    assert often.right[0, 0] == rarely.right[0, 0] == right[0], "it was judged before"
     assert often.right[0, 1] == pytest.approx(right[2] * 31 / 32)
     assert rarely.right[0, 1] == pytest.approx(right[2] * 8 / 9)
 

@@ -72,7 +72,7 @@ def started(scheduler: Scheduler, device: Device) -> StepPlan:
 def test_who_filled_a_page_and_who_found_it() -> None:
     scheduler = make(budget=64)
     device = Device(scheduler, 2)
-    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  nobody stops early
+    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  no request stops early
     plan = started(scheduler, device)
     assert plan.composition.request_ids == ("a", "b", "c") and plan.composition.num_common_pages == 2
     decodes = [scheduler.schedule() for _ in range(3)]
@@ -87,7 +87,7 @@ def test_who_filled_a_page_and_who_found_it() -> None:
     assert plan_without is not None and plan_without.composition.num_common_pages == 3
 
 
-def test_never_means_that_nobody_counts() -> None:
+def test_never_means_that_pages_are_not_counted() -> None:
     scheduler = make(budget=64)
     scheduler._pages._config = replace(scheduler._config, least_saved=None)
     device = Device(scheduler, 2)

@@ -53,7 +53,7 @@ class Engine:
         )
         draws = [self._random.random() for _ in range(n)] + [1.0] * p
         accepted = [sum(draw < rate for rate in rates[:check]) for draw in draws]
-        # Of a draft that is there and has no place the device says whether it was right.
+        # The device says whether an unverified draft would have been accepted.
         would_accept = [int(draw < rates[0] and self._made > 0 and check == 0) for draw in draws]
         # What a step costs is half what it checks and half what it makes.
         self.seconds += (self._cost[check] + self._cost[make]) / 2
@@ -121,7 +121,7 @@ def test_it_comes_back_however_long_nothing_was_right() -> None:
     assert engine.policy.length > 0
 
 
-def test_where_nothing_is_drafted_a_trial_makes_a_draft_that_nobody_checks() -> None:
+def test_while_nothing_is_drafted_a_trial_proposes_a_draft_that_is_not_verified() -> None:
     engine = Engine(2, dear(0.05))
     engine.run(ZERO, 200)
     trace = engine.trace[-128:]
@@ -151,7 +151,7 @@ def test_where_that_says_too_little_it_is_checked() -> None:
 
 
 def test_trials_count_beside_prompts() -> None:
-    """A server that is busy has somebody's prompt in every step. And nothing is learnt of who has no draft."""
+    """A busy server has a prompt in every step. And nothing is learnt from requests without drafts."""
     engine = Engine(7, dear(0.05))
     engine.run(ZERO, 300)
     assert engine.policy.length == 0
@@ -214,7 +214,7 @@ def test_wrong_trials_come_later_and_later_until_another_request_does() -> None:
         engine.policy._num_since_trial = 0
         engine.trace.clear()
         engine.run(ZERO, 300)
-        # A step until the trial's drafts are made, another until they are checked, and what was in flight.
+        # A step until the trial's drafts are proposed, another until they are verified, and the steps in flight.
         gaps = np.diff([0, *trials(engine.trace)])
         assert all(low <= gap <= low + 4 for gap, low in zip(gaps, (16, 32, 64, 64, 64), strict=False)), gaps
         assert len(gaps) >= 4
@@ -284,7 +284,7 @@ def test_requests_are_learnt_of_one_by_one() -> None:
         policy.launched(both)
         policy.collected(both, [3, 0], [0, 0])
         policy.update()
-    # A batch of the one that is always right wants many; of the other none.
+    # A batch of the request whose drafts are always right drafts many; of the other none.
     policy.launched(Composition(("a",), (1,), (2,), (4,), (True,), (3,), 4, 3))
     assert policy.length >= 3
     policy.launched(Composition(("b", "c"), (1, 1), (5, 5), (4, 4), (True, True), (3, 3), 8, 3))
@@ -342,7 +342,7 @@ def test_real_steps_put_the_measurements_right() -> None:
     for _ in range(60):
         costs.observe(1, 2, 1.0)  # measured: 2.0
     assert costs.seconds(1, 2) == pytest.approx(1.0, rel=0.01)
-    # Nobody has used the others, so they are taken to be half as long as well.
+    # The other lengths were never used, so they are taken to be half as long as well.
     assert costs.seconds(1, 0) == pytest.approx(0.5, rel=0.01)
     for _ in range(30):
         costs.observe(1, 0, 1.0)

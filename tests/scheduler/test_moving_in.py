@@ -42,7 +42,7 @@ def unending(scheduler: Scheduler) -> Device:
 
 
 def test_prompts_beside_decodes_are_held_to_a_share_of_the_step() -> None:
-    """Somebody watches the decodes: a step with a long prompt in it would hold them up. Alone a prompt has all."""
+    """Users read the decodes, which a step with a long prompt would delay. A prompt alone has the whole budget."""
     config = SchedulerConfig(4, 64, 64, 64, mixed_prefill_tokens=6)
     scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=100))
     device = unending(scheduler)
@@ -76,7 +76,7 @@ def test_a_request_that_moves_in_again_is_counted_once() -> None:
 
 
 def test_a_request_that_wants_no_drafts_has_no_room_for_them() -> None:
-    """Alone, its steps have neither places to check drafts nor any to make."""
+    """Alone, its steps have no draft slots and propose nothing."""
     scheduler = make(num_drafts=5)
     device = unending(scheduler)
     scheduler.add(request("a", 4, max_k=0))

@@ -97,7 +97,7 @@ class Device:
         return StepResult(plan, tokens, statuses, none, [max(0, len(new) - 1) for new in tokens], none)
 
     def _check_common(self, plan: StepPlan) -> None:
-        """As many leading pages as all have, filled, and every query token behind them."""
+        """As many leading pages as all have, filled, and every query token after them."""
         rows = [self.rows[row] for row in plan.composition.rows]
         longest = min(len(row.pages) for row in rows) if len(rows) > 1 else 0
         shared = (i for i in range(longest) if len({row.pages[i] for row in rows}) > 1)
@@ -116,10 +116,10 @@ class Device:
         for position in range(end):
             page_id = row.pages[position // page_size]
             slot, content = (page_id, position % page_size), tuple(row.tokens[: position + 1])
-            assert page_id != 0, "the null page belongs to nobody"
+            assert page_id != 0, "the null page belongs to no request"
             if position >= row.computed:
                 self.memory[slot] = content
-            assert self.memory[slot] == content, "somebody else wrote here"
+            assert self.memory[slot] == content, "another request wrote here"
         row.computed = end
         assert scheduled.samples == (row.computed == len(row.tokens))
         if row.computed < len(row.tokens):
@@ -179,10 +179,10 @@ def simulate(
         request(f"r{i}", random_prompt(rng), rng.randint(1, 16), rng.choice([0, 0, 0, 1, -1]), rng.choice(limits))
         for i in range(rng.randint(1, 14))
     ]
-    wanted = {r.request_id: r for r in todo}
+    requested = {r.request_id: r for r in todo}
     flying: deque[StepResult] = deque()
     finished, aborted = {}, set()
-    counts = dict.fromkeys(wanted, 0)
+    counts = dict.fromkeys(requested, 0)
     idle = 0
     while todo or scheduler.has_requests or flying:
         while todo and rng.random() < 0.4:
@@ -207,11 +207,11 @@ def simulate(
                     assert state.token_ids == device.rows[state.row].tokens
         scheduler.pool.check([s.page_ids for s in [*scheduler.running, *scheduler._leaving]])
     scheduler.check_idle()
-    assert set(finished) | aborted == set(wanted)
+    assert set(finished) | aborted == set(requested)
     if not aborted:  # each request counts once, however often it moved in
-        assert scheduler.stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in wanted.values())
+        assert scheduler.stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in requested.values())
     for request_id, reason in finished.items():
-        limit = wanted[request_id].max_total_tokens - len(wanted[request_id].prompt_token_ids)
+        limit = requested[request_id].max_total_tokens - len(requested[request_id].prompt_token_ids)
         assert counts[request_id] == limit if reason == "length" else counts[request_id] <= limit
     return scheduler
 
@@ -310,7 +310,7 @@ def test_preemption_collects_first_and_takes_the_youngest() -> None:
 
 
 def test_unknown_requests_cannot_be_finished() -> None:
-    assert make().finish("nobody") is False
+    assert make().finish("unknown") is False
 
 
 @pytest.mark.parametrize("when", ["waiting", "running"])
@@ -346,7 +346,7 @@ def test_a_prompt_seen_before_is_not_computed_again() -> None:
     scheduler.add(request("second", [*prompt[:10], 99]))
     plan = scheduler.schedule()
     assert plan is not None and (plan.row_inits[0].num_computed, plan.requests[0].num_tokens) == (8, 3)
-    # A prompt that is cached whole still computes its last token: somebody has to draw the next one.
+    # A prompt that is cached whole still computes its last token: the next one has to be sampled.
     scheduler.add(request("third", prompt[:8]))
     plan = scheduler.schedule()
     assert plan is not None
@@ -400,7 +400,7 @@ def test_under_pressure_the_oldest_always_moves() -> None:
     """Fairness: requests finish in the order they came when all are alike and pages are scarce."""
     scheduler = make(pages=9, max_len=36)
     device = Device(scheduler, 0)
-    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  nobody stops early
+    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  no request stops early
     for i in range(6):
         scheduler.add(request(f"{chr(97 + i)}", 12, 16))
     assert run_to_end(scheduler, device) == ["a", "b", "c", "d", "e", "f"]
@@ -437,22 +437,22 @@ def test_always_means_one_step_at_a_time() -> None:
     assert scheduler.stats.num_drains == 4
 
 
-class Wanted(FixedLength):
+class SetLength(FixedLength):
     """Whatever a test asks for."""
 
     def __init__(self, check: int, make: int) -> None:
         self._lengths = Lengths(check, make)
 
-    def want(self, check: int, make: int) -> None:
+    def set(self, check: int, make: int) -> None:
         self._lengths = Lengths(check, make)
 
 
-def test_steps_check_what_was_made_and_make_what_is_wanted() -> None:
-    """A drafter with keys of its own is shown every prompt, even where no drafts are wanted."""
+def test_steps_verify_what_was_proposed_and_propose_what_is_requested() -> None:
+    """A drafter with its own keys processes every prompt, even if no drafts are requested."""
     config = SchedulerConfig(
         4, 32, 16, 64, num_drafts=5, num_draft_slots=5, needs=Needs(own_keys=True, catches_up=True)
     )
-    length = Wanted(5, 0)
+    length = SetLength(5, 0)
     scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), length)
     scheduler.add(request("a", 4, 40))
 
@@ -463,17 +463,17 @@ def test_steps_check_what_was_made_and_make_what_is_wanted() -> None:
 
     assert next_step() == (0, 1), "a prompt"
     assert next_step() == (1, 0), "what the prompt's step has made is checked"
-    length.want(5, 3)
+    length.set(5, 3)
     assert next_step() == (0, 3), "nothing was made for it to check"
-    length.want(2, 2)
+    length.set(2, 2)
     assert next_step() == (2, 2), "fewer at once"
     assert next_step() == (2, 2)
-    length.want(5, 5)
+    length.set(5, 5)
     assert [next_step(), next_step()] == [(2, 5), (5, 5)], "more take a step"
 
 
 @pytest.mark.parametrize(
-    ("own_keys", "follows", "wanted", "made"),
+    ("own_keys", "follows", "asked", "proposed"),
     [
         (True, False, 0, 3),  # it must be shown the prompt
         (True, True, 0, 0),  # it is shown it anyhow
@@ -483,7 +483,7 @@ def test_steps_check_what_was_made_and_make_what_is_wanted() -> None:
     ],
 )
 def test_behind_a_step_with_prompts_as_many_are_made_as_there_is_a_graph_for(
-    own_keys: bool, follows: bool, wanted: int, made: int
+    own_keys: bool, follows: bool, asked: int, proposed: int
 ) -> None:
     config = SchedulerConfig(
         *(4, 32, 16, 64),
@@ -492,7 +492,7 @@ def test_behind_a_step_with_prompts_as_many_are_made_as_there_is_a_graph_for(
         needs=Needs(own_keys=own_keys, catches_up=own_keys, follows=follows),
         drafts_beside_prompts=3,
     )
-    scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), Wanted(5, wanted))
+    scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=60), SetLength(5, asked))
     scheduler.add(request("a", 4, 40))
     steps = []
     for step in range(4):
@@ -501,8 +501,8 @@ def test_behind_a_step_with_prompts_as_many_are_made_as_there_is_a_graph_for(
         plan = scheduler.schedule()
         assert plan is not None
         steps.append((plan.composition.num_drafts[0], plan.composition.num_next_drafts))
-    # A prompt; a decode; a decode beside a prompt; two decodes. What is made beyond the wish is checked as well.
-    assert steps == [(0, made), (made, wanted), (wanted, made), (made, wanted)]
+    # A prompt; a decode; a decode beside a prompt; two decodes. Drafts beyond those requested are verified as well.
+    assert steps == [(0, proposed), (proposed, asked), (asked, proposed), (proposed, asked)]
 
 
 def test_the_end_of_the_last_request_does_not_look_at_every_page() -> None:

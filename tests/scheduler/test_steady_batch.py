@@ -160,7 +160,7 @@ def test_a_composition_that_stays_is_one_object() -> None:
     config = SchedulerConfig(4, 64, 64, 64)
     scheduler = Scheduler(config, CacheConfig(page_size=4, num_pages=200))
     device = Device(scheduler, 0)
-    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  nobody stops early
+    device.rng.random = lambda: 1.0  # type: ignore[method-assign]  no request stops early
     for name in "abc":
         scheduler.add(request(name, 5, 40))
     compositions = []

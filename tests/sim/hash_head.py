@@ -1,8 +1,8 @@
 """A draft head over the hash model: right if and only if its cache, hidden states, positions and pairs of tokens are.
 
 A hidden state of the target holds what its layers have seen, so with the next token the next state can be computed.
-The head looks at the state behind two layers, which must belong to each other, or behind the final norm, and at its own
-cache: with what the target had seen at the first slot, which stands there beside the key, the keys it finds from there
+The head reads the state after two layers, which must belong to each other, or after the final norm, and its own
+cache: with what the target had seen at the first slot, which is stored beside the key, the keys it finds from there
 on must add up to what the target has seen of the tokens. Where it is made of several modules, each has a cache of its
 own, takes only what the one before has left, and is wrong at states of its own. Where anything else is wrong it guesses
 at random.
@@ -49,7 +49,7 @@ def _joined(x: np.ndarray) -> UInts:
 class HeadShape(NamedTuple):
     """What differs between the heads of one world and another."""
 
-    taps: tuple[int, ...] = (1, 2)  # empty: behind the final norm
+    taps: tuple[int, ...] = (1, 2)  # empty: after the final norm
     num_modules: int = 1
     draft_ids: Sequence[int] | None = None  # the target's tokens that it can say, in its own order; None: all
 
@@ -80,7 +80,7 @@ def join_taps(
 
 @operation(_states)
 def read_normed(
-    features: Tensor,  # [n, 6] float64: the stream behind the final norm, which doubles it
+    features: Tensor,  # [n, 6] float64: the stream after the final norm, which doubles it
 ) -> Tensor:  # [n, 9]
     return _behind_target(features.numpy() / 2)
 
@@ -94,12 +94,12 @@ def key_of(
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     seq_starts: Tensor | None,  # [num_reqs] int32
 ) -> Tensor:  # [n, 2]: of another token where the state is not what the module before has made of p - 1
-    before, place, first = hidden.numpy(), positions.numpy(), np.zeros(len(positions), dtype=np.int64)
+    before, slot, first = hidden.numpy(), positions.numpy(), np.zeros(len(positions), dtype=np.int64)
     if seq_starts is not None:
-        request = np.searchsorted(query_start_loc.numpy()[1:], np.arange(len(place)), side="right")
+        request = np.searchsorted(query_start_loc.numpy()[1:], np.arange(len(slot)), side="right")
         first = seq_starts.numpy()[np.minimum(request, len(seq_starts) - 1)]
     # The first tokens have no module before them that had one before it.
-    right = (place < first + module_idx) | ((before[:, 1] == place) & (before[:, 6] == module_idx))
+    right = (slot < first + module_idx) | ((before[:, 1] == slot) & (before[:, 6] == module_idx))
     return torch.from_numpy(own.numpy() + np.where(right[:, None], 0.0, [1000.0, 0.0]))
 
 
@@ -112,17 +112,17 @@ def next_state(
     positions: Tensor,  # [n] int64: p
     module_idx: int,
 ) -> Tensor:  # [n, 9]: the state at p + 1
-    before, token, place = hidden.numpy(), own.numpy(), positions.numpy()
-    position = (place + 1).astype(np.uint64)
+    before, token, slot = hidden.numpy(), own.numpy(), positions.numpy()
+    position = (slot + 1).astype(np.uint64)
     state, seen = token[:, 0].astype(np.uint64), []
     for layer_idx in range(NUM_LAYERS):
         key = state * np.uint64(8191) + position * np.uint64(127) + position
         seen.append(_joined(before[:, 2 + 2 * layer_idx : 4 + 2 * layer_idx]) + scramble(key))
         mixed = seen[-1] + scramble(state + position * np.uint64(3) + np.uint64(layer_idx))
         state = scramble(mixed) >> np.uint64(16)
-    # All keys of the cache are the target's of the tokens behind, so those up to its first slot alone are missing.
+    # All keys of the cache are the target's of the next tokens, so only those up to its first slot are missing.
     missing = _joined(first_seen.numpy())
-    right = (missing + _joined(own_seen.numpy()) == seen[0]) & (before[:, 1] == place)
+    right = (missing + _joined(own_seen.numpy()) == seen[0]) & (before[:, 1] == slot)
     if module_idx:
         right &= before[:, 6] == module_idx
     state = np.where(right, state, scramble(state + np.uint64(1)) >> np.uint64(16))

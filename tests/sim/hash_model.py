@@ -1,10 +1,10 @@
-"""A model that stands in for a network: its next token is a hash of everything it can read through the page table.
+"""A model that replaces a network: its next token is a hash of everything it can read through the page table.
 
 Every token leaves its own hash and position in the cache, layer by layer. One wrong page, slot, position or token, one
 value of another request or of an earlier step, and every token after it is another one. Hidden states are hashes too:
 whatever is computed from a wrong one is wrong. Numbers stay below 2**48, so that float64 holds them exactly.
 
-A recurrent variant has a layer more behind the others. Its state is a hash of every token so far, kept as a delta net's
+A recurrent variant has one more layer at the end. Its state is a hash of every token so far, kept as a delta net's
 is, and decides every fourth token: one state of another token, step or request, and it is another chain from there on.
 """
 
@@ -86,7 +86,7 @@ def hash_attention(
 ) -> Tensor:
     """[num_tokens, 1, 4]: hash of the keys up to each token and of itself, position, sum of those keys' hashes.
 
-    A head gets the last two numbers of its first key in place of hash and position.
+    A head gets the last two numbers of its first key instead of hash and position.
     """
     out = np.zeros(q.shape)
     starts, alive, page_size = query_start_loc.tolist(), query_lens.tolist(), kv_cache.shape[3]
@@ -109,7 +109,7 @@ def hash_attention(
             continue
         table = torch.cat([block_table[0, :num_common_pages], block_table[i, num_common_pages:]])
         keys = _read_keys(cache, table.numpy(), first_slots[i], length)
-        # A head's keys are those of the tokens behind: at slot p that of the token at p + 1.
+        # A head's keys are those of the next tokens: at slot p that of the token at p + 1.
         index = np.arange(first_slots[i], length, dtype=np.uint64) + np.uint64(layer_idx == HEAD_LAYER)
         sums = np.cumsum(scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index))
         seen, own = sums[len(sums) - (end - begin) :], _whole(queries[begin:end, 0])
@@ -123,7 +123,7 @@ def hash_attention(
 
 
 def _read_keys(cache: npt.NDArray[np.float64], page_ids: npt.NDArray[np.int32], first: int, end: int) -> UInts:
-    """A request's keys from slot to slot: [end - first, 4]. What lies before and behind is nobody's business."""
+    """A request's keys from slot to slot: [end - first, 4]. Slots before and after are not read."""
     page_size = cache.shape[3]
     pages, skipped = page_ids[first // page_size : -(-end // page_size)], first // page_size * page_size
     if (pages <= 0).any():
@@ -293,7 +293,7 @@ class HashModel:
         if self._recurrent:
             stream = _stream(_recur(context, x), seen)
         if NORMED in context.taps:
-            context.tap(NORMED, stream + stream)  # another than the stream, so that nobody takes one for the other
+            context.tap(NORMED, stream + stream)  # another than the stream, so that the two cannot be confused
         return stream
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tests.sim.planted import ROOT, Mutation, plant
 
 MUTATIONS = [
     Mutation(
-        "states: a step goes on from behind its own drafts",
+        "states: a step continues after its own drafts",
         "attention/gdn.py",
         "positions=common.seq_lens - common.query_lens,",
         "positions=(common.seq_lens - 1).clamp(min=0),",
@@ -202,7 +202,7 @@ MUTATIONS = [
         "state.num_ahead = self._config.num_draft_slots",
     ),
     Mutation(
-        "drafts: no pages for what the drafter writes behind them",
+        "drafts: no pages for what the drafter writes after them",
         "scheduler/draft_ledger.py",
         "state.num_ahead = self._config.num_drafts + self._config.num_draft_slots",
         "state.num_ahead = self._config.num_drafts",
@@ -214,7 +214,7 @@ MUTATIONS = [
         "return 0",
     ),
     Mutation(
-        "drafts: more of them than there are places",
+        "drafts: more of them than there are slots",
         "kernels/prepare_inputs.py",
         "drafts = torch.minimum(num_drafts[rows], max_drafts)",
         "drafts = num_drafts[rows]",
@@ -226,7 +226,7 @@ MUTATIONS = [
         "max_total[rows] - length)",
     ),
     Mutation(
-        "verify: a draft stands behind one that does not",
+        "verify: a draft is accepted after a rejected one",
         "speculate/verify.py",
         "count = stands.int().cumprod(1).sum(1)",
         "count = stands.int().sum(1)",
@@ -250,7 +250,7 @@ MUTATIONS = [
         "last_indices.copy_(torch.where(runs, start_loc[:-1], 0))",
     ),
     Mutation(
-        "draft model: a draft stands one place too early",
+        "draft model: a draft is one position too early",
         "speculate/draft_inputs.py",
         "position = torch.where(runs, length + idx - 1 - slots_before, 0).long()",
         "position = torch.where(runs, length + idx - 2 - slots_before, 0).long()",
@@ -314,7 +314,7 @@ MUTATIONS = [
         "places = (0 * positions + torch.arange(n))[noted]",
     ),
     Mutation(
-        "notes: of the token itself and not of the one behind it",
+        "notes: of the token itself and not of the next one",
         "speculate/draft_notes.py",
         "behind = torch.where(is_known, token_ids[rows, torch.where(is_known, positions + 1, 0)], 0)",
         "behind = torch.where(is_known, token_ids[rows, torch.where(is_known, positions, 0)], 0)",
@@ -328,8 +328,8 @@ MUTATIONS = [
     Mutation(
         "logits: in the order of tokens where not all decode",
         "runner/generate_head.py",
-        "chosen = hidden if is_decode and len(wanted) == len(hidden) else hidden.index_select(0, wanted)",
-        "chosen = hidden[: len(wanted)]",
+        "chosen = hidden if is_decode and len(indices) == len(hidden) else hidden.index_select(0, indices)",
+        "chosen = hidden[: len(indices)]",
     ),
     Mutation(
         "checking: drafts that are there are taken for none",
@@ -428,13 +428,13 @@ MUTATIONS = [
         "layers = head.taps or (config.model.num_layers,)",
     ),
     Mutation(
-        "heads: a page is found whatever token comes behind it",
+        "heads: a page is found whatever token comes after it",
         "scheduler/draft_ledger.py",
         "return int(self._config.needs.looks_ahead)",
         "return 0",
     ),
     Mutation(
-        "heads: a chunk ends without the token behind it",
+        "heads: a chunk ends without the next token",
         "speculate/draft_inputs.py",
         "known = runs[request] & (next_position < num_tokens[rows][request])",
         "known = runs[request] & (next_position < num_computed[rows][request])",

@@ -17,7 +17,7 @@ def _scramble(x: int) -> int:
 
 
 class HashSequence:
-    """The states of one sequence, token by token, as if nothing stood before its first."""
+    """The states of one sequence, token by token, as if there were nothing before its first."""
 
     def __init__(self, first_position: int = 0, recurrent: bool = False) -> None:
         self._seen = [0] * NUM_LAYERS
@@ -46,7 +46,7 @@ def next_token(state: int, num_used: int, forbidden: Iterable[int] = ()) -> int:
 
 
 def expected_output(request: Request, num_used: int = VOCAB_SIZE, recurrent: bool = False) -> tuple[list[int], str]:
-    """All tokens of a request that nobody aborts, and why it ends."""
+    """All tokens of a request that is not aborted, and why it ends."""
     sequence = HashSequence(recurrent=recurrent)
     for token_id in request.prompt_token_ids:
         sequence.append(token_id)

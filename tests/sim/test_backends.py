@@ -62,7 +62,9 @@ def check(plain: Tokens, watched: Watched, requests: list[Arrival]) -> None:
     assert found == {name: plain[name] for name in found}
     if watched.engine.config.speculative is not None:
         stats = watched.engine.core.stats
-        assert stats.num_draft_tokens > 30 and stats.num_accepted_tokens > 2, "drafts that never stand prove little"
+        assert stats.num_draft_tokens > 30 and stats.num_accepted_tokens > 2, (
+            "drafts that are never accepted prove little"
+        )
 
 
 def check_mixed(monkeypatch: pytest.MonkeyPatch, folders: Folders, plain: Tokens, case: tuple[str, str, int]) -> None:
@@ -131,13 +133,13 @@ def test_twenty_requests(
 def test_decodes_never_drain(
     monkeypatch: pytest.MonkeyPatch, folders: Folders, plain: Tokens, backend: str, method: str
 ) -> None:
-    """Behind the last prompt nothing waits, in XQA and in TRT-LLM; every step but the first finds one under way."""
+    """After the last prompt nothing waits, in XQA and in TRT-LLM; every step but the first finds one in flight."""
     watched = watch(monkeypatch, folders, backend, method, record_all=False, num_gpu_blocks_override=60)
     check(plain, watched, decoding())
-    behind = [launch for launch in watched.launches if not launch.has_prompts]
-    assert len(behind) > 6
-    assert all(launch.num_before == 1 and launch.num_plans == 0 and launch.mode is M.FULL for launch in behind)
-    assert behind[-1].num_drains == behind[0].num_drains
+    later = [launch for launch in watched.launches if not launch.has_prompts]
+    assert len(later) > 6
+    assert all(launch.num_before == 1 and launch.num_plans == 0 and launch.mode is M.FULL for launch in later)
+    assert later[-1].num_drains == later[0].num_drains
     assert FLASHINFER[backend].exact_lengths != "never" or watched.engine.core.stats.num_drains == 0
 
 
@@ -175,8 +177,8 @@ def test_a_builder_that_finds_decodes_by_the_padding_is_found(
 
     options = {"cudagraph_mode": "piecewise", "long_prefill_token_threshold": 5}
     requests = arrivals(4)
-    wanted = {arrival.request.request_id: plain[arrival.request.request_id] for arrival in requests}
+    expected = {arrival.request.request_id: plain[arrival.request.request_id] for arrival in requests}
     with monkeypatch.context() as patch:
-        assert run(watch(patch, folders, "triton", "ngram", **options).engine, requests) == wanted
+        assert run(watch(patch, folders, "triton", "ngram", **options).engine, requests) == expected
     monkeypatch.setattr(TritonBackend, "build", by_padding)
-    assert run(watch(monkeypatch, folders, "triton", "ngram", **options).engine, requests) != wanted
+    assert run(watch(monkeypatch, folders, "triton", "ngram", **options).engine, requests) != expected

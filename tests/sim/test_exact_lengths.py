@@ -80,7 +80,7 @@ def test_what_the_host_says_of_lengths_is_true_and_every_token_right(exact: Exac
         assert world.core.stats.num_drains > 0
 
 
-def test_nobody_is_told_anything_while_bounds_will_do() -> None:
+def test_exact_lengths_are_not_given_while_bounds_suffice() -> None:
     _, backend = run(SEEDS[0], "never")
     assert backend.num_told == 0
 

@@ -174,11 +174,11 @@ def draft_attention(
 def draft_decode(padded_tokens: int, padded_reqs: int, seed: int) -> Tensor:
     """Three drafting requests through a graph recorded for eight tokens."""
     device, num_reqs, size = SimDevice(seed), 3, 8
-    place = device.torch_device
-    seq_lens = torch.zeros(size, dtype=torch.int32, device=place)
-    last_token_indices = torch.zeros(size, dtype=torch.int64, device=place)
-    hidden = torch.ones(size, device=place)
-    num_computed = torch.full((num_reqs,), 4, dtype=torch.int32, device=place)
+    torch_device = device.torch_device
+    seq_lens = torch.zeros(size, dtype=torch.int32, device=torch_device)
+    last_token_indices = torch.zeros(size, dtype=torch.int64, device=torch_device)
+    hidden = torch.ones(size, device=torch_device)
+    num_computed = torch.full((num_reqs,), 4, dtype=torch.int32, device=torch_device)
     with device.record(device.graph_pool()) as capture:
         attended = draft_attention(hidden[:padded_tokens], seq_lens[:padded_tokens])
         picked = attended.index_select(0, last_token_indices[:padded_tokens])
@@ -207,7 +207,7 @@ def test_2_drafts_are_decoded_in_full_graphs_or_none() -> None:
 
 
 def test_2_last_token_indices_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted in the engine's own kernel: what lies behind the last request is left as it was."""
+    """Planted in the engine's own kernel: what is after the last request is not written."""
     from slipstream.kernels.prepare_inputs import prepare_inputs
 
     right = prepare_inputs.body
@@ -300,7 +300,7 @@ def test_4_shapes_that_the_host_knows() -> None:
 
 
 class LazyState(AttentionState):
-    """A tile schedule made by whoever runs first, in the manner of FlashMLA."""
+    """A tile schedule made by the first run, like FlashMLA's."""
 
     schedule: Tensor | None = None
 
@@ -372,9 +372,9 @@ def test_7_an_output_overwritten_by_the_next_step_before_it_was_copied(
 
     monkeypatch.setattr(_Channel, "stage", skip)
     monkeypatch.setattr(_Channel, "send", send)
-    # Log probabilities go that way: worlds in which somebody wants some.
-    wanted = ("logprobs", "prompt_logprobs", "late_arrivals")
-    assert_found(faults_found(events=wanted, seeds=(0, 1, 7), cudagraph_mode=mode), RaceError)
+    # Log probabilities are copied that way: worlds in which some are requested.
+    events = ("logprobs", "prompt_logprobs", "late_arrivals")
+    assert_found(faults_found(events=events, seeds=(0, 1, 7), cudagraph_mode=mode), RaceError)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

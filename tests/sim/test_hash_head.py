@@ -107,8 +107,8 @@ def test_a_head_that_keeps_everything_is_right(num_modules: int) -> None:
 @pytest.mark.parametrize("module_idx", [0, 1, 2])
 def test_a_key_of_another_token_or_position_shows(module_idx: int, column: int, slot: int) -> None:
     def spoil(own: list[Tensor]) -> None:
-        place = STARTS[0] + slot
-        page, offset = int(TABLE[0, place // PAGE]), place % PAGE
+        position = STARTS[0] + slot
+        page, offset = int(TABLE[0, position // PAGE]), position % PAGE
         own[module_idx][page, 0, 0, offset, column] += 1
         own[module_idx][page, 1, 0, offset, 3 - column] += 1
 

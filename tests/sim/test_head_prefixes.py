@@ -1,4 +1,4 @@
-"""Heads and the prefix cache: the last slot of a page has keys of the token behind it, and pages of requests mix."""
+"""Heads and the prefix cache: the last slot of a page has keys of the next token, and pages of requests mix."""
 
 from __future__ import annotations
 

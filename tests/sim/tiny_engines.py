@@ -117,7 +117,7 @@ def shortened(requests: list[Arrival], max_tokens: int) -> list[Arrival]:
 
 
 def decoding() -> list[Arrival]:
-    """All at once, and as many as there are rows: behind their prompts they decode together."""
+    """All at once, and as many as there are rows: after their prompts they decode together."""
     return [Arrival(0, make_request(f"d{i}", [5, 9, 5, 9, i], 16, seed=i, temperature=0.7 * (i % 2))) for i in range(4)]
 
 
@@ -230,7 +230,7 @@ def watch(
 
 
 def run(engine: Engine, requests: list[Arrival], max_turns: int = 1000) -> dict[str, list[int]]:
-    """Tokens of each request; pages, rows and slots are home at the end, and nobody has waited."""
+    """Tokens of each request; pages, rows and slots are home at the end, and nothing has synchronised."""
     core, waiting = engine.core, sorted(requests, key=lambda arrival: arrival.turn)
     tokens: dict[str, list[int]] = {arrival.request.request_id: [] for arrival in requests}
     for turn in range(max_turns):

@@ -194,8 +194,8 @@ class World:
         budget = max(max_num_seqs * (1 + num_drafts), rng.choice([1, 2, 7, 16, 24, 48]))
         max_model_len = rng.choice([24, 40, 64])
         block_size = rng.choice([1, 2, 4, 8, 4 if self.is_alike else 16])
-        wanted = -(-max_model_len // block_size)
-        num_pages = wanted + (rng.randint(0, wanted) if "few_pages" in self.events else wanted * max_num_seqs)
+        enough = -(-max_model_len // block_size)
+        num_pages = enough + (rng.randint(0, enough) if "few_pages" in self.events else enough * max_num_seqs)
         sizes = sorted({*rng.sample(range(1, 13), 2), *rng.sample(range(1, 49), 2)})
         mode = rng.choice(GRAPH_MODES) if "graphs" in self.events else "none"
         if self.is_for_notes:
@@ -455,7 +455,7 @@ class World:
         known, following = [*request.prompt_token_ids, *job.tokens], job.expected[len(job.tokens) :]
         drafted = self._drafted[update.request_id]
         if most and not is_first and scheduled.num_tokens - scheduled.num_drafts == 1 and not speculative.adaptive:
-            assert scheduled.num_drafts == speculative.num_drafts, f"{update.request_id}: no places for drafts"
+            assert scheduled.num_drafts == speculative.num_drafts, f"{update.request_id}: no draft slots"
         room = min(most, request.max_total_tokens - len(known) - 1, drafted.num_before, scheduled.num_drafts)
         if speculative.method == "ngram":
             drafts = expected_continuation(known, room, *speculative.settings.values())
@@ -468,7 +468,7 @@ class World:
                     0,
                 )
             drafts = expected_guesses(known, following, self.num_used, draft_ids, num_modules, start)[:room]
-            drafts += [-1] * (room - len(drafts))  # behind the request's end; nobody knows what the drafter says there
+            drafts += [-1] * (room - len(drafts))  # after the request's end, where drafts are arbitrary
         accepted = num_leading(drafts, following)
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))
         found = (update.num_drafts, update.num_accepted, len(update.token_ids))
@@ -481,7 +481,7 @@ class World:
         assert counts == expected, f"layers that read common pages once: {counts}, expected {expected}"
 
     def _check_idle(self) -> None:
-        """Nothing runs: every page, row and slot is home, and nobody wrote where nobody may."""
+        """Nothing runs: every page, row and slot is free, and memory that must not be written was not."""
         self.core.scheduler.check_idle()
         runner, peek = self.core.runner, self.device.peek
         rows = runner.rows
@@ -492,7 +492,7 @@ class World:
         own = getattr(runner.speculator, "caches", None)
         for groups in (runner.caches, *([own] if own is not None else [])):
             for memory in groups.paged_memory():
-                assert not peek(memory)[0].any(), "somebody wrote to the null page"
+                assert not peek(memory)[0].any(), "the null page was written"
             for memory in groups.row_memory():
                 assert not peek(memory)[rows.scratch_row].any(), "padding has a state"
 

@@ -95,7 +95,7 @@ def test_the_same_tokens_with_and_without_drafts(
     engine = check(make_hybrid, kind, 16, config_of(method, 3, folders))
     stats = engine.core.stats
     assert stats.num_draft_tokens > 30
-    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9, "drafts that stand, and drafts that do not"
+    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9, "accepted drafts, and rejected ones"
 
 
 def test_the_same_tokens_in_any_batch(make_hybrid: MakeEngine) -> None:
@@ -166,7 +166,7 @@ def test_a_recurrent_drafter_is_refused(make_engine: MakeEngine, hybrid_folder: 
 
 @pytest.mark.parametrize("fault", ["a token too far", "not far enough", "another row's"])
 def test_a_wrong_state_is_a_wrong_token(make_hybrid: MakeEngine, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Rolled back a token too far, or not far enough, or somebody else's."""
+    """Rolled back a token too far, or not far enough, or to another request's."""
     requests = random_requests("greedy", 8)
     expected = run(make_hybrid().core, requests)
     right = GDNAttentionMetadata.build.__func__  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Drafts that nobody makes: the host says of them what the device would have found, and what is done with that."""
+"""Drafts that are only rehearsed: the host finds what the device would have found, and how it is used."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_each_draft_is_judged_by_the_tokens_behind_it(
     for token_id in text[prompt_len:]:
         known.append(token_id)
         draft = oracle(text[:begin], allowed, min_match, 5, k)
-        stands = draft[right] == token_id
-        assert judge_one(rehearsal) == (right, right + stands, right + 1)
-        right += stands
-        if not stands or right == k:
+        is_right = draft[right] == token_id
+        assert judge_one(rehearsal) == (right, right + is_right, right + 1)
+        right += is_right
+        if not is_right or right == k:
             begin, right = len(known), 0
 
 
@@ -162,7 +162,7 @@ class Writer:
         self._flying: list[tuple[Composition, int, Sequence[int]]] = []
 
     def write(self, text: Iterable[int]) -> list[Lengths]:
-        """What was wanted of each step."""
+        """The draft lengths of each step."""
         coming, wanted, n = [*self.known, *(t for _, _, new in self._flying for t in new)], [], self._num_reqs
         begin, text = len(coming), list(text)
         coming += text
@@ -195,7 +195,7 @@ class Writer:
 
 
 def fresh(count: int, start: int = 1000) -> range:
-    """Tokens that never stood anywhere."""
+    """Tokens that never occurred before."""
     return range(start, start + count)
 
 

@@ -61,7 +61,7 @@ NUM_STATES = 5
 
 
 def sigmas_by_state(draft_vocab_size: int | None, num_tokens: int, num_greedy: int = 0) -> float:
-    """Where a token's distribution depends on the one before it, so that no two places of a row's drafts are alike."""
+    """Where a token's distribution depends on the one before it, so no two positions of a row's drafts are alike."""
     ids = None if draft_vocab_size is None else likely_ids(torch.float32, draft_vocab_size, NUM_STATES)
     core = make_core("cpu", torch.float32, num_rows=64, draft_ids=ids, num_states=NUM_STATES)
     return sigmas_off(core, torch.float32, num_tokens, 64, NUM_STATES, num_greedy)

@@ -14,8 +14,9 @@
 /* A tile is compiled for each kind and number of tokens where that is fast, and else once, for it takes minutes. */
 #define ONCE static __attribute__((noinline))
 #define FLOAT_TILE INLINE
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
-#define HAS_BYTE_PRODUCTS 1 /* an instruction multiplies bytes and adds them up in fours */
+/* Whether instructions multiply many bytes at once, so that fixed point is faster than float32. */
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)) || defined(__ARM_FEATURE_MATMUL_INT8)
+#define HAS_BYTE_PRODUCTS 1
 #define PLANE_TILE INLINE
 #else
 #define HAS_BYTE_PRODUCTS 0
@@ -57,14 +58,17 @@ INLINE Floats bytes_to_floats(Bytes a, int j) {
     if (j < 3) a = _mm512_slli_epi32(a, 24 - 8 * j);
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(a, 24));
 }
-/* Adds four products a lane: unsigned codes times four signed digits, the same for all lanes. */
-INLINE Ints ints_dot(Ints sum, Bytes codes, const int8_t *digits) {
+/* Adds four products a lane: unsigned codes of so many bits times four signed digits, the same for all lanes. */
+INLINE Ints ints_dot(int bits, Ints sum, Bytes codes, const int8_t *digits) {
     int32_t four;
     memcpy(&four, digits, 4);
     __m512i x = _mm512_set1_epi32(four);
+    (void)bits;
 #if defined(__AVX512VNNI__)
     return _mm512_dpbusd_epi32(sum, codes, x);
 #else
+    /* Two products of 7 bits and 8 fit into 16 bits. */
+    if (bits < 8) return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)));
     __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), odd = _mm512_srai_epi16(x, 8);
     sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(255)), even));
     return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), odd));
@@ -126,20 +130,22 @@ INLINE __m256 half_to_floats(__m256i a, int j) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(a, 24));
 }
 INLINE Floats bytes_to_floats(Bytes x, int j) { return (Floats){half_to_floats(x.a, j), half_to_floats(x.b, j)}; }
-INLINE __m256i half_dot(__m256i sum, __m256i codes, __m256i x) {
+INLINE __m256i half_dot(int bits, __m256i sum, __m256i codes, __m256i x) {
+    (void)bits;
 #if defined(__AVXVNNI__)
     return _mm256_dpbusd_avx_epi32(sum, codes, x);
 #else
+    if (bits < 8) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)), even));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), odd));
 #endif
 }
-INLINE Ints ints_dot(Ints sum, Bytes codes, const int8_t *digits) {
+INLINE Ints ints_dot(int bits, Ints sum, Bytes codes, const int8_t *digits) {
     int32_t four;
     memcpy(&four, digits, 4);
     __m256i x = _mm256_set1_epi32(four);
-    return (Ints){half_dot(sum.a, codes.a, x), half_dot(sum.b, codes.b, x)};
+    return (Ints){half_dot(bits, sum.a, codes.a, x), half_dot(bits, sum.b, codes.b, x)};
 }
 
 #elif defined(__aarch64__) && defined(__ARM_NEON)
@@ -187,8 +193,9 @@ INLINE Floats bytes_to_floats(Bytes a, int j) {
     EACH r.v[i] = vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u8(a.v[i]), vdupq_n_s32(24 - 8 * j)), 24);
     return ints_to_floats(r);
 }
-INLINE Ints ints_dot(Ints sum, Bytes codes, const int8_t *digits) {
+INLINE Ints ints_dot(int bits, Ints sum, Bytes codes, const int8_t *digits) {
     int32_t four;
+    (void)bits;
     memcpy(&four, digits, 4);
     int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -249,7 +256,8 @@ INLINE Bytes bytes_field(Bytes a, int n, int mask) {
 INLINE Bytes bytes_or(Bytes a, Bytes b) { EACH(64) a.v[i] |= b.v[i]; return a; }
 INLINE Bytes bytes_minus(Bytes a, int n) { EACH(64) a.v[i] = (uint8_t)(a.v[i] - n); return a; }
 INLINE Floats bytes_to_floats(Bytes a, int j) { Floats r; EACH(16) r.v[i] = (int8_t)a.v[4 * i + j]; return r; }
-INLINE Ints ints_dot(Ints sum, Bytes codes, const int8_t *digits) {
+INLINE Ints ints_dot(int bits, Ints sum, Bytes codes, const int8_t *digits) {
+    (void)bits;
     for (int j = 0; j < 4; j++) EACH(16) sum.v[i] += codes.v[4 * i + j] * digits[j];
     return sum;
 }

@@ -9,19 +9,14 @@
 FLOAT_TILE void float_tile(Kind kind, int num_tokens, const uint8_t *panel, int64_t groups, int64_t blocks,
                              const Activations *x, int64_t token, float *out) {
     Floats total[MAX_QUANT_TILE];
-    const float *values[MAX_QUANT_TILE], *scales[MAX_QUANT_TILE];
-    for (int t = 0; t < num_tokens; t++) {
-        total[t] = floats_all(0.0f);
-        values[t] = x->values + (token + t) * x->blocks * BLOCK;
-        scales[t] = x->scales + (token + t) * x->blocks * 4;
-    }
+    const float *values = x->values + block_at(x, token, 0) * BLOCK, *scales = x->scales + block_at(x, token, 0) * 4;
+    for (int t = 0; t < num_tokens; t++) total[t] = floats_all(0.0f);
     const int parts = block_parts(kind), part_chunks = CHUNKS / parts;
-    int64_t at = 0;
     for (int64_t group = 0; group < groups; group++) {
         const uint8_t *header = panel;
         panel += header_bytes(kind);
         for (int64_t i = 0; i < header_bytes(kind); i += 64) __builtin_prefetch(header + i + PREFETCH_BYTES);
-        for (int64_t block = 0; block < blocks; block++, at++, panel += block_bytes(kind)) {
+        for (int64_t block = 0; block < blocks; block++) {
             _Pragma("GCC unroll 8") for (int i = 0; i < kind.bits; i++) __builtin_prefetch(panel + 64 * i + PREFETCH_BYTES);
             _Pragma("GCC unroll 2") for (int part = 0; part < parts; part++) {
                 Floats sums[MAX_QUANT_TILE];
@@ -31,15 +26,18 @@ FLOAT_TILE void float_tile(Kind kind, int num_tokens, const uint8_t *panel, int6
                     _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
                         Floats weights = bytes_to_floats(codes, j);
                         _Pragma("GCC unroll 4") for (int t = 0; t < num_tokens; t++)
-                            sums[t] = floats_fma(weights, floats_all(values[t][at * BLOCK + 4 * c + j]), sums[t]);
+                            sums[t] = floats_fma(weights, floats_all(values[t * BLOCK + 4 * c + j]), sums[t]);
                     }
                 }
                 Scales own = block_scales(kind, header, block, part);
                 _Pragma("GCC unroll 4") for (int t = 0; t < num_tokens; t++) {
                     total[t] = floats_fma(own.scale, sums[t], total[t]);
-                    if (has_mins(kind)) total[t] = floats_fma(own.min, floats_all(scales[t][4 * at + 1]), total[t]);
+                    if (has_mins(kind)) total[t] = floats_fma(own.min, floats_all(scales[4 * t + 1]), total[t]);
                 }
             }
+            panel += block_bytes(kind);
+            values += x->together * BLOCK;
+            scales += x->together * 4;
         }
     }
     for (int t = 0; t < num_tokens; t++) floats_store(out + PANEL_ROWS * t, total[t]);

@@ -118,18 +118,24 @@ INLINE Bytes chunk_codes(Kind kind, const uint8_t *block, int chunk) {
     return low;
 }
 
-/* Tokens as the products take them, `blocks` blocks each, behind the inputs' end filled with zeros. `digits` holds
- * fixed-point numbers, one scale a block, as three signed digits of 8 bits: [tokens][blocks][3][32]. With two planes the
- * lowest digit is zero but in blocks that `fine` marks, [tokens][blocks]. Without planes `values` holds the numbers
- * themselves. `scales` is [tokens][blocks][4]: scale, and the sums of all numbers, of the first and of the second 16. */
+/* Tokens as the products take them, cut into `blocks` blocks each, filled with zeros after the last input. The blocks of
+ * `together` tokens lie side by side, as a tile reads them; `block_at` is their order. Of each block there are
+ * - its numbers in fixed point, one scale a block, as signed digits of 8 bits, the highest first: `digits` [3][32]. With
+ *   two planes only blocks that are marked in `fine` have a third digit. Without planes: `values` [32].
+ * - `scales` [4]: what the lowest digit is worth that the block has; the sums of all numbers, of the first and of the
+ *   second 16. */
 #define DIGITS 3
 typedef struct {
-    int64_t tokens, blocks;
+    int64_t tokens, blocks, together;
     int planes;
     int8_t *digits;
     float *values, *scales;
     uint8_t *fine;
 } Activations;
+
+INLINE int64_t block_at(const Activations *x, int64_t token, int64_t block) {
+    return (token / x->together * x->blocks + block) * x->together + token % x->together;
+}
 
 /* The sums of one panel and a few tokens: out [tokens][16]. */
 typedef void (*QuantTile)(const uint8_t *panel, int64_t groups, int64_t blocks, const Activations *x, int64_t token, float *out);

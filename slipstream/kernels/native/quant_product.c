@@ -64,7 +64,7 @@ static void quantise_block(const float *x, float coarse, int8_t *digits, float *
             fixed[i] = (fixed[i] + 128) >> 8;
         }
     }
-    scales[0] = *fine ? scale : scale / 256.0f;
+    scales[0] = scale;
     scales[1] = scale * (float)(sums[0] + sums[1]);
     scales[2] = scale * (float)sums[0];
     scales[3] = scale * (float)sums[1];
@@ -96,7 +96,7 @@ static void prepare_tokens(const void *arg, int64_t first, int64_t end) {
     for (int64_t token = first; token < end; token++) {
         float coarse = to->planes == 2 ? coarse_size(p->x + token * p->in, p->in) : -1.0f;
         for (int64_t block = 0; block < to->blocks; block++) {
-            int64_t at = token * to->blocks + block, start = block * BLOCK, left = p->in - start;
+            int64_t at = block_at(to, token, block), start = block * BLOCK, left = p->in - start;
             const float *x = p->x + token * p->in + start;
             float padded[BLOCK] = {0};
             if (left < BLOCK) {
@@ -183,12 +183,14 @@ static int multiply_quantised(const Matrix *m, const float *x, const float *bias
         blocks = own > blocks ? own : blocks;
         if (i < num_segments(m)) panels += num_panels(s);
     }
-    int64_t block_bytes_in = planes ? DIGITS * BLOCK : BLOCK * (int64_t)sizeof(float), count = tokens * blocks;
+    int64_t together = tokens < MAX_QUANT_TILE ? tokens : MAX_QUANT_TILE;
+    int64_t count = (tokens + together - 1) / together * together * blocks;
+    int64_t block_bytes_in = planes ? DIGITS * BLOCK : BLOCK * (int64_t)sizeof(float);
     float *memory = aligned_alloc(64, (size_t)((count * (4 * (int64_t)sizeof(float) + block_bytes_in + 1) + 63) / 64 * 64));
     if (!memory) return 1;
     float *numbers = memory + count * 4;
     uint8_t *fine = (uint8_t *)numbers + count * block_bytes_in;
-    Preparation prepared = {{tokens, blocks, planes, (int8_t *)numbers, numbers, memory, fine}, x, m->in};
+    Preparation prepared = {{tokens, blocks, together, planes, (int8_t *)numbers, numbers, memory, fine}, x, m->in};
     slip_spread(prepare_tokens, &prepared, tokens, 8, tokens * m->in > 65536 ? num_threads : 1);
     QuantProduct p = {m, &prepared.to, bias, out};
     int64_t piece = panels / (num_threads * 8);

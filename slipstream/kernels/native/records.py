@@ -10,20 +10,22 @@ import torch
 CACHED_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Of a structure: these names, one after the other, all of one kind."""
+    return [(name, kind) for name in names.split()]
+
+
 class SegmentRecord(ctypes.Structure):
     """Neighbouring rows of a matrix that are quantised alike."""
 
-    _fields_ = (
-        ("panels", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("kind", "rows", "group")),
-    )
+    _fields_ = fields(ctypes.c_void_p, "panels") + fields(ctypes.c_int64, "kind rows group")
 
 
 class MatrixRecord(ctypes.Structure):
-    """A matrix in float32 panels, or of quantised segments. Whoever holds it keeps their tensors alive, too."""
+    """A matrix in float32 panels, or of quantised segments. Its owner keeps their tensors alive, too."""
 
     _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("segments", ctypes.POINTER(SegmentRecord)),
-        *((name, ctypes.c_int64) for name in ("num_segments", "in_size", "out_size", "gated")),
+        fields(ctypes.c_void_p, "panels")
+        + fields(ctypes.POINTER(SegmentRecord), "segments")
+        + fields(ctypes.c_int64, "num_segments in_size out_size gated")
     )
