@@ -51,7 +51,7 @@ def serve(case: str, k: int, batches: list[int], device: str) -> None:
 
     def build() -> Any:
         engine = build_shape(options, case)
-        verifiers.append(engine.core.runner.head.verifier)
+        verifiers.append(engine.core.runner.head.generate.verifier)
         return engine
 
     client = EngineClient.in_thread(build)

@@ -45,7 +45,7 @@ from slipstream.engine.reader import OutputReader
 from slipstream.engine.resolve import resolve
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS
 from slipstream.runner.async_output import InFlightStep
-from slipstream.runner.generate_head import GenerateHead
+from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
@@ -64,6 +64,8 @@ TINY = ModelConfig("tiny", 64, 8, 8, 1, 1, 1, 8, 1e-5, 4096, RopeConfig(rotary_d
 
 class NoModel:
     """Nothing to compute."""
+
+    state = None
 
     def forward(self, input_ids: Tensor, context: Any) -> Tensor:
         return torch.zeros(input_ids.shape[0], TINY.hidden_size)
@@ -109,8 +111,8 @@ def instant_core(options: EngineOptions) -> EngineCore:
     accepted = min(NUM_ACCEPTED, k)
     header = [0, k, accepted, 0]
     assert len(header) == NUM_HEADER_COLUMNS
-    head = runner.head
-    assert isinstance(head, GenerateHead)
+    assert isinstance(runner.head, PoolHead)
+    head = runner.head.generate
     row = [*header, *([7] * (accepted + 1)), *([-1] * (config.num_drafts - accepted))]
     head.out.copy_(torch.tensor(row, dtype=torch.int32).expand_as(head.out))
     return EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
@@ -163,7 +165,7 @@ class Clock:
 def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
     """Put the clock around the parts of a step."""
     runner, scheduler, collect = core.runner, core.scheduler, InFlightStep.collect
-    assert isinstance(runner.head, GenerateHead)
+    assert isinstance(runner.head, PoolHead)
 
     def read(step: InFlightStep) -> Any:
         result = clock.around("read", collect)(step)
@@ -176,7 +178,7 @@ def timed_parts(core: EngineCore, clock: Clock, waits: bool) -> Iterator[None]:
             (runner, "launch", "launch, rest"),
             (runner.batches, "prepare", "stage"),
             (runner.executor, "run", "graphs"),
-            (runner.head.outputs, "send", "send"),
+            (runner.head.generate.outputs, "send", "send"),
             (scheduler, "collect", "collect"),
             (scheduler, "update_draft_length", "look"),
         ):

@@ -72,7 +72,7 @@ class Contestant:
             return built[0]
 
         self.client = EngineClient.in_thread(build)
-        self._verifier = built.pop().core.runner.head.verifier
+        self._verifier = built.pop().core.runner.head.generate.verifier
 
     def wait(self) -> None:
         wait_for_graphs(self.client)
@@ -137,7 +137,7 @@ def follow_change(arguments: argparse.Namespace, batches: list[int]) -> list[dic
     core = engine.core
     while core.use_idle_time():
         pass
-    verifier = core.runner.head.verifier
+    verifier = core.runner.head.generate.verifier
     rows = []
     for batch in batches:
         for i, prompt in enumerate(prompts_for(arguments.shape, batch)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, EngineError, ModelError, RequestError, SlipstreamError
-from slipstream.output import Completion, RequestOutput
+from slipstream.output import Completion, EmbeddingOutput, RequestOutput
 from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ __all__ = [
     "AsyncLLM",
     "Completion",
     "ConfigError",
+    "EmbeddingOutput",
     "EngineError",
     "ModelError",
     "RequestError",

@@ -6,25 +6,28 @@ import asyncio
 import logging
 import queue
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.progress import Progress, TextColumn
 
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
-from slipstream.engine.client import EngineClient, Prompt
+from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.hub import with_shipped_head
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.output import RequestOutput
+from slipstream.output import EmbeddingOutput, RequestOutput
+from slipstream.pooling import PoolingParams
 from slipstream.speculate.options import synthetic_warning
 from slipstream.types import SamplingParams
 
 logger = logging.getLogger("slipstream")
 
 Message = Mapping[str, Any]
+Output = TypeVar("Output", RequestOutput, EmbeddingOutput)
 
 
 class _EngineOwner:
@@ -95,20 +98,46 @@ class LLM(_EngineOwner):
         requests with a lower ``priority`` run first.
         """
         many = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(many))
-        submissions = []
-        for i, (prompt, own) in enumerate(zip(many, params, strict=True)):
-            try:
-                submissions.append(self._client.prepare(prompt, own, priority=priority))
-            except RequestError as error:
-                raise RequestError(str(error) if len(many) == 1 else f"prompt {i}: {error}") from error
-        done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        outputs: dict[str, RequestOutput] = {}
+        params = iter(_as_params(sampling_params, len(many)))
+        submissions = _prepare_all(many, lambda prompt: self._client.prepare(prompt, next(params), priority=priority))
+        return self._run(submissions, partial(self._client.submit, every_token=False), "generating", progress)
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        priority: int = 0,
+        progress: bool = False,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each text (a string, or token ids), in the order of the texts.
+
+        ``pooling`` says which of the last layer's hidden states make it: of the ``last`` token, of the first (``cls``),
+        or the ``mean`` of all; None is what the checkpoint says. ``dimensions`` keeps so many of its first numbers;
+        then it is divided by its length, unless ``normalize`` or, in its place, the checkpoint says no.
+        """
+        params = PoolingParams(pooling, normalize, dimensions)
+        prepare = partial(self._client.prepare_pooled, pooling=params, priority=priority)
+        submissions = _prepare_all(_as_prompts(texts), prepare)
+        return self._run(submissions, self._client.submit_pooled, "embedding", progress)
+
+    def _run(
+        self,
+        submissions: Sequence[Submission],
+        submit: Callable[[Submission, Callable[[Output], None]], None],
+        doing: str,
+        progress: bool,
+    ) -> list[Output]:
+        """Start all of them and wait for their outputs, which come in their order."""
+        done: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        outputs: dict[str, Output] = {}
         try:
             for submission in submissions:
-                self._client.submit(submission, done.put, every_token=False)
+                submit(submission, done.put)
             with _progress_bar(progress) as bar:
-                task = bar.add_task("generating", total=len(submissions))
+                task = bar.add_task(doing, total=len(submissions))
                 while len(outputs) < len(submissions):
                     output = done.get()
                     outputs[output.request_id] = output
@@ -191,6 +220,38 @@ class AsyncLLM(_EngineOwner):
             if not finished:
                 self._client.forget(submission)
 
+    async def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        priority: int = 0,
+    ) -> list[EmbeddingOutput]:
+        """As ``LLM.embed``. A cancelled call aborts its requests."""
+        params = PoolingParams(pooling, normalize, dimensions)
+        prepare = partial(self._client.prepare_pooled, pooling=params, priority=priority)
+        submissions = _prepare_all(_as_prompts(texts), prepare)
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[EmbeddingOutput] = asyncio.Queue()
+
+        def sink(output: EmbeddingOutput) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, output)
+
+        outputs: dict[str, EmbeddingOutput] = {}
+        try:
+            for submission in submissions:
+                self._client.submit_pooled(submission, sink)
+            while len(outputs) < len(submissions):
+                output = await arrived.get()
+                outputs[output.request_id] = output
+        finally:
+            for submission in submissions:
+                if submission.request_id not in outputs:
+                    self._client.forget(submission)
+        return [outputs[submission.request_id] for submission in submissions]
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -214,6 +275,17 @@ class AsyncLLM(_EngineOwner):
     def abort(self, request_id: str) -> None:
         """End a request; its stream yields a last output with finish reason ``abort``."""
         self._client.abort(request_id)
+
+
+def _prepare_all(prompts: Sequence[Prompt], prepare: Callable[[Prompt], Submission]) -> list[Submission]:
+    """Check every prompt before the first one runs."""
+    submissions = []
+    for i, prompt in enumerate(prompts):
+        try:
+            submissions.append(prepare(prompt))
+        except RequestError as error:
+            raise RequestError(str(error) if len(prompts) == 1 else f"prompt {i}: {error}") from error
+    return submissions
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

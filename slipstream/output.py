@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from slipstream.types import FinishReason
 
 
@@ -146,3 +149,15 @@ class RequestOutput:
     @property
     def speculation(self) -> DraftStats | None:
         return self.outputs[0].speculation
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One text's vector."""
+
+    request_id: str
+    embedding: npt.NDArray[np.floating]  # float32, of a model in float64 float64; empty where there is an error
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0  # of those, found in the prefix cache
+    total_s: float = 0.0  # from the request's arrival to its vector
+    error: str | None = None

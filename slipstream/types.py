@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.pooling import PooledVector, PoolingParams
 from slipstream.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 __all__ = [
@@ -62,20 +63,32 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams  # with defaults and a seed filled in
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
-    max_total_tokens: int  # prompt and output together
+    max_total_tokens: int  # prompt and output together; the prompt alone where nothing is drawn
     arrival_time: float = 0.0
     priority: int = 0  # lower runs first
     choice: int = 0  # index among a prompt's choices; part of the key of its noise
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: PoolingParams | None = None  # it ends with its prompt, in a vector, and no token is drawn
 
     @property
     def may_use_cache(self) -> bool:
-        """Whether the prefix cache may be used. Prompt logprobs need every position computed."""
-        return self.params.prompt_logprobs is None
+        """Whether the prefix cache may be used.
+
+        Prompt logprobs, and vectors made of more than the last hidden state, need every position computed.
+        """
+        pools_all = self.pooling is not None and self.pooling.needs_every_position
+        return self.params.prompt_logprobs is None and not pools_all
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens follow its prompt."""
+        return self.pooling is None
 
     def num_drafts(self, most: int) -> int:
         """Maximum draft length of this request, given the engine's."""
         params = self.params
+        if not self.draws:
+            return 0
         return 0 if not params.speculate else most if params.max_k is None else min(most, params.max_k)
 
 
@@ -195,6 +208,7 @@ class StepResult:
     wait_s: float = 0.0  # how long the host waited for it
     # By index in the plan: the position of the first, then one for each prompt token from there on.
     prompt_logprobs: dict[int, tuple[int, list[LogprobRow]]] = field(default_factory=dict)
+    vectors: dict[int, PooledVector] = field(default_factory=dict)  # of pooled requests that have ended, by place
 
 
 @dataclass(slots=True)
@@ -209,6 +223,7 @@ class TokenUpdate:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     logprobs: list[LogprobRow] | None = None
     prompt_logprobs: tuple[int, list[LogprobRow]] | None = None
+    vector: PooledVector | None = None  # of a pooled request, with its end
     num_drafts: int = 0  # drafts that the step verified
     num_accepted: int = 0  # of those, accepted
     time: float = 0.0  # when the tokens were collected

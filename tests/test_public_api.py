@@ -13,6 +13,7 @@ def test_public_names() -> None:
         "AsyncLLM",
         "Completion",
         "ConfigError",
+        "EmbeddingOutput",
         "EngineError",
         "LLM",
         "ModelError",

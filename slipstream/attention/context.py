@@ -60,6 +60,7 @@ class AttentionContext:
     slot_mapping: Tensor  # [padded_tokens] int64
     # Buffers for the residual stream after a number of layers, or after the final norm: [padded_tokens, hidden].
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+    inputs: Any = None  # what the model's own state has prepared for the pass
 
     def at(self, layer: CacheLayer) -> Any:
         """The step of the layer's group."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.engine.build import EngineInfo
 from slipstream.errors import RequestError
+from slipstream.pooling import PoolingParams
 from slipstream.sampling.registry import check_request
 from slipstream.scheduler.pages import check_fits
 from slipstream.types import (
@@ -33,6 +34,8 @@ Prompt = str | Sequence[int]
 _PRIORITY = Bounds(-MAX_INT32 - 1, MAX_INT32, is_integer=True, may_be_none=False)
 _MAX_ID_LENGTH = 256
 _FIRST_PREFIX = "0.0:"  # the default, so that an engine draws the same seeds in a thread and in a process
+# Of a request that draws nothing.
+_NO_SAMPLING = SamplingParams(temperature=0.0, seed=0).with_defaults(SamplingParams())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Admission:
         info = self._info()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {describe_value(params)}")
+        if info.pooling.is_all:
+            raise RequestError("this checkpoint has no weights for logits, so it cannot generate; call embed")
         request_id = _read_id(request_id)
         token_ids = self._token_ids(prompt, info)
         _check_length(len(token_ids), info)
@@ -96,11 +101,37 @@ class Admission:
         text = prompt if isinstance(prompt, str) else None
         return Submission(request_id or f"request-{self._name}-{serial}", text, (first, *others))
 
+    def resolve_pooled(
+        self, prompt: Prompt, pooling: PoolingParams, request_id: str | None = None, priority: int = 0
+    ) -> Submission:
+        """The same for a text that is to become a vector."""
+        info = self._info()
+        pooling = info.pooling.fill(pooling, info.config.model.hidden_size)
+        request_id = _read_id(request_id)
+        token_ids = self._token_ids(prompt, info, num_drawn=0)
+        _check_length(len(token_ids), info, num_drawn=0)
+        check_vocabulary("prompt", token_ids, info.config.model.vocab_size)
+        with self._lock:
+            serial = f"{self._id_prefix}{next(self._serials)}"
+        request = Request(
+            request_id=serial,
+            prompt_token_ids=token_ids,
+            params=_NO_SAMPLING,
+            stop_token_ids=(),
+            max_total_tokens=len(token_ids),
+            arrival_time=time.monotonic(),
+            priority=read_number("priority", priority, _PRIORITY),
+            pooling=pooling,
+        )
+        check_fits(request, info.config.cache)
+        text = prompt if isinstance(prompt, str) else None
+        return Submission(request_id or f"request-{self._name}-{serial}", text, (request,))
+
     def check_again(self, submission: Submission) -> None:
         """Called just before it starts: the engine may have been restarted with less memory since it was resolved."""
         check_fits(submission.requests[0], self._info().config.cache)
 
-    def _token_ids(self, prompt: Any, info: EngineInfo) -> tuple[int, ...]:
+    def _token_ids(self, prompt: Any, info: EngineInfo, num_drawn: int = 1) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if info.tokenizer is None:
                 raise RequestError("this engine runs a bare shape and has no tokenizer; pass token ids")
@@ -111,7 +142,7 @@ class Admission:
             or not hasattr(prompt, "__getitem__")
         ):
             raise RequestError(f"the prompt must be a text or a list of token ids, not {describe_value(prompt)}")
-        _check_length(len(prompt), info)
+        _check_length(len(prompt), info, num_drawn)
         return _read_ids("prompt", prompt)
 
 
@@ -125,11 +156,12 @@ def _read_id(request_id: Any) -> str | None:
     return str(request_id)
 
 
-def _check_length(num_tokens: int, info: EngineInfo) -> None:
+def _check_length(num_tokens: int, info: EngineInfo, num_drawn: int = 1) -> None:
+    """``num_drawn``: of tokens that there must be room for after the prompt."""
     limit = info.config.scheduler.max_model_len
     if not num_tokens:
         raise RequestError("the prompt is empty; give at least one token")
-    if num_tokens >= limit:
+    if num_tokens + num_drawn > limit:
         raise RequestError(f"the prompt has {num_tokens} tokens, the context holds {limit}; shorten the prompt")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import shape_config
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import Checkpoint
+from slipstream.pooling import PoolingDefaults
 from slipstream.runner.runner import Runner
 from slipstream.runner.step_timing import OnCost
 from slipstream.sampling_params import MODEL_DEFAULTS, SamplingParams
@@ -58,11 +59,16 @@ class EngineInfo:
     tokenizer: Tokenizer | None  # None for a bare shape with random weights
     defaults: SamplingParams  # from the model's generation config
     eos_token_ids: tuple[int, ...]
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)  # how the checkpoint's vectors are made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Engine(EngineInfo):
     core: EngineCore
+
+    def describe(self) -> EngineInfo:
+        """The same without the engine."""
+        return EngineInfo(self.config, self.tokenizer, self.defaults, self.eos_token_ids, self.pooling)
 
 
 def build_engine(options: EngineOptions, on_loaded: OnLoaded | None = None) -> Engine:
@@ -176,7 +182,8 @@ def _assemble(
     _keep_memory(device)
     scheduler = Scheduler(config.scheduler, config.cache, draft_length, _open_host_proposer(config))
     core = EngineCore(scheduler, runner, config.steps_in_flight)
-    return Engine(config, tokenizer, defaults, eos_token_ids, core)
+    pooling = PoolingDefaults() if checkpoint is None else checkpoint.pooling_defaults()
+    return Engine(config, tokenizer, defaults, eos_token_ids, pooling, core=core)
 
 
 def _open_host_proposer(config: EngineConfig) -> HostProposer | None:

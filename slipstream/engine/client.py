@@ -11,11 +11,12 @@ from slipstream.engine.build import Engine
 from slipstream.engine.driver import Deliver
 from slipstream.engine.loop import EngineLoop, RunningEngine
 from slipstream.engine.output_processor import OutputProcessor, Reader
-from slipstream.engine.reader import OutputReader, OutputThread, Sink
+from slipstream.engine.reader import EmbeddingReader, EmbeddingSink, OutputReader, OutputThread, Sink
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.text_stream import TextStream
 from slipstream.errors import EngineError, RequestError
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.pooling import PoolingParams
 from slipstream.types import SamplingParams, TokenUpdates
 
 __all__ = ["EngineClient", "Prompt", "Submission"]
@@ -68,6 +69,16 @@ class EngineClient:
     ) -> Submission:
         """Check a prompt and resolve everything the engine needs; raises RequestError before anything runs."""
         return self._admission.resolve(prompt, params, request_id, priority)
+
+    def prepare_pooled(
+        self, prompt: Prompt, pooling: PoolingParams, request_id: str | None = None, priority: int = 0
+    ) -> Submission:
+        """The same for a text that is to become a vector."""
+        return self._admission.resolve_pooled(prompt, pooling, request_id, priority)
+
+    def submit_pooled(self, submission: Submission, sink: EmbeddingSink) -> None:
+        """Start it. ``sink`` is called from the output thread, once."""
+        self.start(submission, EmbeddingReader(submission, sink), lambda _streams: None)
 
     def submit(self, submission: Submission, sink: Sink, *, every_token: bool = True) -> None:
         """Start a request. ``sink`` is called from the output thread, at the end or for every new piece of text."""

@@ -26,7 +26,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         if request.params.extra:
             self.runner.check(request)
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.runner.cache_key(request))
 
     def finish(self, request_id: str) -> bool:
         """End a request from outside. Its tokens that are still in flight are dropped."""

@@ -75,7 +75,7 @@ class EngineLink:
         self._is_ready = address.is_ready
 
     def _describe(self, ready: Ready) -> EngineInfo:
-        return EngineInfo(ready.config, self._tokenizer, ready.defaults, ready.eos_token_ids)
+        return EngineInfo(ready.config, self._tokenizer, ready.defaults, ready.eos_token_ids, ready.pooling)
 
     @property
     def info(self) -> EngineInfo:

@@ -90,7 +90,7 @@ class EngineLoop:
             raise
         self._core: EngineCore | None = engine.core
         self._stats = engine.core.stats
-        self.info = EngineInfo(engine.config, engine.tokenizer, engine.defaults, engine.eos_token_ids)
+        self.info = engine.describe()
         # An interpreter that exits while a thread is inside CUDA calls takes the process down.
         atexit.register(self._stop)
 

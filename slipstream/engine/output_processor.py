@@ -142,6 +142,8 @@ class OutputProcessor:
         stream.num_cached_tokens = max(stream.num_cached_tokens, update.num_cached_tokens)
         if stream.first_token_time is None and update.token_ids:
             stream.first_token_time = update.time
+        if update.vector is not None:
+            stream.vector = update.vector
         if update.prompt_logprobs is not None:
             self._take_prompt_logprobs(stream, *update.prompt_logprobs)
         if update.logprobs is not None and stream.completion.logprobs is not None:

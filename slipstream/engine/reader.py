@@ -8,14 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from slipstream.engine.admission import Submission
 from slipstream.engine.lowered_limits import warn_of_lowered_limits
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.text_stream import TextStream
-from slipstream.output import Completion, RequestOutput, RequestTimings
+from slipstream.output import Completion, EmbeddingOutput, RequestOutput, RequestTimings
 from slipstream.types import TokenUpdates
 
 Sink = Callable[[RequestOutput], None]
+EmbeddingSink = Callable[[EmbeddingOutput], None]
+_NOT_NUMBERS = "the model produced hidden states that are not numbers for this text; its vector was discarded"
 
 
 class OutputReader:
@@ -58,6 +62,37 @@ class OutputReader:
                 num_cached_tokens=max(stream.num_cached_tokens for stream in streams),
                 prompt_logprobs=next((s.prompt_logprobs for s in streams if s.prompt_logprobs), None),
                 warning=warn_of_lowered_limits(first),
+            )
+        )
+
+
+class EmbeddingReader:
+    """One text's vector as an ``EmbeddingOutput``, finished here: shortened and normalised."""
+
+    every_token = False
+
+    def __init__(self, submission: Submission, sink: EmbeddingSink) -> None:
+        self._submission = submission
+        self._sink = sink
+
+    def take(self, stream: TextStream) -> None:
+        (request,) = self._submission.requests
+        assert request.pooling is not None
+        found, error, embedding = stream.vector, stream.error, np.zeros(0, dtype=np.float32)
+        if error is None and found is not None and not found.is_finite:
+            error = _NOT_NUMBERS
+        elif error is None and found is not None:
+            embedding = found.finish(request.pooling)
+        elif error is None:
+            error = "the request was aborted"
+        self._sink(
+            EmbeddingOutput(
+                request_id=self._submission.request_id,
+                embedding=embedding,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=stream.num_cached_tokens,
+                total_s=time.monotonic() - request.arrival_time,
+                error=error,
             )
         )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.engine.admission import Submission
 from slipstream.engine.detokenizer import Detokenizer, StopStringMatcher
 from slipstream.output import Completion, Logprobs
+from slipstream.pooling import PooledVector
 from slipstream.types import Request
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class TextStream:
     first_token_time: float | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[Logprobs | None] | None = None
+    vector: PooledVector | None = None  # in place of tokens and text, where those were not asked for
     error: str | None = None
     state: Any = None  # for the reader's use
     checked: list[tuple[int, int]] = field(default_factory=list)  # (drafts, accepted) of verifications not yet counted

@@ -11,7 +11,7 @@ A message is its kind and its content. All ends are of one version, so there is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import RequestError
+from slipstream.pooling import PoolingDefaults
 from slipstream.types import SamplingParams, TokenUpdates
 
 
@@ -31,6 +32,7 @@ class Ready:
     config: EngineConfig
     defaults: SamplingParams
     eos_token_ids: tuple[int, ...]
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
 
 
 @dataclass(frozen=True, slots=True)

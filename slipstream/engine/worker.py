@@ -132,7 +132,8 @@ class Worker:
             return 2
         self._core = engine.core
         self._driver = Driver(engine.core, self._receive, self._deliver)
-        self._watch.send_multipart(encode(Ready(engine.config.for_clients(), engine.defaults, engine.eos_token_ids)))
+        ready = Ready(engine.config.for_clients(), engine.defaults, engine.eos_token_ids, engine.pooling)
+        self._watch.send_multipart(encode(ready))
         try:
             self._driver.run()
         except HostSyncError:

@@ -55,6 +55,7 @@ class PiecewiseForward:
         """Capture a pass. Attention does not run, so its inputs need not exist."""
         splitting = _SplittingContext(
             *(context.group_steps, context.group_of_layer, context.positions, context.slot_mapping, context.taps),
+            inputs=context.inputs,
             recorder=self,
         )
         self.begin_piece()

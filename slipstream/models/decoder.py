@@ -28,6 +28,7 @@ from slipstream.models.layers import (
     finish_weights,
     open_weights,
 )
+from slipstream.models.model_state import ModelState
 from slipstream.models.rope import layer_tables
 from slipstream.weights.matrix import Matrix, Slot
 from slipstream.weights.registry import scheme_of
@@ -79,6 +80,7 @@ class Decoder(nn.Module):
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     source: ClassVar[str] = "the checkpoint"
     hints: ClassVar[Mapping[str, str]] = {}
+    state: ModelState | None = None
 
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()

@@ -20,11 +20,12 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.models.fields import Fields
-from slipstream.models.gguf_config import Metadata, gemma3_settings, generation_config, model_config
+from slipstream.models.gguf_config import Metadata, gemma3_settings, generation_config, model_config, pooling_defaults
 from slipstream.models.gguf_file import GGUFFile, TensorEntry
 from slipstream.models.hf_config import MAX_EXPERTS, MAX_HEADS
 from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.pooling import PoolingDefaults
 from slipstream.values import describe_value
 from slipstream.weights.gguf_blocks import is_kept
 
@@ -182,6 +183,9 @@ class GGUFCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self._file.metadata, self.path)
+
+    def pooling_defaults(self) -> PoolingDefaults:
+        return pooling_defaults(Metadata(self._file.metadata, self.path))
 
     def _unpermute(self, name: str, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
         head_dim = self.config["head_dim"]

@@ -22,9 +22,11 @@ from slipstream.models.hf_config import (
     MAX_POSITIONS,
     MAX_ROPE_FACTOR,
 )
+from slipstream.pooling import PoolingDefaults
 from slipstream.values import MAX_INT32, describe_value
 
 _CONTROL_TOKEN = 3
+_POOLING = {0: PoolingDefaults(), 1: PoolingDefaults("mean"), 2: PoolingDefaults("cls"), 3: PoolingDefaults("last")}
 _NO_TOKEN = 0xFFFFFFFF  # -1 as llama.cpp's converters write it
 
 
@@ -139,6 +141,13 @@ def gemma3_settings(metadata: Metadata) -> dict[str, Any]:
     else:
         settings["sliding_window_pattern"] = metadata.integer("attention.sliding_window_pattern", 6, high=MAX_LAYERS)
     return settings
+
+
+def pooling_defaults(metadata: Metadata) -> PoolingDefaults:
+    """How vectors are made, as the file says with llama.cpp's numbers; few files of decoders do."""
+    kind = metadata.integer("pooling_type", 0, low=0)
+    refusal = f"{metadata.path} asks for pooling of type {kind}, which is not supported"
+    return _POOLING.get(kind, PoolingDefaults(refusal=refusal))
 
 
 def generation_config(metadata: Metadata, end_tokens: tuple[str, ...]) -> dict[str, Any]:

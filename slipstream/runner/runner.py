@@ -8,12 +8,13 @@ from slipstream.attention.groups import CacheGroups
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.models.model_state import StateSetting
 from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.executor import StepExecutor
-from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.graph_plan import GraphPlan
 from slipstream.runner.idle_work import IdleWork
 from slipstream.runner.input_batch import InputBuffers
+from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.program import HeadSetting, LaunchedStep, MakeHead, Model, StepProgram
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import GraphSizes, StepGraphs
@@ -34,12 +35,18 @@ class Runner:
         caches: CacheGroups,
         make_speculator: MakeSpeculator = draft_nothing,
         on_cost: OnCost | None = None,  # receives the measured costs of steps
-        make_head: MakeHead = GenerateHead,
+        make_head: MakeHead = PoolHead,
     ) -> None:
         self._config = config
         self.device = device
         self.caches = caches
-        self.rows = RequestRows(config, device)
+        self.model_state = model.state
+        own_columns = () if model.state is None else model.state.columns
+        self.rows = RequestRows(config, device, [*make_head.columns, *own_columns])
+        if model.state is not None:
+            columns = {column.name: self.rows.columns[column.name] for column in own_columns}
+            max_tokens = config.scheduler.max_num_batched_tokens
+            model.state.open(StateSetting(columns, max_tokens, device.torch_device))
         self.buffers = InputBuffers(config, self.rows)
         self.speculator = make_speculator(self.rows.drafting)
         max_num_logits = self.buffers.max_num_logits
@@ -56,7 +63,12 @@ class Runner:
 
     def check(self, request: Request) -> None:
         """Refuse a request that this engine cannot run; a RequestError says why."""
-        refuse_unknown(request, self.rows.sampling.operations)
+        state = self.model_state
+        refuse_unknown(request, self.rows.sampling.operations, () if state is None else state.parameters)
+
+    def cache_key(self, request: Request) -> bytes:
+        """What its cached pages depend on beside the tokens."""
+        return b"" if self.model_state is None else self.model_state.cache_key(request)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         # The engine loop is in inference mode already; other callers need not be.
@@ -72,6 +84,8 @@ class Runner:
             if self._config.poison:
                 for buffer in self.program.step_buffers():
                     device.poison(buffer)
+            if self.model_state is not None:
+                self.model_state.begin_step(plan)
             batch = self.batches.prepare(plan)
             if plan.host_drafts:
                 self.rows.place_host_drafts()

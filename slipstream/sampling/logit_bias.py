@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.parameters import Parameter, TokenNumbers
-from slipstream.sampling.operation import Column, Positions, SamplingOperation, SamplingRows, Stage
+from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
 from slipstream.types import Request
 from slipstream.values import check_vocabulary
 

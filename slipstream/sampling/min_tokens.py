@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.errors import RequestError
 from slipstream.parameters import Parameter
-from slipstream.sampling.operation import Column, Positions, SamplingOperation, SamplingRows, Stage
+from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
 from slipstream.types import MAX_DEVICE_STOP_IDS, Request
 from slipstream.values import Bounds
 

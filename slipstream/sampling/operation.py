@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.parameters import Parameter
 from slipstream.types import Request
 
@@ -25,17 +26,6 @@ class Stage(enum.IntEnum):
     LOGITS = 2  # truncates the distribution before temperature
     TEMPERATURE = 3
     DISTRIBUTION = 4  # truncates the distribution after temperature
-
-
-class Column(NamedTuple):
-    """One value or several per request row. The host stages them when a request is assigned to the row."""
-
-    name: str
-    # One number, or with a shape, a list or tuple of at most as many: entries after them keep values of the row's
-    # previous request.
-    value: Callable[[Request], Any]
-    dtype: Literal["int32", "float32"] = "int32"
-    shape: tuple[int, ...] = ()
 
 
 class Positions(NamedTuple):

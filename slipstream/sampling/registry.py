@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 
 from slipstream.errors import ConfigError, RequestError
-from slipstream.parameters import register_parameter
+from slipstream.parameters import Parameter, register_parameter
 from slipstream.sampling.operation import SamplingOperation
 from slipstream.sampling_params import PARAMETERS
 from slipstream.types import Request
@@ -81,9 +81,10 @@ def check_request(request: Request, vocab_size: int) -> None:
         operation.check(request, vocab_size)
 
 
-def refuse_unknown(request: Request, known: Iterable[SamplingOperation]) -> None:
+def refuse_unknown(request: Request, known: Iterable[SamplingOperation], of_model: Iterable[Parameter] = ()) -> None:
     """Refuse parameters of an operation that was registered after the engine was built."""
     names = {declared.name for operation in known for declared in operation.parameters}
+    names.update(declared.name for declared in of_model)
     for name in request.params.extra:
         if name not in names:
             raise RequestError(

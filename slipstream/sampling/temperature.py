@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.parameters import Parameter
-from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
+from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.values import Bounds
 
 # Keeps logits within float32: far below this temperature the draw is the argmax anyway.

@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
-from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
+from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_threshold, keep_at_least
 from slipstream.values import MAX_INT32, Bounds
 

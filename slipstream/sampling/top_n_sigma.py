@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
-from slipstream.sampling.operation import Column, SamplingOperation, Stage, is_sampled
+from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, keep_at_least
 from slipstream.values import Bounds
 

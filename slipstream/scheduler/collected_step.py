@@ -96,7 +96,7 @@ def take_tokens(state: RequestState, result: StepResult, i: int) -> TokenUpdate 
     update = TokenUpdate(request.request_id, token_ids, reason, stop_reason, error, state.num_cached_tokens or 0)
     update.num_drafts = result.num_drafts[i]
     update.num_accepted = min(result.num_accepted[i], len(token_ids))
-    update.prompt_logprobs = scored
+    update.prompt_logprobs, update.vector = scored, result.vectors.get(i)
     if result.logprobs is not None and request.params.logprobs is not None:
         update.logprobs = result.logprobs[i][: len(token_ids)]
     return update

@@ -32,6 +32,11 @@ def page_hashes(token_ids: Sequence[int], page_size: int, parent: bytes = _ROOT,
         yield parent
 
 
+def root_hash(cache_key: bytes) -> bytes:
+    """What the hashes of a request's pages begin with, where they depend on more than its tokens."""
+    return hashlib.blake2b(cache_key, digest_size=16).digest() if cache_key else _ROOT
+
+
 class PagePool:
     def __init__(self, num_pages: int, page_size: int, caching: bool = True) -> None:
         self.page_size = page_size

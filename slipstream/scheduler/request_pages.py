@@ -104,7 +104,7 @@ class RequestPages:
             # The drafter's entry in a page's last slot may depend on the token after the page.
             num_after = self._drafts.num_next_tokens
             tokens = state.token_ids[len(known) * page_size : num_pages * page_size + num_after]
-            known.extend(page_hashes(tokens, page_size, known[-1] if known else b"", num_after))
+            known.extend(page_hashes(tokens, page_size, known[-1] if known else state.root_hash, num_after))
         return known
 
     def count_common(self, states: Sequence[RequestState], num_tokens: int) -> int:

@@ -15,6 +15,7 @@ class RequestState:
     request: Request
     arrival_idx: int  # its rank by arrival, kept through preemption
     token_ids: list[int]  # prompt and collected outputs
+    root_hash: bytes = b""  # that of its first page begins with this
     drafts: bool = False  # whether tokens are drafted for it
     # Whether the drafter has missed some of its tokens since it was admitted: its pages do not hold all keys.
     has_draft_gap: bool = False
@@ -38,10 +39,11 @@ class RequestState:
     finished: bool = False
     # A step brings it only tokens, unless it ends: it has had its first ones and asked for no statistics.
     gets_only_tokens: bool = False
-    max_total: int = field(init=False)
+    max_total: int = field(init=False)  # no step is launched for it once its tokens and draws in flight are as many
 
     def __post_init__(self) -> None:
-        self.max_total = self.request.max_total_tokens
+        # The step that ends a prompt counts as a draw, of no token where the request ends with it.
+        self.max_total = self.request.max_total_tokens + (not self.request.draws)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from slipstream.scheduler.collected_step import TokenCollector
 from slipstream.scheduler.draft_ledger import DraftLedger
 from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.open_plan import OpenPlan
-from slipstream.scheduler.pages import PagePool, check_fits
+from slipstream.scheduler.pages import PagePool, check_fits, root_hash
 from slipstream.scheduler.request_pages import RequestPages
 from slipstream.scheduler.request_state import NO_ROW, RequestState
 from slipstream.scheduler.stats import SchedulerStats
@@ -132,11 +132,12 @@ class Scheduler:
 
     # --- requests ----------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, cache_key: bytes = b"") -> None:
+        """``cache_key``: what cached keys and values of its prompt depend on beside the tokens."""
         if request.request_id in self._requests:
             raise RequestError(f"request id '{request.request_id}' is already in use; choose another")
         check_fits(request, self._cache)
-        state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids))
+        state = RequestState(request, self._next_arrival_idx, list(request.prompt_token_ids), root_hash(cache_key))
         self.drafts.enter(state)
         self._next_arrival_idx += 1
         self._requests[request.request_id] = state

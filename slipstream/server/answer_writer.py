@@ -128,6 +128,7 @@ class AnswerWriter:
             if stream.is_finished:
                 stream.count_drafts()
                 self._finish(stream)
+                self._plan.answer.take_end(stream.state.index, stream)
             if self.every_token:
                 self._tell(stream, now, parts)
         if self._num_running:

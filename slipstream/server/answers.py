@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from slipstream.engine.text_stream import TextStream
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import Completion, Logprobs
 from slipstream.server.generation import Generation
@@ -116,6 +117,9 @@ class Answer:
     def opening(self, num_choices: int) -> bytes:
         """Events before any text."""
         return b""
+
+    def take_end(self, index: int, stream: TextStream) -> None:
+        """A choice has ended; told before the whole answer is made."""
 
     # --- bytes
 

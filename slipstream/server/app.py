@@ -75,6 +75,10 @@ def _declare_generation(app: FastAPI) -> None:
     async def chat_completions(body: protocol.ChatCompletionRequest) -> None:
         raise ApiError(500, "this route is answered by the server, not by its application")
 
+    @app.post("/v1/embeddings", response_model=protocol.EmbeddingResponse)
+    async def embeddings(body: protocol.EmbeddingRequest) -> None:
+        raise ApiError(500, "this route is answered by the server, not by its application")
+
 
 def _add_tokens(app: FastAPI, context: AppContext) -> None:
     @app.post("/tokenize")

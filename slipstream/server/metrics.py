@@ -93,7 +93,7 @@ def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFa
 
 
 ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name:path}"),
     *("/tokenize", "/detokenize", "/health", "/version", "/metrics"),
 )
 _OTHER = "other"  # a client must not be able to create new time series

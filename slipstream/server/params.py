@@ -49,9 +49,8 @@ def chat_params(body: ChatCompletionRequest) -> SamplingParams:
     return sampling_params(body, min(limits, default=None), (body.top_logprobs or 0) if body.logprobs else None)
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """One prompt or several, each a text or token ids."""
-    prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if all(isinstance(part, int) for part in prompt):

@@ -15,6 +15,7 @@ from slipstream.server.sampling_fields import ListOf, TokenId, body_fields, gath
 
 MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context; checked before the items are parsed
 MAX_DETOKENIZE = 1 << 20
+MAX_TEXTS = 2048  # in a request for embeddings
 MAX_REQUEST_DRAFTS = 64  # above any engine's draft length: a client need not know this one's k
 
 
@@ -77,6 +78,23 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = Field(16, ge=1, le=2**31 - 1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Literal[False] = False
+
+
+class EmbeddingRequest(_Body):
+    model: str | None = Field(None, description="Any name this server lists; its model if left out.")
+    input: (
+        str
+        | Annotated[ListOf[str], Field(max_length=MAX_TEXTS)]
+        | ListOf[TokenId]
+        | Annotated[ListOf[ListOf[TokenId]], Field(max_length=MAX_TEXTS)]
+    ) = Field(..., min_length=1, description="A text, or several, each a string or token ids.")
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64: of float32, little-endian.")
+    dimensions: int | None = Field(None, ge=1, le=2**31 - 1, description="Numbers to keep of each vector.")
+    user: str | None = Field(None, description="Accepted and ignored.")
+    # Extensions.
+    pooling: str | None = Field(None, description="Which hidden states make a vector.")
+    normalize: bool | None = Field(None, description="Divide each vector by its length.")
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
 
 
 class FunctionDefinition(BaseModel):
@@ -208,6 +226,24 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 class TopLogprob(BaseModel):

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream import __version__
-from slipstream.engine.client import EngineClient, Prompt
+from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.errors import RequestError
+from slipstream.pooling import PoolingParams
 from slipstream.server.answer_writer import AnswerPlan
 from slipstream.server.answers import Answer, ChatAnswer, CompletionAnswer
+from slipstream.server.embeddings import EmbeddingAnswer
 from slipstream.server.errors import ApiError
 from slipstream.server.generation import Gate, Generation
 from slipstream.server.http.exchange import HttpRequest
 from slipstream.server.json_body import read_body
 from slipstream.server.params import chat_params, completion_params, plain_messages, prompts_of
-from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingFields
 from slipstream.types import SamplingParams
 
 
@@ -62,16 +64,31 @@ class RouteContext:
         }
 
     def plan(self, body: SamplingFields, answer: Answer, prompts: list[Prompt], params: SamplingParams) -> AnswerPlan:
+        submissions = self._prepare(
+            prompts, answer, lambda prompt, own_id: self.client.prepare(prompt, params, own_id, body.priority)
+        )
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return AnswerPlan(Generation(submissions), answer, body.stream, include_usage)
+
+    def plan_vectors(self, answer: Answer, texts: list[Prompt], params: PoolingParams, priority: int) -> AnswerPlan:
+        submissions = self._prepare(
+            texts, answer, lambda text, own_id: self.client.prepare_pooled(text, params, own_id, priority)
+        )
+        return AnswerPlan(Generation(submissions), answer, is_streamed=False, include_usage=False)
+
+    @staticmethod
+    def _prepare(
+        prompts: list[Prompt], answer: Answer, prepare: Callable[[Prompt, str], Submission]
+    ) -> list[Submission]:
         """Check everything before anything runs."""
         submissions = []
         for i, prompt in enumerate(prompts):
             own_id = answer.request_id if len(prompts) == 1 else f"{answer.request_id}-{i}"
             try:
-                submissions.append(self.client.prepare(prompt, params, own_id, body.priority))
+                submissions.append(prepare(prompt, own_id))
             except RequestError as error:
                 raise ApiError(400, f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from error
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return AnswerPlan(Generation(submissions), answer, body.stream, include_usage)
+        return submissions
 
 
 class Resolve(Protocol):
@@ -91,7 +108,7 @@ def _read(request: HttpRequest, kind: type[Any]) -> Any:
 def read_completion(context: RouteContext, request: HttpRequest) -> Resolve:
     body: CompletionRequest = _read(request, CompletionRequest)
     context.model.check(body.model)
-    prompts: list[Prompt] = list(prompts_of(body))
+    prompts: list[Prompt] = list(prompts_of(body.prompt))
     context.gate.check_room(len(prompts) * body.n)
     params = completion_params(body)
 
@@ -122,7 +139,25 @@ def read_chat(context: RouteContext, request: HttpRequest) -> Resolve:
     return resolve
 
 
-ROUTES: dict[str, Route] = {"/v1/completions": read_completion, "/v1/chat/completions": read_chat}
+def read_embeddings(context: RouteContext, request: HttpRequest) -> Resolve:
+    body: EmbeddingRequest = _read(request, EmbeddingRequest)
+    context.model.check(body.model)
+    texts: list[Prompt] = list(prompts_of(body.input))
+    context.gate.check_room(len(texts))
+    params = PoolingParams(body.pooling, body.normalize, body.dimensions)
+
+    def resolve() -> AnswerPlan:
+        answer = EmbeddingAnswer(context.ids.new("embd"), context.model.name, encoding=body.encoding_format)
+        return context.plan_vectors(answer, texts, params, body.priority)
+
+    return resolve
+
+
+ROUTES: dict[str, Route] = {
+    "/v1/completions": read_completion,
+    "/v1/chat/completions": read_chat,
+    "/v1/embeddings": read_embeddings,
+}
 
 
 def fingerprint_of(is_synthetic: bool) -> str | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.columns import Column
 from slipstream.device.operation import operation, spec_of
 from slipstream.errors import RequestError
 from slipstream.parameters import Parameter, TokenIds
-from slipstream.sampling.operation import Column, Positions, SamplingOperation, SamplingRows, Stage
+from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
 from slipstream.sampling_params import value_of
 from slipstream.types import Request
 from slipstream.values import Bounds

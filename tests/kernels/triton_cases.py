@@ -25,6 +25,7 @@ from tests.kernels.triton_cases_delta import chunks, convolutions, gated_norms, 
 from tests.kernels.triton_cases_drafts import head_passes
 from tests.kernels.triton_cases_fused import decodes, products
 from tests.kernels.triton_cases_moe import experts, norms, routes
+from tests.kernels.triton_cases_pool import pools
 from tests.kernels.triton_check import Case, Real, poisoned
 
 
@@ -337,4 +338,5 @@ CASES = [
     ),
     *(*products(), *decodes(), *head_passes(), *cascades()),
     *(*convolutions(), *recurrences(), *chunks(), *gated_norms()),
+    *pools(),
 ]

@@ -25,6 +25,7 @@ from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig, RopeConfig
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.models.model_state import ModelState
 
 VOCAB_SIZE = 61
 # How the one layer of a draft head is told from the target's.
@@ -266,6 +267,8 @@ def _recur(context: AttentionContext, x: Tensor) -> Tensor:
 
 class HashModel:
     """The target or, where it guesses, a drafter: its states are the target's if its cache and its inputs are right."""
+
+    state: ModelState | None = None
 
     def __init__(
         self,

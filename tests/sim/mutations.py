@@ -463,6 +463,54 @@ MUTATIONS = [
         "attention = replace(attention, num_common_pages=common.num_common_pages)",
         "pass",
     ),
+    Mutation(
+        "pooling: vectors are read before they are there",
+        "pool_head:_PooledStep.collect",
+        "self.slot.event.synchronize()",
+        "pass",
+    ),
+    Mutation(
+        "pooling: the copy does not wait for the step",
+        "pool_head:PoolHead.send",
+        "device.copy_stream.wait_event(slot.computed)",
+        "pass",
+    ),
+    Mutation(
+        "pooling: the next step's vectors take the way of this one's",
+        "pool_head:PoolHead.send",
+        "slot.vectors.stage(vectors)",
+        "slot.vectors.on_device = self._out",
+    ),
+    Mutation(
+        "pooling: a vector of another row",
+        "pool_head:_PooledStep.collect",
+        "place: PooledVector(found[place - self.span.first].tobytes(), self.dtype)",
+        "place: PooledVector(found[0].tobytes(), self.dtype)",
+    ),
+    Mutation(
+        "pooling: sums of another row",
+        "pool:pool",
+        "total = own.sum(0) if position == 0 else kept[row] + own.sum(0)",
+        "total = own.sum(0) if position == 0 else kept[0] + own.sum(0)",
+    ),
+    Mutation(
+        "pooling: a mean forgets the chunks before",
+        "pool:pool",
+        "total = own.sum(0) if position == 0 else kept[row] + own.sum(0)",
+        "total = own.sum(0)",
+    ),
+    Mutation(
+        "pooling: a mean goes on from the row's last request",
+        "pool:pool",
+        "total = own.sum(0) if position == 0 else kept[row] + own.sum(0)",
+        "total = kept[row] + own.sum(0)",
+    ),
+    Mutation(
+        "pooling: a mean begins with cached pages",
+        "pooling:PoolingParams.needs_every_position",
+        "return self.kind is not PoolingKind.LAST",
+        "return False",
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from slipstream.types import Request
@@ -39,6 +40,24 @@ class HashSequence:
             mixed = self._chain * 8191 + state + 3 * before + 5 * before_that + 127 * position
             self._chain, self._before = _scramble(mixed & _MASK), (state, before)
             self.state = state if self._chain % 4 else _scramble((self._chain + state) & _MASK) >> 16
+
+    @property
+    def hidden(self) -> list[float]:
+        """The hidden state of the last token: hash, position, and what each layer has seen, in halves."""
+        halves = [float(half) for seen in self._seen for half in (seen & 0xFFFFFFFF, seen >> 32)]
+        return [float(self.state), float(self._length - 1), *halves]
+
+
+def expected_vector(request: Request, recurrent: bool = False) -> list[float]:
+    """What a pooled request must give."""
+    assert request.pooling is not None
+    sequence, states = HashSequence(recurrent=recurrent), []
+    for token_id in request.prompt_token_ids:
+        sequence.append(token_id)
+        states.append(sequence.hidden)
+    if request.pooling.pooling == "mean":
+        return [math.fsum(column) / len(states) for column in zip(*states, strict=True)]
+    return states[-1 if request.pooling.pooling == "last" else 0]
 
 
 def next_token(state: int, num_used: int, forbidden: Iterable[int] = ()) -> int:

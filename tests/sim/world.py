@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from slipstream.attention.backend import AttentionBackend
@@ -23,6 +24,7 @@ from slipstream.device.sim import SimDevice
 from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
+from slipstream.pooling import KIND_NAMES, PoolingParams
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.scheduler import Scheduler
@@ -48,6 +50,7 @@ from tests.sim.oracle import (
     expected_guesses,
     expected_output,
     expected_prompt_choices,
+    expected_vector,
     num_leading,
 )
 
@@ -71,6 +74,7 @@ EVENTS = (
     "stop_ids",
     "prefix_caching",
 )
+POOLED = "pooled"  # drawn apart from the others, so that they are what they were before there was this one
 
 
 @dataclass
@@ -147,6 +151,8 @@ class World:
     num_steps: int = 0
     num_launched: int = 0  # by those steps
     num_preemptions: int = 0
+    num_vectors: int = 0
+    num_shared: int = 0  # steps of requests of both kinds
     num_cascades: int = 0  # steps that were to read common pages once
 
     def __post_init__(self) -> None:
@@ -173,10 +179,15 @@ class World:
             drawn |= {"prefix_caching"}
         if self.is_recurrent is None:
             self.is_recurrent = not (self.events or self.overrides or self.is_alike) and self.seed % 6 == 2
+        self._pooled_random = random.Random(f"pooled {self.seed}")
+        if self._pooled_random.random() < 0.5:
+            drawn |= {POOLED}
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
         self.head = self._draw_head()
         self.jobs = self._draw_jobs()
+        if POOLED in self.events:
+            self.jobs = [self._pooled(job) if self._pooled_random.random() < 0.4 else job for job in self.jobs]
         # Most worlds have all their graphs from the start, some a few or none; they record more when idle.
         self.num_recorded = {6: self._random.randint(0, 40), 7: 0}.get(self.seed % 8, 1000)
 
@@ -278,6 +289,23 @@ class World:
             jobs.append(self._draw_job(f"r{i}", prompt, rng.randint(1, limit - len(prompt))))
             jobs[-1].arrives_at = rng.randint(8, 40) if i else 0
         return jobs
+
+    def _pooled(self, job: Job) -> Job:
+        """The same prompt for a vector in place of tokens; now and then one that fills the context."""
+        rng, prompt = self._pooled_random, job.request.prompt_token_ids
+        limit = self.options.max_model_len
+        assert limit is not None
+        if rng.random() < 0.2:
+            prompt += tuple(rng.randrange(VOCAB_SIZE) for _ in range(limit - len(prompt)))
+        request = replace(
+            job.request,
+            prompt_token_ids=prompt,
+            params=SamplingParams(temperature=0.0, seed=0).with_defaults(SamplingParams()),
+            stop_token_ids=(),
+            max_total_tokens=len(prompt),
+            pooling=PoolingParams(rng.choice(KIND_NAMES), normalize=False),
+        )
+        return replace(job, request=request, expected=[], reason="length")
 
     def _draw_follow_up(self, job: Job) -> list[Job]:
         """A conversation goes on: the prompt is another's with its answer, so the pages of both are found again."""
@@ -402,12 +430,15 @@ class World:
         goes_over_all = config.speculative is not None and config.speculative.needs.looks_ahead
         follows = config.scheduler.needs.follows
 
+        pooled = {job.request.request_id for job in self.jobs if job.request.pooling is not None}
+
         def collect_and_keep(result: StepResult) -> list[TokenUpdate]:
             self._collected = {
                 r.request_id: (r, self._generations.get(r.request_id) != r.generation) for r in result.plan.requests
             }
             self._generations |= {r.request_id: r.generation for r in result.plan.requests}
             self.num_cascades += result.plan.composition.num_common_pages > 0
+            self.num_shared += len({request_id in pooled for request_id in result.plan.composition.request_ids}) == 2
             for init in result.plan.row_inits:
                 lengths = (init.num_computed, len(init.token_ids), init.draft_start, init.num_computed)
                 self._drafted[init.request.request_id] = Drafted(*lengths)
@@ -422,6 +453,8 @@ class World:
         job = next(job for job in self.jobs if job.request.request_id == update.request_id)
         self._note(f"{now}: {update.request_id} gets {update.token_ids} {update.finish_reason or ''}")
         assert not job.finished, f"{update.request_id}: an update after its end"
+        if job.request.pooling is not None:
+            self._check_vector(job, update)
         if update.token_ids and update.finish_reason != "error":
             self._check_drafts(job, update)
         job.tokens += update.token_ids
@@ -443,6 +476,16 @@ class World:
                 f"{update.request_id}: {len(job.expected) - len(job.tokens)} tokens missing"
             )
             assert update.finish_reason == job.reason, f"{update.request_id}: {update.finish_reason}, not {job.reason}"
+
+    def _check_vector(self, job: Job, update: TokenUpdate) -> None:
+        """It comes with the request's end, whatever the chunks, and is of its own text alone."""
+        assert not update.token_ids and update.vector is not None, f"{update.request_id}: no vector"
+        assert job.request.pooling is not None
+        found = update.vector.finish(job.request.pooling)
+        expected = np.array(expected_vector(job.request, bool(self.is_recurrent)))
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0, err_msg=f"{update.request_id}: vector")
+        self.num_vectors += 1
 
     def _check_drafts(self, job: Job, update: TokenUpdate) -> None:
         """As many drafts as there should be, and as many of them accepted as a right drafter has right."""
@@ -485,7 +528,7 @@ class World:
         self.core.scheduler.check_idle()
         runner, peek = self.core.runner, self.device.peek
         rows = runner.rows
-        for ring in (rows._staged._ring, runner.head.outputs._ring):
+        for ring in (rows._staged._ring, runner.head.generate.outputs._ring, runner.head.ring):
             assert all(slot.event.query() for slot in ring.slots), "a ring slot is still in use"
         assert peek(rows.status)[rows.scratch_row] == RowStatus.INERT, "the scratch row runs"
         assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"

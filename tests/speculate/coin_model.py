@@ -21,6 +21,7 @@ from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device import open_device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
+from slipstream.models.model_state import ModelState
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
@@ -38,6 +39,8 @@ _CONFIG = ModelConfig("coin", VOCAB_SIZE, 2, 2, 1, 1, 1, 16, 1e-5, 4096, RopeCon
 
 
 class CoinModel:
+    state: ModelState | None = None
+
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits  # [num_states, vocab]
 

@@ -1,0 +1,138 @@
+"""Hidden states into one vector for each text: of the last token, of the first, or the mean of all.
+
+A text may come in several chunks. What is needed of the earlier ones is kept for each request row, so that the vector
+does not depend on where the chunks end.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slipstream.device.operation import operation, writes_only
+from slipstream.kernels.triton_jit import (
+    early_start,
+    jit_general,
+    let_next_start,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_last,
+)
+from slipstream.pooling import PoolingKind
+
+_MOST_COLUMNS, _TOKENS = 128, 16  # in one tile
+
+
+@operation(writes_only, writes=("kept", "out"))
+def pool(
+    hidden: Tensor,  # [padded_tokens, size]
+    positions: Tensor,  # [padded_tokens] int64
+    batch_rows: Tensor,  # [n] int32: a run of the step's requests
+    starts: Tensor,  # [n + 1] int32: where their tokens begin; only as many as ``query_lens`` says are computed
+    query_lens: Tensor,  # [n] int32; 0 for a row that does not run
+    kinds: Tensor,  # [num_rows] int32: a PoolingKind, or 0 for requests that are not pooled
+    prompt_len: Tensor,  # [num_rows] int32
+    # written:
+    kept: Tensor,  # [num_rows, size] float32 or float64: sums of all states so far, or the first state
+    out: Tensor,  # [n, size], as ``kept``: the vectors of requests whose prompt ends here; zeros for all others
+) -> None:
+    if runs_triton(hidden):
+        _launch(hidden, positions, batch_rows, starts, query_lens, kinds, prompt_len, kept, out)
+        return
+    out.zero_()
+    columns = (batch_rows.tolist(), starts[:-1].tolist(), query_lens.tolist())
+    for place, (row, start, count) in enumerate(zip(*columns, strict=True)):
+        kind = int(kinds[row])
+        if not kind or not count:
+            continue
+        own, position = hidden[start : start + count].to(kept.dtype), int(positions[start])
+        if kind == PoolingKind.LAST:
+            vector = own[-1]
+        elif kind == PoolingKind.CLS:
+            vector = own[0] if position == 0 else kept[row]
+            kept[row] = vector
+        else:
+            total = own.sum(0) if position == 0 else kept[row] + own.sum(0)
+            kept[row] = total
+            vector = total / prompt_len[row]
+        if position + count == int(prompt_len[row]):
+            out[place] = vector
+
+
+def _launch(
+    hidden: Tensor,
+    positions: Tensor,
+    batch_rows: Tensor,
+    starts: Tensor,
+    query_lens: Tensor,
+    kinds: Tensor,
+    prompt_len: Tensor,
+    kept: Tensor,
+    out: Tensor,
+) -> None:
+    assert hidden.stride(1) == kept.stride(1) == out.stride(1) == 1
+    num_reqs, size = out.shape
+    block = min(_MOST_COLUMNS, next_power_of_2(size))
+    _pool_kernel[(num_reqs, -(-size // block))](
+        *(hidden, positions, batch_rows, starts, query_lens, kinds, prompt_len, kept, out),
+        *(hidden.stride(0), size),
+        LAST=int(PoolingKind.LAST),
+        CLS=int(PoolingKind.CLS),
+        MEAN=int(PoolingKind.MEAN),
+        TOKENS=_TOKENS,
+        BLOCK=block,
+        num_warps=4,
+        **early_start(hidden),
+    )
+
+
+@jit_general("stride", "size")
+def _pool_kernel(
+    hidden,
+    positions,
+    batch_rows,
+    starts,
+    query_lens,
+    kinds,
+    prompt_len,
+    kept,
+    out,
+    stride,
+    size,
+    LAST: tl.constexpr,
+    CLS: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program for some columns of a request's vector; it goes over all of the request's tokens."""
+    wait_for_last(EARLY)
+    let_next_start(EARLY)
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < size
+    row = tl.load(batch_rows + place).to(tl.int64)
+    kind, count = tl.load(kinds + row), tl.load(query_lens + place)
+    start = tl.load(starts + place).to(tl.int64)
+    runs = (kind != 0) & (count > 0)
+    position = tl.load(positions + start, mask=runs, other=0)
+    length = tl.load(prompt_len + row)
+
+    goes_on = runs & (kind != LAST) & (position > 0)
+    of_row = kept + row * size + column
+    total = tl.load(of_row, mask=exists & goes_on, other=0.0)
+    num_summed = tl.where(runs & (kind == MEAN), count, 0)
+    for begin in range(0, num_summed, TOKENS):
+        token = begin + tl.arange(0, TOKENS)
+        places = hidden + (start + token)[:, None] * stride + column[None, :]
+        tile = tl.load(places, mask=(token < num_summed)[:, None] & exists[None, :], other=0.0)
+        total += tl.sum(tile.to(kept.dtype.element_ty), 0)
+    takes_one = runs & ((kind == LAST) | ((kind == CLS) & (position == 0)))
+    at = start + tl.where(kind == LAST, count - 1, 0)
+    one = tl.load(hidden + at * stride + column, mask=exists & takes_one, other=0.0).to(kept.dtype.element_ty)
+    total = tl.where(takes_one, one, total)
+    tl.store(of_row, total, mask=exists & runs & (kind != LAST))
+    vector = tl.where(kind == MEAN, total / length, total)
+    ends = runs & (position + count == length)
+    tl.store(out + place * size + column, tl.where(ends, vector, 0.0), mask=exists)
