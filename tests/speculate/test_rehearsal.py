@@ -249,8 +249,8 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
     assert isinstance(policy, AdaptiveLength) and core.runner.graphs.plan.num_proposed(1) == 3
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
-            policy._costs.record(num_reqs, k, 1.0 + 0.06 * k)
-    policy._costs.observe = lambda *_: None  # type: ignore[method-assign]
+            policy.costs.record(num_reqs, k, 1.0 + 0.06 * k)
+    policy.costs.observe = lambda *_: None  # type: ignore[method-assign]
     policy.length, policy.acceptance.usual[:] = 0, 0.0
     again = {"temperature": 1.0, "logit_bias": {7: 100.0}, "ignore_eos": True}
     core.add(make_request("none", [7, 8, 9, 7, 8] * 4, max_tokens=150, speculate=False, **again))
