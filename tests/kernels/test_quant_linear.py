@@ -131,7 +131,7 @@ def test_the_definition_is_what_runs_without_a_compiler(gated: bool, monkeypatch
 
 
 def test_the_default_is_the_same_where_bytes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a text is the same on all such CPUs; the accuracy that it has is tested above."""
+    """So that products are the same on all such CPUs; the accuracy that they have is tested above."""
     monkeypatch.delenv("SLIPSTREAM_CPU_ACTIVATION_BITS", raising=False)
     if " avx2 " not in native.cpu_features():
         pytest.skip("no AVX2 here")
