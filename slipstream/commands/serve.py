@@ -1,4 +1,4 @@
-"""``slipstream serve``: the model behind an OpenAI-compatible API."""
+"""``slipstream serve``: a model with an OpenAI-compatible API."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Worker:
         self._operations = args.operations
         self._core: EngineCore | None = None
         self._driver: Driver | None = None
-        self._early: deque[Message] = deque()  # the rest of a message that stands for several
+        self._early: deque[Message] = deque()  # the rest of a message that carries several
         self._gone: tuple[str, ...] = ()  # prefixes of clients that are gone
         self._stats_sent_at = 0.0
 
