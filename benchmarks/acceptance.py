@@ -58,8 +58,7 @@ def write_drafter(checkpoint: Checkpoint, bits: int | None, skipped: set[int], f
     save_file(dict(drafter_tensors(checkpoint, bits, skipped)), folder / "model.safetensors")
     num_layers = checkpoint.config["num_hidden_layers"] - len(skipped)
     (folder / "config.json").write_text(json.dumps({**checkpoint.config, "num_hidden_layers": num_layers}))
-    tokenizer = checkpoint.tokenizer()
-    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    checkpoint.tokenizer().save(folder / "tokenizer.json")
     return folder
 
 

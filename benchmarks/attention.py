@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionLayer, NewTokens
+from slipstream.attention.backend import AttentionBackend, AttentionLayer
 from slipstream.attention.flashinfer import FlashInferBackend
 from slipstream.attention.flashinfer_library import FlashInferLibrary
 from slipstream.attention.flashinfer_paths import Features, HeadShape, choose_paths, is_installed
@@ -35,6 +35,7 @@ from slipstream.attention.flex import FlexBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.triton import TritonBackend
 from slipstream.commands.results import collect_results, prepare_folder, write_results
+from slipstream.kernels.rope_cache import NewTokens
 
 LAYER = AttentionLayer(idx=0, num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 PAGE_SIZE, BANDWIDTH = 16, 4.8e12

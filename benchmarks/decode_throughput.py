@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.commands.bench import Workload, _measure_batch, _row
+from slipstream.commands.bench import Workload, measure_batch, result_row
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import DTYPE_BYTES, EngineOptions
 from slipstream.engine.build import build_engine, build_shape
@@ -66,8 +66,8 @@ def measure(case: str, options: EngineOptions, workload: Workload, bandwidth: fl
         for batch in workload.batches:
             before = client.stats
             steps, host = before.num_steps, before.host_s.total
-            runs = _measure_batch(client, workload, batch, seed=0)
-            row = _row(case, batch, workload, client.config, runs, weights="model" if is_file else "random")
+            runs = measure_batch(client, workload, batch, seed=0)
+            row = result_row(case, batch, workload, client.config, runs, weights="model" if is_file else "random")
             after = client.stats
             peer, top = PLAIN[case].get(batch), limit(case, batch, workload, bandwidth)
             row |= {

@@ -31,8 +31,9 @@ from slipstream.attention.gdn import DeltaNetSpec
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.device.operation import Operation
 from slipstream.kernels.causal_conv import causal_conv
-from slipstream.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule
+from slipstream.kernels.delta_rule import DeltaTokens, chunked_delta_rule, recurrent_delta_rule
 from slipstream.kernels.gated_norm import gated_norm
+from slipstream.kernels.request_rows import RequestStates
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import shape_config
 
@@ -65,6 +66,15 @@ def setting_for(arguments: argparse.Namespace) -> Setting:
     return Setting("cuda", torch.bfloat16, net, *sizes)
 
 
+def bundled(values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation, from tensors by name."""
+    arguments = dict(values)
+    for name, bundle in (("tokens", DeltaTokens), ("requests", RequestStates)):
+        if arguments.keys() >= set(bundle._fields):
+            arguments[name] = bundle(*[arguments.pop(field) for field in bundle._fields])
+    return arguments
+
+
 class KernelCase(NamedTuple):
     name: str
     op: Operation[Any, Any]
@@ -77,7 +87,7 @@ class KernelCase(NamedTuple):
 
     def run(self, idx: int) -> Tensor:
         pool = {self.pool: self.pools[idx % len(self.pools)]} if self.pool else {}
-        made: Tensor = self.op.body(**self.args, **pool)
+        made: Tensor = self.op.body(**bundled({**self.args, **pool}))
         return made
 
 
@@ -146,8 +156,8 @@ def error_of(case: KernelCase) -> float:
             value = value[: cuts.get(name, value.shape[0])].clone().cpu()
             value = value.float() if value.is_floating_point() else value
         exact[name] = value
-    found = [case.op.body(**given)[: some * case.count], *(given[name][: some + 1] for name in pool)]
-    expected = [case.op.body(**exact), *(exact[name] for name in pool)]
+    found = [case.op.body(**bundled(given))[: some * case.count], *(given[name][: some + 1] for name in pool)]
+    expected = [case.op.body(**bundled(exact)), *(exact[name] for name in pool)]
     errors = [
         float((own.float().cpu() - right).abs().max() / right.abs().max())
         for own, right in zip(found, expected, strict=True)

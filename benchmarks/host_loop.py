@@ -50,6 +50,7 @@ from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.ngram import NgramSpeculator
+from slipstream.speculate.options import read_speculation
 from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
 from slipstream.types import Request, SamplingParams
 
@@ -121,10 +122,9 @@ def make_drafts_dear(core: EngineCore, max_batch: int) -> None:
     """No number of them pays. Steps of prompts may have made some before."""
     policy = core.scheduler.drafts.length
     assert isinstance(policy, AdaptiveLength)
-    measured = (size for sizes in policy._costs._sizes.values() for size in sizes)
-    for batch in {max_batch, *(1 << i for i in range(max_batch.bit_length())), *measured}:
-        for k in policy._choices:
-            policy._costs.record(batch, k, 1.0 + 100.0 * k)
+    for batch in range(1, max_batch + 1):
+        for k in policy.choices:
+            policy.costs.record(batch, k, 1.0 + 100.0 * k)
 
 
 def _always_a_graph(runner: Runner) -> Callable[..., Any]:
@@ -216,7 +216,7 @@ class Bench:
             while self.waits and self.core.use_idle_time():
                 pass  # steps without drafts have no graph before that
             make_drafts_dear(self.core, max_batch)
-        self.output = OutputProcessor(_NoText(), lambda _request_id: None, self.core.runner._config.speculative)
+        self.output = OutputProcessor(_NoText(), lambda _request_id: None, read_speculation(options))
         self._submissions: list[Submission] = []
         self._total = min(total, 2048)
 

@@ -1,4 +1,4 @@
-"""A launcher that holds every operation to its declaration: the shape function, and what it says it writes."""
+"""A launcher that holds every operation to its declaration: what comes out, and what it says it writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slipstream.device.operation import Operation, set_launcher, spec_of
+from slipstream.device.operation import Operation, map_tensors, set_launcher, spec_of
 
 
 def _check_shapes(op: Operation[Any, Any], result: Any, expected: Any) -> None:
@@ -18,7 +18,7 @@ def _check_shapes(op: Operation[Any, Any], result: Any, expected: Any) -> None:
         found = None
     else:
         found = tuple(spec_of(t) for t in result)
-    assert found == expected, f"{op.name} returned {found}, its shape function says {expected}"
+    assert found == expected, f"{op.name} returned {found}, declared is {expected}"
 
 
 @contextmanager
@@ -26,14 +26,21 @@ def checked_operations(compare_inputs: bool) -> Iterator[None]:
     """``compare_inputs`` also proves that nothing undeclared is written; it copies every argument."""
 
     def launch(op: Operation[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        expected = op.shape(*args, **kwargs)
-        named = op.signature.bind(*args, **kwargs).arguments
-        read_only = {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and n not in op.writes}
-        before = {n: t.clone() for n, t in read_only.items()} if compare_inputs else {}
+        arguments = op.bind(args, kwargs)
+        expected = op.specs(arguments)
+        read_only: list[tuple[str, torch.Tensor]] = []
+
+        def note(name: str, tensor: torch.Tensor) -> None:
+            if not op.changes(name):
+                read_only.append((name, tensor))
+
+        for name, value in arguments.items():
+            map_tensors(value, name, note)
+        before = [tensor.clone() for _, tensor in read_only] if compare_inputs else []
         result = op.body(*args, **kwargs)
         _check_shapes(op, result, expected)
-        for name, copy in before.items():
-            assert torch.equal(copy.nan_to_num(), read_only[name].nan_to_num()), f"{op.name} changed {name}"
+        for (name, tensor), copy in zip(read_only, before, strict=False):
+            assert torch.equal(copy.nan_to_num(), tensor.nan_to_num()), f"{op.name} changed {name}"
         return result
 
     set_launcher("cpu", launch)

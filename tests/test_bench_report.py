@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,23 @@ def test_a_failure_is_named_and_the_pages_are_written(
     assert "error: no new figures of host;" in capsys.readouterr().err
     ran.clear()
     assert report.main(["--list"]) == 0 and not ran
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_benchmarks_use_public_names(path: Path) -> None:
+    """What a benchmark measures is what users have, and a rename in the package does not break it unseen."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    own |= {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    allowed = {"_asdict", "_sleep"}  # of a named tuple, and of torch.cuda
+    private = [node.attr for node in attributes if re.match(r"_[a-z]", node.attr) and node.attr not in own | allowed]
+    imported = [
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slipstream")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not private + imported, f"{path.name} uses {private + imported}"

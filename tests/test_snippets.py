@@ -39,7 +39,7 @@ ONLY_PARSED = {
 RUNS = ("generate", "demo", "chat", "bench", "bench_serve", "serve", "doctor", "tune", "train", "models")
 # Options that need another model than the tiny one.
 HEADS = {"eagle3", "eagle", "mtp", "draft_model", "--k", "--max-k", "--speculative-config", "--device"}
-MODELS = ("smollm2-135m", "./my-model", "./large", "./small", "Qwen/Qwen3-0.6B")
+MODELS = ("smollm2-135m", "./my-model", "./large", "./small", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-Embedding-0.6B")
 
 
 def where(snippet: Program | Command) -> str:

@@ -25,6 +25,10 @@ LONG_FILES = {
 # functions that are cut where it runs out; what makes a function hard to follow is how deeply it is nested.
 SHORT_FUNCTIONS = {80: 15, 95: 35, 99: 60}
 MAX_DEPTH = 4
+# More arguments than that belong together in a bundle with named fields. Triton kernels take flat pointers; a command's
+# parameters are its options.
+MAX_PARAMETERS = 8
+NOT_CALLED_BY_HAND = ("jit", "benchmarks.callback")
 # Plain structures for calls into C.
 UNTESTED_KERNELS = {"records"}
 BANNED_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "v2"}
@@ -82,6 +86,20 @@ def test_most_functions_are_short() -> None:
 def test_functions_are_flat(source: Path) -> None:
     for node in functions_of(source):
         assert depth_of(node) <= MAX_DEPTH, f"{node.name} is nested too deeply"
+
+
+def test_functions_take_few_arguments(source: Path) -> None:
+    for node in functions_of(source):
+        if not any(ast.unparse(decorator).startswith(NOT_CALLED_BY_HAND) for decorator in node.decorator_list):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            names = [a.arg for a in given if a.arg not in ("self", "cls")]
+            assert len(names) <= MAX_PARAMETERS, f"{node.name} has {len(names)} parameters"
+
+
+def test_arguments_are_not_packed_into_starred_tuples(source: Path) -> None:
+    """``f(*(a, b), *(c, d))`` is a call whose arguments have lost their names to save lines."""
+    starred = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Starred)]
+    assert not [ast.unparse(node) for node in starred if isinstance(node.value, ast.Tuple)]
 
 
 @pytest.mark.parametrize(

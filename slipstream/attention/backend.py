@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.kernels.rope_cache import NewTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +37,6 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int = 0  # positions that a token attends to, itself included; 0: all before it
-
-
-class HeadNorms(NamedTuple):
-    """Norms over each head of queries and keys, before they are rotated."""
-
-    query: Tensor  # [head_dim]
-    key: Tensor  # [head_dim]
-    eps: float
-
-
-class NewTokens(NamedTuple):
-    """A step's tokens in one layer, before they are in the cache. Heads are a separate axis: [tokens, heads, size]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cos: Tensor  # [tokens, 1, rotary_dim]
-    sin: Tensor  # [tokens, 1, rotary_dim]
-    page_ids: Tensor  # [tokens] int64
-    offsets: Tensor  # [tokens] int64
-    norms: HeadNorms | None
 
 
 class AttentionBackend(Protocol):

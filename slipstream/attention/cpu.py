@@ -111,9 +111,7 @@ class CpuBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice] | InPlace) -> Tensor:
         if isinstance(metadata, InPlace):
-            common = metadata.common
-            tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
-            return in_place_attention(q, kv_cache, *tables, layer.scale, layer.window, common.seq_starts)
+            return in_place_attention(q, kv_cache, metadata.common.requests, layer.scale, layer.window)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

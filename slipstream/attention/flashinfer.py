@@ -22,13 +22,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.attention.backend import AttentionLayer, Caps
-from slipstream.attention.flashinfer_library import LayerShape, Library, Planned, PlanPages
+from slipstream.attention.flashinfer_library import (
+    ContextKeys,
+    DecodeKeys,
+    LayerShape,
+    Library,
+    PassSizes,
+    Planned,
+    PlanPages,
+)
 from slipstream.attention.flashinfer_paths import DTYPES, ExactLengths, Paths, needs_of
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.device.operation import TensorSpec, operation
 
 Int32s = npt.NDArray[np.int32]
-DeadSlots = tuple[Tensor, Tensor]  # page and offset of each unused slot
+UnusedSlots = tuple[Tensor, Tensor]  # page and offset of each unused slot
 
 _NO_STARTS = (
     "FlashInfer reads every slot of a sequence, causally; a drafter with gaps in its keys needs another backend"
@@ -42,56 +50,43 @@ class ExactLengthsError(RuntimeError):
 # --- launches -------------------------------------------------------------------------------------
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_planned(
-    q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], dead: Tensor, out: Tensor, planned: Planned
+    q: Tensor, kv_cache: Tensor, page_ids: tuple[Tensor, ...], unused: Tensor, out: Tensor, planned: Planned
 ) -> None:
     planned.run(q, kv_cache, page_ids, out)
-    out.masked_fill_(dead[:, None, None], 0.0)
+    out.masked_fill_(unused[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_decode(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    key_lens: Tensor,
-    mask: Tensor | None,
-    dead: Tensor,
+    keys: DecodeKeys,
+    unused: Tensor,
     out: Tensor,
     library: Library,
-    query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window_left: int,
+    sizes: PassSizes,
 ) -> None:
-    numbers = (query_len, max_seq_len, scale, window_left)
-    library.trtllm_decode(q, kv_cache, block_table, key_lens, mask, out, *numbers)
-    out.masked_fill_(dead[:, None, None], 0.0)
+    library.trtllm_decode(q, kv_cache, keys, out, sizes)
+    out.masked_fill_(unused[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def flashinfer_context(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    key_lens: Tensor,
-    query_starts: Tensor,
-    page_starts: Tensor,
-    dead: Tensor,
+    keys: ContextKeys,
+    unused: Tensor,
     out: Tensor,
     library: Library,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window_left: int,
+    sizes: PassSizes,
 ) -> None:
-    numbers = (max_query_len, max_seq_len, scale, window_left)
-    library.trtllm_context(q, kv_cache, block_table, key_lens, query_starts, page_starts, out, *numbers)
-    out.masked_fill_(dead[:, None, None], 0.0)
+    library.trtllm_context(q, kv_cache, keys, out, sizes)
+    out.masked_fill_(unused[:, None, None], 0.0)
 
 
-@operation(writes_only, writes=("kv_cache",))
+@operation(writes=("kv_cache",))
 def clear_slots(
     kv_cache: Tensor,  # [num_pages + 1, 2, num_kv_heads, page_size, head_dim]
     page_ids: Tensor,  # [n] int64; -1 is the last page, which is never read
@@ -130,7 +125,7 @@ class Part:
     query_len: int  # of every request; 0 if they differ
     max_query_len: int
     max_seq_len: int  # a bound
-    dead: Tensor  # [tokens] bool: unused draft slots
+    unused: Tensor  # [tokens] bool: unused draft slots
     key_lens: Tensor | None = None  # [num_reqs] int32
     block_table: Tensor | None = None  # [num_reqs, max_pages] int32
     mask: Tensor | None = None  # XQA with drafts: [num_reqs, query_len, 1] int32
@@ -148,7 +143,7 @@ class FlashInferMetadata:
     prefill: Part | None = None
     cascade: Part | None = None  # of the whole batch, replaces both
     seq_lens_cpu: Int32s | None = None  # exact
-    dead_slots: DeadSlots | None = None  # None: no draft can be missing
+    unused_slots: UnusedSlots | None = None  # None: no draft can be missing
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -200,7 +195,7 @@ class FlashInferBackend:
             raise RuntimeError(_NO_STARTS)
         exact = common.num_computed_cpu
         has_cascade = exact is not None and common.num_common_pages > 0 and self.paths.cascade.path != "none"
-        common, dead_slots = self._without_dead(common)
+        common, unused_slots = self._without_unused(common)
         starts, num_reqs = common.query_start_loc_cpu, common.num_reqs
         num_decodes, query_len = self._leading_decodes(starts)
         num_decode_tokens = num_decodes * query_len
@@ -215,7 +210,7 @@ class FlashInferBackend:
         if has_cascade:
             assert exact is not None and lens is not None
             cascade = self._cascade(common, common.num_common_pages, lens)
-            return FlashInferMetadata(common.num_actual_tokens, None, None, cascade, lens, dead_slots)
+            return FlashInferMetadata(common.num_actual_tokens, None, None, cascade, lens, unused_slots)
         decode = prefill = None
         if num_decodes:
             reqs, tokens = slice(0, num_decodes), slice(0, num_decode_tokens)
@@ -223,9 +218,9 @@ class FlashInferBackend:
         if num_prefills:
             reqs, tokens = slice(num_decodes, num_reqs), slice(num_decode_tokens, common.num_actual_tokens)
             prefill = self._prefill(common, _Range(reqs, tokens, 0, None if lens is None else lens[reqs]))
-        return FlashInferMetadata(common.num_actual_tokens, decode, prefill, None, lens, dead_slots)
+        return FlashInferMetadata(common.num_actual_tokens, decode, prefill, None, lens, unused_slots)
 
-    def _without_dead(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, DeadSlots | None]:
+    def _without_unused(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, UnusedSlots | None]:
         """The slots of unused drafts after a request's last token, and page tables without pages beyond them.
 
         Slots are cleared up to the end of the last used page. Pages after it may not belong to the request: the rest of
@@ -239,9 +234,9 @@ class FlashInferBackend:
         idx = torch.arange(width, dtype=torch.int32, device=table.device)
         at = common.seq_lens[:, None] + idx
         # A request that has stopped has length 0 and no last page: all its pages may be shared with others.
-        is_dead = (idx < planned - alive) & (planned <= width) & (at < num_pages * size)
+        is_unused = (idx < planned - alive) & (planned <= width) & (at < num_pages * size)
         page_ids = table.gather(1, (at // size).clamp(max=table.shape[1] - 1).long())
-        slots = torch.where(is_dead, page_ids, -1).long().flatten(), (at % size).long().flatten()
+        slots = torch.where(is_unused, page_ids, -1).long().flatten(), (at % size).long().flatten()
         columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
         return replace(common, block_table=torch.where(columns < num_pages, table, 0)), slots
 
@@ -257,18 +252,18 @@ class FlashInferBackend:
     def _decode(self, common: CommonAttentionMetadata, of: _Range) -> Part:
         path, query_len = self.paths.decode.path, of.query_len
         alive, seq_lens, table = common.query_lens[of.reqs], common.seq_lens[of.reqs], common.block_table[of.reqs]
-        places = torch.arange(query_len, dtype=torch.int32, device=alive.device)
+        positions = torch.arange(query_len, dtype=torch.int32, device=alive.device)
         # A request near the context limit has unused slots beyond it.
         max_seq_len = int(common.seq_lens_cpu_upper_bound[of.reqs].max()) + query_len - 1
-        dead = (places >= alive[:, None]).reshape(-1)
-        part = Part(path, of.tokens, query_len, query_len, max_seq_len, dead)
+        unused = (positions >= alive[:, None]).reshape(-1)
+        part = Part(path, of.tokens, query_len, query_len, max_seq_len, unused)
         key_lens = self._key_lens[of.reqs]
         if path == "xqa":
             # XQA does not support fewer keys than query tokens; the mask then hides the others.
             torch.clamp(seq_lens, min=query_len, out=key_lens)
             part.key_lens, part.block_table = key_lens, table
             if query_len > 1:
-                part.mask = _visible_bits(seq_lens - alive - key_lens, places)
+                part.mask = _visible_bits(seq_lens - alive - key_lens, positions)
             return part
         torch.add(seq_lens - alive, query_len, out=key_lens)
         if path == "native":
@@ -285,7 +280,7 @@ class FlashInferBackend:
         torch.add(common.seq_lens[of.reqs] - common.query_lens[of.reqs], starts.diff(), out=key_lens)
         host_starts = common.query_start_loc_cpu[of.reqs.start : of.reqs.stop + 1]
         bound = int(common.seq_lens_cpu_upper_bound[of.reqs].max())
-        part = Part(path, of.tokens, 0, int(np.diff(host_starts).max()), bound, self._dead(common, of))
+        part = Part(path, of.tokens, 0, int(np.diff(host_starts).max()), bound, self._find_unused(common, of))
         if path == "native":
             part.pages = self._plan_pages(common, of, key_lens)
             return part
@@ -319,7 +314,7 @@ class FlashInferBackend:
             common.block_table[0, :num_common],
         )
         rest = self._plan_pages(common, of, key_lens, num_common)
-        part = Part("cascade", of.tokens, 0, int(query_lens.max()), int(lens.max()), self._dead(common, of))
+        part = Part("cascade", of.tokens, 0, int(query_lens.max()), int(lens.max()), self._find_unused(common, of))
         part.pages = (first, *rest)
         return part
 
@@ -337,7 +332,7 @@ class FlashInferBackend:
         host = (_host(query_starts - query_starts[0]), _host(page_starts), _host(last))
         return (PlanPages(*host, page_ids),)
 
-    def _dead(self, common: CommonAttentionMetadata, of: _Range) -> Tensor:
+    def _find_unused(self, common: CommonAttentionMetadata, of: _Range) -> Tensor:
         starts = common.query_start_loc
         tokens = torch.arange(of.tokens.start, of.tokens.stop, dtype=torch.int32, device=starts.device)
         ends = starts[of.reqs.start + 1 : of.reqs.stop + 1]
@@ -346,8 +341,8 @@ class FlashInferBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: FlashInferMetadata) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if metadata.dead_slots is not None:
-            clear_slots(kv_cache, *metadata.dead_slots)
+        if metadata.unused_slots is not None:
+            clear_slots(kv_cache, *metadata.unused_slots)
         for part in metadata.parts:
             self._run_part(layer, q[part.tokens], kv_cache, part, out[part.tokens])
         if metadata.num_tokens < q.shape[0]:
@@ -356,24 +351,25 @@ class FlashInferBackend:
 
     def _run_part(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, part: Part, out: Tensor) -> None:
         shape = LayerShape(
-            *(layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype)
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, self._page_size, layer.scale, layer.window, q.dtype
         )
         if part.path in ("native", "cascade"):
             assert part.pages is not None
             if shape not in part.plans:
                 part.plans[shape] = self._plan(shape, part, part.pages)
             page_ids = tuple(level.page_ids for level in part.pages)
-            flashinfer_planned(q, kv_cache, page_ids, part.dead, out, part.plans[shape])
+            flashinfer_planned(q, kv_cache, page_ids, part.unused, out, part.plans[shape])
             return
-        numbers = (part.max_seq_len, layer.scale, shape.window_left)
         assert part.block_table is not None and part.key_lens is not None
         if part.query_len:
-            keys = (part.block_table, part.key_lens, part.mask)
-            flashinfer_decode(q, kv_cache, *keys, part.dead, out, self._library, part.query_len, *numbers)
+            decoded = DecodeKeys(part.block_table, part.key_lens, part.mask)
+            sizes = PassSizes(part.query_len, part.max_seq_len, layer.scale, shape.window_left)
+            flashinfer_decode(q, kv_cache, decoded, part.unused, out, self._library, sizes)
             return
         assert part.query_starts is not None and part.paged_kv_indptr is not None
-        tables = (part.block_table, part.key_lens, part.query_starts, part.paged_kv_indptr)
-        flashinfer_context(q, kv_cache, *tables, part.dead, out, self._library, part.max_query_len, *numbers)
+        keys = ContextKeys(part.block_table, part.key_lens, part.query_starts, part.paged_kv_indptr)
+        sizes = PassSizes(part.max_query_len, part.max_seq_len, layer.scale, shape.window_left)
+        flashinfer_context(q, kv_cache, keys, part.unused, out, self._library, sizes)
 
     def _plan(self, shape: LayerShape, part: Part, pages: tuple[PlanPages, ...]) -> Planned:
         if part.path == "cascade":
@@ -387,9 +383,9 @@ def _host(numbers: Int32s) -> Tensor:
     return torch.from_numpy(numbers.astype(np.int32))
 
 
-def _visible_bits(ahead: Tensor, places: Tensor) -> Tensor:
+def _visible_bits(ahead: Tensor, positions: Tensor) -> Tensor:
     """Bit j is key j of the last query_len. A request's first token is ``ahead`` (negative) of their end."""
-    query_len = places.shape[0]
-    seen = (places + (ahead + (query_len + 1))[:, None]).clamp(0, query_len).long()
+    query_len = positions.shape[0]
+    seen = (positions + (ahead + (query_len + 1))[:, None]).clamp(0, query_len).long()
     bits = torch.bitwise_left_shift(torch.ones_like(seen), seen) - 1
     return bits.to(torch.int32)[:, :, None]

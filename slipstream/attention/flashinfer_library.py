@@ -19,6 +19,30 @@ _WORKSPACE_BYTES = 128 << 20  # as the library recommends
 _CUDA_CORE_GROUPS = (1, 2, 3)  # query heads per key head; with more of them tensor cores are faster
 
 
+class DecodeKeys(NamedTuple):
+    """The keys of equally few query tokens a request."""
+
+    block_table: Tensor  # [num_reqs, max_pages] int32
+    key_lens: Tensor  # [num_reqs] int32, query tokens included
+    mask: Tensor | None  # [num_reqs, query_len, 1] int32: bit j is key key_len - query_len + j; None: causal
+
+
+class ContextKeys(NamedTuple):
+    """The keys of any number of query tokens a request."""
+
+    block_table: Tensor  # [num_reqs, max_pages] int32
+    key_lens: Tensor  # [num_reqs] int32, query tokens included
+    query_starts: Tensor  # [num_reqs + 1] int32
+    page_starts: Tensor  # [num_reqs + 1] int32
+
+
+class PassSizes(NamedTuple):
+    max_query_len: int  # in a decode of every request
+    max_seq_len: int
+    scale: float
+    window_left: int
+
+
 class LayerShape(NamedTuple):
     """The key of a plan, shared by layers with equal values."""
 
@@ -69,29 +93,18 @@ class Library(Protocol):
         self,
         q: Tensor,  # [num_reqs * query_len, num_heads, head_dim]
         kv_cache: Tensor,
-        block_table: Tensor,  # [num_reqs, max_pages] int32
-        key_lens: Tensor,  # [num_reqs] int32, query tokens included
-        mask: Tensor | None,  # [num_reqs, query_len, 1] int32: bit j is key key_len - query_len + j; None: causal
+        keys: DecodeKeys,
         out: Tensor,
-        query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
+        sizes: PassSizes,
     ) -> None: ...
 
     def trtllm_context(
         self,
         q: Tensor,
         kv_cache: Tensor,
-        block_table: Tensor,
-        key_lens: Tensor,
-        query_starts: Tensor,  # [num_reqs + 1] int32
-        page_starts: Tensor,  # [num_reqs + 1] int32
+        keys: ContextKeys,
         out: Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
+        sizes: PassSizes,
     ) -> None: ...
 
 
@@ -174,40 +187,30 @@ class FlashInferLibrary:
         types = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype}
         return {"sm_scale": shape.scale, "window_left": shape.window_left, **types}
 
-    def trtllm_decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        key_lens: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
-    ) -> None:
+    def trtllm_decode(self, q: Tensor, kv_cache: Tensor, keys: DecodeKeys, out: Tensor, sizes: PassSizes) -> None:
+        query_len, max_seq_len, scale, window_left = sizes
         options: dict[str, Any] = {"kv_layout": "HND", "q_len_per_req": query_len, "enable_pdl": False, "out": out}
-        if mask is not None:
-            options["mask"] = mask.view(torch.uint16)
-        tables, scales = (block_table, key_lens, max_seq_len), (scale, 1.0, window_left)
+        if keys.mask is not None:
+            options["mask"] = keys.mask.view(torch.uint16)
+        tables, scales = (keys.block_table, keys.key_lens, max_seq_len), (scale, 1.0, window_left)
         self._decode.trtllm_batch_decode_with_kv_cache(q, kv_cache, self._counted, *tables, *scales, **options)
 
-    def trtllm_context(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        key_lens: Tensor,
-        query_starts: Tensor,
-        page_starts: Tensor,
-        out: Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
-    ) -> None:
-        sizes, scales = (max_query_len, max_seq_len), (scale, 1.0)
-        tables = (block_table, key_lens, *sizes, *scales, key_lens.shape[0], query_starts, page_starts, window_left)
-        options = {"kv_layout": "HND", "enable_pdl": False, "out": out}
-        self._prefill.trtllm_batch_context_with_kv_cache(q, kv_cache, self._counted, *tables, **options)
+    def trtllm_context(self, q: Tensor, kv_cache: Tensor, keys: ContextKeys, out: Tensor, sizes: PassSizes) -> None:
+        self._prefill.trtllm_batch_context_with_kv_cache(
+            q,
+            kv_cache,
+            self._counted,
+            keys.block_table,
+            keys.key_lens,
+            sizes.max_query_len,
+            sizes.max_seq_len,
+            sizes.scale,
+            1.0,
+            keys.key_lens.shape[0],
+            keys.query_starts,
+            keys.page_starts,
+            sizes.window_left,
+            kv_layout="HND",
+            enable_pdl=False,
+            out=out,
+        )

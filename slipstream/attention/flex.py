@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.kernels.paged_attention import PagedRequests
 
 # (inputs, request, position of the query, position of the key) -> bool; the last three broadcast.
 Visible = Callable[[tuple[Tensor, ...], Tensor, Tensor, Tensor], Tensor]
@@ -158,7 +159,9 @@ def _rounded(count: int) -> int:
 class FlexPlan(NamedTuple):
     """Where a step's tokens and keys go, and which blocks meet. The same for all layers with one window."""
 
-    places: Tensor  # [num_tokens] int64: index of each token in the blocks of queries; -1 if it attends to nothing
+    grid_indices: (
+        Tensor  # [num_tokens] int64: index of each token in the blocks of queries; -1 if it attends to nothing
+    )
     tokens: Tensor  # [num_query_blocks * query_block] int64: the token at each index; -1 for padding
     query_positions: Tensor  # [num_query_blocks, query_block] int32
     first_keys: Tensor  # [num_query_blocks, query_block] int32: the first visible position
@@ -172,38 +175,29 @@ class FlexPlan(NamedTuple):
     full_kv_indices: Tensor
 
 
-def _plan_shape(
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    seq_starts: Tensor | None,
-    num_tokens: int,
-    page_size: int,
-    shape: FlexShape,
-    window: int,
-    looks_ahead: bool,
-    sees_all_before: bool,
-) -> tuple[TensorSpec, ...]:
+def _plan_shape(num_tokens: int, page_size: int, shape: FlexShape) -> tuple[TensorSpec, ...]:
     rows, columns = shape.num_query_blocks, shape.num_key_blocks
     queries, keys = rows * shape.query_block, columns * shape.key_block
     grid, lists = (rows, shape.query_block), (rows, 1, 1, shape.max_key_blocks)
     long, short = torch.int64, torch.int32
+    block_list = [TensorSpec(lists[:3], short), TensorSpec(lists, short)]
     return (
-        *(TensorSpec((num_tokens,), long), TensorSpec((queries,), long)),
-        *(TensorSpec(grid, short), TensorSpec(grid, short), TensorSpec((rows,), short)),
-        *(TensorSpec((keys // page_size,), long), TensorSpec((keys,), short), TensorSpec((keys,), short)),
-        *(TensorSpec(lists[:3], short), TensorSpec(lists, short)) * 2,
+        TensorSpec((num_tokens,), long),
+        TensorSpec((queries,), long),
+        TensorSpec(grid, short),
+        TensorSpec(grid, short),
+        TensorSpec((rows,), short),
+        TensorSpec((keys // page_size,), long),
+        TensorSpec((keys,), short),
+        TensorSpec((keys,), short),
+        *block_list,
+        *block_list,
     )
 
 
 @operation(_plan_shape)
 def flex_plan(
-    query_start_loc: Tensor,  # [num_reqs + 1] int32
-    query_lens: Tensor,  # [num_reqs] int32: tokens in use
-    seq_lens: Tensor,  # [num_reqs] int32
-    block_table: Tensor,  # [num_reqs, max_pages] int32
-    seq_starts: Tensor | None,  # [num_reqs] int32
+    requests: PagedRequests,
     num_tokens: int,
     page_size: int,
     shape: FlexShape,
@@ -212,7 +206,8 @@ def flex_plan(
     sees_all_before: bool,
 ) -> tuple[Tensor, ...]:  # as in FlexPlan
     """Blocks are assigned to requests in order, as many as the exact lengths need; those left over are padding."""
-    size, place = shape.key_block, seq_lens.device
+    query_start_loc, query_lens, seq_lens, block_table, seq_starts = requests
+    size, device = shape.key_block, seq_lens.device
     lens = seq_lens.long()
     alive = torch.where(lens > 0, query_lens.long(), 0)
     starts = torch.zeros_like(lens) if seq_starts is None else seq_starts.long()
@@ -225,7 +220,7 @@ def flex_plan(
     # Queries.
     rows, nth, _ = _dealt(-(-alive // shape.query_block), shape.num_query_blocks)
     own = rows.clamp(min=0)
-    offsets = nth[:, None] * shape.query_block + torch.arange(shape.query_block, device=place)
+    offsets = nth[:, None] * shape.query_block + torch.arange(shape.query_block, device=device)
     positions = (lens - alive)[own][:, None] + offsets
     first = starts[own][:, None]
     lives = (rows[:, None] >= 0) & (offsets < alive[own][:, None]) & (positions >= first)
@@ -236,14 +231,14 @@ def flex_plan(
         own.int(),
     )
     # One extra index collects the tokens that are in no block.
-    places = torch.full((num_tokens + 1,), -1, dtype=torch.int64, device=place)
-    places[torch.where(tokens < 0, num_tokens, tokens)] = torch.arange(tokens.shape[0], device=place)
+    grid_indices = torch.full((num_tokens + 1,), -1, dtype=torch.int64, device=device)
+    grid_indices[torch.where(tokens < 0, num_tokens, tokens)] = torch.arange(tokens.shape[0], device=device)
     # Blocks of queries and keys that meet, by the first and last position in use of each block.
     low = torch.maximum(positions[:, 0], starts[own])
     high = torch.minimum(positions[:, -1] + 1, lens[own])
     meet = _meeting(low, high, starts[own], lens[own], size, window, looks_ahead, sees_all_before)
     lists = _lists(*meet, lives.any(1), (begin - skipped)[own], shape)
-    return (places[:num_tokens], tokens, *queries, *keys, *lists)
+    return (grid_indices[:num_tokens], tokens, *queries, *keys, *lists)
 
 
 def _back(positions: Tensor, starts: Tensor, window: int) -> Tensor:
@@ -257,20 +252,20 @@ def _dealt(counts: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
     idx = torch.arange(num_blocks, device=counts.device)
     owner = torch.searchsorted(ends, idx, right=True)
     begin = ends - counts
-    nobody = owner >= counts.shape[0]
-    return owner.masked_fill(nobody, -1), idx - begin[owner.masked_fill(nobody, 0)], begin
+    is_padding = owner >= counts.shape[0]
+    return owner.masked_fill(is_padding, -1), idx - begin[owner.masked_fill(is_padding, 0)], begin
 
 
 def _keys(
     owner: Tensor, idx: Tensor, lens: Tensor, starts: Tensor, block_table: Tensor, page_size: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pages to gather, and the contents of each gathered slot: the inverse of the page table, for this step's pages."""
-    own, place = owner.clamp(min=0)[:, None], owner.device
-    pages = idx[:, None] * (size // page_size) + torch.arange(size // page_size, device=place)
+    own, device = owner.clamp(min=0)[:, None], owner.device
+    pages = idx[:, None] * (size // page_size) + torch.arange(size // page_size, device=device)
     there = (owner[:, None] >= 0) & (pages * page_size < lens[own])
     # The null page, in place of what a table may hold after the last page.
     page_ids = torch.where(there, block_table.long()[own, pages.clamp(0, block_table.shape[1] - 1)], 0)
-    positions = idx[:, None] * size + torch.arange(size, device=place)
+    positions = idx[:, None] * size + torch.arange(size, device=device)
     seen = (owner[:, None] >= 0) & (positions < lens[own]) & (positions >= starts[own])
     key_requests, key_positions = torch.where(seen, own, -1).int(), torch.where(seen, positions, 0).int()
     return page_ids.flatten(), key_requests.flatten(), key_positions.flatten()
@@ -304,8 +299,8 @@ def _lists(
     num_full = torch.where(lives, full_end - full_begin, 0)
     num_asked = torch.where(lives, end - begin, 0) - num_full
     # Blocks that need the mask are on both sides of the fully visible ones.
-    behind = nth >= (full_begin - begin)[:, None]
-    asked = (first + begin)[:, None] + nth + torch.where(behind, num_full[:, None], 0)
+    is_after = nth >= (full_begin - begin)[:, None]
+    asked = (first + begin)[:, None] + nth + torch.where(is_after, num_full[:, None], 0)
     full = (first + full_begin)[:, None] + nth
     # A kernel may load one index more than it uses.
     asked, full = (ids.clamp(0, shape.num_key_blocks - 1).int()[:, None, None] for ids in (asked, full))
@@ -344,7 +339,7 @@ def flex_paged_attention(
     attend = _compiled(q.device.type)
     out = attend(queries, keys, values, block_mask=block_mask, scale=scale, enable_gqa=True, kernel_options=options)
     grid = out.transpose(1, 2).reshape(-1, num_heads, head_dim)
-    return torch.where((step.places >= 0)[:, None, None], grid.index_select(0, step.places.clamp(min=0)), 0)
+    return torch.where((step.grid_indices >= 0)[:, None, None], grid.index_select(0, step.grid_indices.clamp(min=0)), 0)
 
 
 def _gather(kv_cache: Tensor, page_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -444,8 +439,7 @@ class FlexBackend:
         if window not in metadata.plans:
             common, mask = metadata.common, metadata.mask
             shape = FlexShape.for_batch(common, self._key_block, window)
-            tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
             sizes = (num_tokens, self._page_size, shape, window)
-            made = flex_plan(*tables, common.seq_starts, *sizes, mask.looks_ahead, mask.sees_all_before)
+            made = flex_plan(common.requests, *sizes, mask.looks_ahead, mask.sees_all_before)
             metadata.plans[window] = (shape, FlexPlan(*made))
         return metadata.plans[window]

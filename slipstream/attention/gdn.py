@@ -22,7 +22,8 @@ from slipstream.attention.context import StepTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import CacheSpec, Shape
 from slipstream.kernels.causal_conv import causal_conv
-from slipstream.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule
+from slipstream.kernels.delta_rule import DeltaTokens, chunked_delta_rule, recurrent_delta_rule
+from slipstream.kernels.request_rows import RequestStates
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,12 @@ class GDNBackend:
         """[num_tokens, v_heads, v_dim]; zero for unused draft slots."""
         qkv, a, b = inputs
         own_inputs, states = self.memory[layer.idx]
-        requests = (metadata.slots, metadata.starts, metadata.counts, metadata.positions)
-        mixed = causal_conv(qkv, layer.conv_weight, None, own_inputs, *requests, metadata.max_count)
-        arrays = (mixed, a, b, layer.a_log, layer.dt_bias, states, *requests)
+        requests = RequestStates(metadata.slots, metadata.starts, metadata.counts, metadata.positions)
+        mixed = causal_conv(qkv, layer.conv_weight, None, own_inputs, requests, metadata.max_count)
+        tokens = DeltaTokens(mixed, a, b, layer.a_log, layer.dt_bias)
         if metadata.in_chunks:
-            return chunked_delta_rule(*arrays)
-        return recurrent_delta_rule(*arrays, metadata.max_count)
+            return chunked_delta_rule(tokens, states, requests)
+        return recurrent_delta_rule(tokens, states, requests, metadata.max_count)
 
 
 @dataclass(slots=True)

@@ -13,8 +13,6 @@ from slipstream.attention.backend import (
     AttentionBackend,
     AttentionLayer,
     Caps,
-    HeadNorms,
-    NewTokens,
     StackingBackend,
     StoringBackend,
 )
@@ -23,7 +21,7 @@ from slipstream.attention.groups import CacheGroup, CacheGroups
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import GroupedQuerySpec
 from slipstream.kernels.rms_norm import rms_norm
-from slipstream.kernels.rope_cache import rope_and_cache, rotation, rotation_and_slots
+from slipstream.kernels.rope_cache import HeadNorms, NewTokens, rope_and_cache, rotation, rotation_and_slots
 
 
 class NewHeads(NamedTuple):
@@ -80,21 +78,22 @@ class GroupedQueryStep:
         """Norm, rotate, store keys and values, attend: [num_tokens, num_heads, head_dim]."""
         caches, (q, k, v, cos_sin, norms) = self.caches, inputs
         kv_cache, turn = caches.kv_caches[layer.idx], self.rotation(cos_sin, q.dtype)
+        new = NewTokens(q, k, v, *turn, *self.slots, norms)
         if caches.stores_keys:
-            new = NewTokens(q, k, v, *turn, *self.slots, norms)
             out = cast(StoringBackend, caches.attention).run_new(layer, new, kv_cache, self.shared)
             if out is not None:
                 return out
         if norms is not None:
-            q, k = rms_norm(q, norms.query, norms.eps), rms_norm(k, norms.key, norms.eps)
-        q = rope_and_cache(q, k, v, *turn, kv_cache, *self.slots)
+            normed = rms_norm(q, norms.query, norms.eps), rms_norm(k, norms.key, norms.eps)
+            new = NewTokens(*normed, *new[2:-1])
+        q = rope_and_cache(new, kv_cache)
         return caches.attention.run(layer, q, kv_cache, self.shared)
 
     def store(self, layer: AttentionLayer, k: Tensor, v: Tensor, cos_sin: Tensor, norms: HeadNorms | None) -> None:
         """The same without attending: norm and rotate keys, store them and their values."""
         k = k if norms is None else rms_norm(k, norms.key, norms.eps)
         turn = self.rotation(cos_sin, k.dtype)
-        rope_and_cache(k[:, :0], k, v, *turn, self.caches.kv_caches[layer.idx], *self.slots)
+        rope_and_cache(NewTokens(k[:, :0], k, v, *turn, *self.slots), self.caches.kv_caches[layer.idx])
 
     def make_output(self, inputs: NewHeads) -> Tensor:
         return torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from slipstream.kernels.paged_attention import PagedRequests
+
 
 @dataclass(frozen=True, slots=True)
 class CommonAttentionMetadata:
@@ -39,6 +41,10 @@ class CommonAttentionMetadata:
     # drafter's pass over a block.
     is_causal: bool = True
     num_common_pages: int = 0  # pages of a prefix common to all requests of the batch, without its query tokens
+
+    @property
+    def requests(self) -> PagedRequests:
+        return PagedRequests(self.query_start_loc, self.query_lens, self.seq_lens, self.block_table, self.seq_starts)
 
     @property
     def max_seq_len(self) -> int:

@@ -27,6 +27,4 @@ class ReferenceBackend:
         return replace(metadata, seq_starts=seq_starts)
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: CommonAttentionMetadata) -> Tensor:
-        tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
-        shape = (layer.scale, layer.window, metadata.seq_starts, metadata.is_causal)
-        return paged_attention(q, kv_cache, *tables, *shape)
+        return paged_attention(q, kv_cache, metadata.requests, layer.scale, layer.window, metadata.is_causal)

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionLayer, Caps, NewTokens
+from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.cascade_attention import cascade_attention
 from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.rope_cache import NewTokens
 from slipstream.kernels.triton_attention import MAX_ROWS, triton_attention
 
 
@@ -45,23 +46,19 @@ class TritonBackend:
         rows = metadata.query_len * (layer.num_heads // layer.num_kv_heads)
         if not 0 < rows <= MAX_ROWS or new.cos.shape[-1] != layer.head_dim or layer.head_dim % 2:
             return None
-        common, norms = metadata.common, new.norms
+        common = metadata.common
         if _is_cascade(layer, common) or not common.is_causal:
             return None
-        tables = (common.query_lens, common.seq_lens, common.block_table)
-        shape = (metadata.query_len, layer.scale, layer.window)
-        cache = (kv_cache, new.page_ids, new.offsets)
-        return decode_attention(*new[:5], *cache, *tables, *shape, *(norms or ()), seq_starts=common.seq_starts)
+        return decode_attention(new, kv_cache, common.requests, metadata.query_len, layer.scale, layer.window)
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
-        common = metadata.common
-        tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
+        common, query_len = metadata.common, metadata.query_len
         if _is_cascade(layer, common):
             assert common.seq_starts is None, "a drafter's keys may begin at any slot"
             num_common = common.num_common_pages * kv_cache.shape[3]
-            return cascade_attention(q, kv_cache, *tables, layer.scale, metadata.query_len, num_common)
-        shape = (layer.scale, layer.window, metadata.query_len)
-        return triton_attention(q, kv_cache, *tables, *shape, common.seq_starts, common.is_causal)
+            return cascade_attention(q, kv_cache, common.requests, layer.scale, query_len, num_common)
+        requests, is_causal = common.requests, common.is_causal
+        return triton_attention(q, kv_cache, requests, layer.scale, layer.window, query_len, is_causal)
 
 
 def _is_cascade(layer: AttentionLayer, common: CommonAttentionMetadata) -> bool:

@@ -147,15 +147,15 @@ def _measure_all(options: EngineOptions, workload: Workload, shape: str | None, 
     rows: list[Row] = []
     try:
         for batch in workload.batches:
-            runs = _measure_batch(client, workload, batch, seed=options.seed or 0)
-            rows.append(_row(case, batch, workload, client.config, runs, weights="random" if shape else "model"))
+            runs = measure_batch(client, workload, batch, seed=options.seed or 0)
+            rows.append(result_row(case, batch, workload, client.config, runs, weights="random" if shape else "model"))
             _notes().print(f"{case}, batch {batch}: {rows[-1]['tok_s']:,.1f} tokens per second", highlight=False)
     finally:
         client.close()
     return rows, client.config.device
 
 
-def _measure_batch(client: EngineClient, workload: Workload, batch: int, *, seed: int) -> list[BatchRun]:
+def measure_batch(client: EngineClient, workload: Workload, batch: int, *, seed: int) -> list[BatchRun]:
     """A short warm-up, then the measured runs. Every run has the same prompts."""
     config, generator = client.config, random.Random(seed)
     prompts = [[generator.randrange(config.model.vocab_size) for _ in range(workload.prompt_len)] for _ in range(batch)]
@@ -172,7 +172,9 @@ def _measure_batch(client: EngineClient, workload: Workload, batch: int, *, seed
     return runs[1:]
 
 
-def _row(case: str, batch: int, workload: Workload, config: EngineConfig, runs: list[BatchRun], *, weights: str) -> Row:
+def result_row(
+    case: str, batch: int, workload: Workload, config: EngineConfig, runs: list[BatchRun], *, weights: str
+) -> Row:
     rates = [decode_rate(run.arrivals) for run in runs]
     best = runs[rates.index(max(rates))]
     return {

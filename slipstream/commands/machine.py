@@ -11,8 +11,19 @@ from pathlib import Path
 
 # Instruction sets that speed up matrix products in 8, 16 or 32 bits.
 _INSTRUCTION_SETS = (
-    *("f16c", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
-    *("asimd", "sve", "sve2", "bf16", "i8mm"),
+    "f16c",
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+    "sve2",
+    "bf16",
+    "i8mm",
 )
 
 

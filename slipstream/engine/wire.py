@@ -98,8 +98,18 @@ class MalformedRequest(Exception):  # noqa: N818  describes the message
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Add, Finish, Stop, Leave, Ready, Refused, TokenUpdates, Stats, Pulse),
-        *(EngineLost, RestartFailed, EngineBack),
+        Add,
+        Finish,
+        Stop,
+        Leave,
+        Ready,
+        Refused,
+        TokenUpdates,
+        Stats,
+        Pulse,
+        EngineLost,
+        RestartFailed,
+        EngineBack,
     )
 }
 _NAMES = {kind: name.encode() for name, kind in _KINDS.items()}

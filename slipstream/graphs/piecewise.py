@@ -54,7 +54,11 @@ class PiecewiseForward:
     def record(self, forward: Callable[[AttentionContext], Tensor], context: AttentionContext) -> None:
         """Capture a pass. Attention does not run, so its inputs need not exist."""
         splitting = _SplittingContext(
-            *(context.group_steps, context.group_of_layer, context.positions, context.slot_mapping, context.taps),
+            context.group_steps,
+            context.group_of_layer,
+            context.positions,
+            context.slot_mapping,
+            context.taps,
             inputs=context.inputs,
             recorder=self,
         )

@@ -1,1 +1,1 @@
-"""Device operations, one subject a file: the reference that defines it, and the operation the engine calls."""
+"""Device operations, one subject per file: the reference that defines it, and the operation the engine calls."""

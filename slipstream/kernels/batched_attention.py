@@ -1,8 +1,8 @@
 """Paged attention of several requests at once in plain torch: gather keys, one batched product for all of them.
 
 The same result as ``paged_attention``, without a loop over requests. Requests are padded to the longest of their slice
-with the first slot of the null page, which is always zero: what lies behind a request's last token, or before its first
-slot, is never read, for weight 0 times a stale NaN would be NaN.
+with the first slot of the null page, which is always zero: slots after a request's last token or before its first slot
+are never read, since weight 0 times a stale NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -13,16 +13,10 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
 from slipstream.kernels.native.records import CACHED_KINDS
+from slipstream.kernels.paged_attention import PagedRequests
 
 
-def _rows_shape(
-    block_table: Tensor,
-    seq_lens: Tensor,
-    max_keys: int,
-    num_kv_heads: int,
-    page_size: int,
-    seq_starts: Tensor | None = None,
-) -> TensorSpec:
+def _rows_shape(block_table: Tensor, max_keys: int, num_kv_heads: int) -> TensorSpec:
     return TensorSpec((2 * block_table.shape[0] * num_kv_heads * max_keys,), torch.int64)
 
 
@@ -35,7 +29,7 @@ def key_rows(
     page_size: int,
     seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
 ) -> Tensor:
-    """Where each key and value lies in a cache seen as rows of head_dim; ordered (K/V, request, head, position)."""
+    """The row of each key and value in a cache seen as rows of head_dim; ordered (K/V, request, head, position)."""
     position = torch.arange(max_keys)
     page_ids = block_table.long().index_select(1, position // page_size)
     head = torch.arange(num_kv_heads).view(num_kv_heads, 1)
@@ -49,15 +43,7 @@ def key_rows(
     return torch.stack([keys, values]).flatten()
 
 
-def _hidden_shape(
-    seq_lens: Tensor,
-    query_lens: Tensor,
-    max_query: int,
-    max_keys: int,
-    window: int,
-    seq_starts: Tensor | None = None,
-    causal: bool = True,
-) -> TensorSpec:
+def _hidden_shape(seq_lens: Tensor, max_query: int, max_keys: int) -> TensorSpec:
     return TensorSpec((seq_lens.shape[0], 1, 1, max_query, max_keys), torch.bool)
 
 
@@ -71,7 +57,7 @@ def hidden_keys(
     seq_starts: Tensor | None = None,  # [num_reqs] int32
     causal: bool = True,  # otherwise every query sees all that is there of its request; without a window
 ) -> Tensor:
-    """Which keys each query token must not see. Query j of n stands at seq_len - n + j."""
+    """Which keys are masked for each query token. Query j of n is at position seq_len - n + j."""
     position = (seq_lens - query_lens).view(-1, 1, 1) + torch.arange(max_query).view(1, -1, 1)
     key = torch.arange(max_keys)
     assert causal or not window
@@ -80,20 +66,14 @@ def hidden_keys(
     hidden = key > position
     if window:
         hidden |= key <= position - window
-    # A padding query beyond the last token sees what the last one sees, so that nothing is divided by zero.
+    # A padding query after the last token sees what the last one sees, so that nothing is divided by zero.
     hidden &= (position < seq_lens.view(-1, 1, 1)) | (key > 0)
     if seq_starts is not None:
         hidden |= key < seq_starts.view(-1, 1, 1)
     return hidden.view(-1, 1, 1, max_query, max_keys)
 
 
-def _shape(
-    q: Tensor, kv_cache: Tensor, rows: Tensor, hidden: Tensor, scale: float, some_see_nothing: bool = False
-) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
-
-
-@operation(_shape)
+@operation(like="q")
 def batched_attention(
     q: Tensor,  # [num_reqs, max_query, num_heads, head_dim]
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
@@ -118,40 +98,22 @@ def batched_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(num_reqs, max_query, num_heads, head_dim)
 
 
-def _in_place_shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-    seq_starts: Tensor | None = None,
-) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
-
-
-@operation(_in_place_shape)
+@operation(like="q")
 def in_place_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim] float32
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim] float32 or 16 bits
-    query_start_loc: Tensor,  # [num_reqs + 1] int32
-    query_lens: Tensor,  # [num_reqs] int32
-    seq_lens: Tensor,  # [num_reqs] int32
-    block_table: Tensor,  # [num_reqs, max_pages] int32
+    requests: PagedRequests,
     scale: float,
     window: int,
-    seq_starts: Tensor | None = None,  # [num_reqs] int32
 ) -> Tensor:
     """Causal ``paged_attention`` by the C kernel, which reads pages in place."""
     lib = native.library()
     assert lib is not None
     q = q.contiguous()
     out = torch.empty_like(q)
-    tables = (query_start_loc, query_lens, seq_lens, block_table, seq_starts)
-    arrays = [None if x is None else x.data_ptr() for x in (q, kv_cache, *tables, out)]
-    sizes = (seq_lens.shape[0], q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], block_table.stride(0))
+    arrays = [None if x is None else x.data_ptr() for x in (q, kv_cache, *requests, out)]
+    num_reqs, table_stride = requests.seq_lens.shape[0], requests.block_table.stride(0)
+    sizes = (num_reqs, q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], table_stride)
     kind = CACHED_KINDS[kv_cache.dtype]
     if lib.slip_paged_attention(*arrays, *sizes, scale, window, kind, torch.get_num_threads()):
         raise MemoryError("no memory for attention scores")

@@ -1,10 +1,9 @@
-"""Attention of requests that all begin with the same pages: those are read once for the batch, not once a request.
+"""Attention of requests with a common prefix: its pages are read once per batch, not once per request.
 
-Three launches. The rest of each request, from the common beginning on, goes the way of ``triton_attention``, which also
-leaves how much every row weighs. The beginning is one sequence that every query row of the batch sees whole, whoever it
-belongs to: tiles of rows go over it, and programs share its chunks where tiles are few. Then both are joined, each part
-by its weight. A row that has seen nothing of its own is not alive: every living token sees itself, and stands behind
-the common beginning.
+Three launches. The rest of each request, after the common prefix, is computed by ``triton_attention``, which also
+returns the weight of every row. The prefix is one sequence that every query row of the batch attends to in full:
+programs process tiles of rows, and share its chunks if there are few tiles. Then both parts are merged by weight. A row
+without keys of its own is padding: every other token attends at least to itself, after the common prefix.
 """
 
 from __future__ import annotations
@@ -12,58 +11,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
-from slipstream.kernels.paged_attention import paged_attention
-from slipstream.kernels.triton_attention import CHUNK, LOG2_E, attend_tile, can_split, launch_attention
+from slipstream.device.operation import operation
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
+from slipstream.kernels.triton_attention import CHUNK, LOG2_E, AttentionResult, attend_tile, can_split, launch_attention
 from slipstream.kernels.triton_jit import jit_general, next_power_of_2, runs_triton, tl
 
-_WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
+_WANTED_PROGRAMS = 512  # enough to keep the memory of a large GPU busy
 _MAX_SPLITS = 32
-_JOINED_ROWS = 8  # rows that one program joins
+_JOINED_ROWS = 8  # rows merged by one program
 
 
-def _shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    query_len: int,
-    num_common: int,
-) -> TensorSpec:
-    return spec_of(q)
-
-
-@operation(_shape)
+@operation(like="q")
 def cascade_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    query_start_loc: Tensor,  # [num_reqs + 1] int32, requests padded
-    query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
-    seq_lens: Tensor,  # [num_reqs] int32; 0 for a row that does not run
-    block_table: Tensor,  # [num_reqs, max_pages] int32; the first row holds the common pages, alive or not
+    requests: PagedRequests,  # padded; the first row of the table holds the common pages, even if it does not run
     scale: float,
     query_len: int,  # of every request and of the padding, or 0 for a mixed batch
-    num_common: int,  # tokens, whole pages of them, that all requests share and behind which their living queries stand
+    num_common: int,  # tokens, whole pages of them, that all requests share; their queries come after these
 ) -> Tensor:  # as paged_attention; padding tokens are zero
-    tables = (query_start_loc, query_lens, seq_lens, block_table)
     if not runs_triton(q):
-        return paged_attention.body(q, kv_cache, *tables, scale, 0)
+        return paged_attention.body(q, kv_cache, requests, scale, 0)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = kv_cache.shape[2], kv_cache.shape[3]
     assert num_common > 0 and num_common % page_size == 0, "whole pages are shared"
     group = num_heads // num_kv_heads
     q = q.contiguous()
     own = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    # Of a mixed batch, rows that are not alive are not written.
+    # Of a mixed batch, padding rows are not written.
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not can_split(query_len, group):
         lse.fill_(float("-inf"))
-    launch_attention(q, kv_cache, tables, scale, 0, query_len, own, None, num_common, lse)
+    launch_attention(q, kv_cache, requests, scale, 0, query_len, AttentionResult(own, lse, num_common))
     row_bytes, rows = next_power_of_2(head_dim) * q.element_size(), num_tokens * group
-    # Keys are read once a tile of rows. Tiles of wide heads are smaller, for the shared memory of small GPUs.
+    # Keys are read once per tile of rows. Tiles of wide heads are smaller, for the shared memory of small GPUs.
     block_m = 32 if row_bytes >= 512 else 64 if rows <= 64 else 128
     block_n = CHUNK if row_bytes < 1024 else CHUNK // 2
     num_tiles, num_chunks = -(-rows // block_m), -(-num_common // block_n)
@@ -72,8 +53,15 @@ def cascade_attention(
     weight = torch.empty(splits, *q.shape[:2], 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim))}
     _common_kernel[(num_tiles, num_kv_heads, splits)](
-        *(q, kv_cache, block_table, partial, weight),
-        *(scale * LOG2_E, rows, num_common, kv_cache.stride(0)),
+        q,
+        kv_cache,
+        requests.block_table,
+        partial,
+        weight,
+        scale * LOG2_E,
+        rows,
+        num_common,
+        kv_cache.stride(0),
         **heads,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
@@ -85,7 +73,7 @@ def cascade_attention(
     )
     out, num_rows = torch.empty_like(q), num_tokens * num_heads
     _join_kernel[(-(-num_rows // _JOINED_ROWS),)](
-        *(own, lse, partial, weight, out, num_rows, splits), **heads, BLOCK_R=_JOINED_ROWS
+        own, lse, partial, weight, out, num_rows, splits, **heads, BLOCK_R=_JOINED_ROWS
     )
     return out
 
@@ -117,12 +105,27 @@ def _common_kernel(
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     queries = tl.load(q + head[:, None] * HEAD_DIM + d[None, :], mask=is_value, other=0.0)
     largest, total, acc = attend_tile(
-        # Every row stands behind all of these keys.
-        *(queries, is_row, tl.full([BLOCK_M], num_common, tl.int32)),
-        *(kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM, table),
-        *(split, (num_common + BLOCK_N - 1) // BLOCK_N, 0, num_common, scale, 0, page_stride),
-        *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
-        *(tl.num_programs(2), False, False),
+        queries,
+        is_row,
+        tl.full([BLOCK_M], num_common, tl.int32),  # every row comes after all of these keys
+        kv_cache + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM,
+        table,
+        split,
+        (num_common + BLOCK_N - 1) // BLOCK_N,
+        0,
+        num_common,
+        scale,
+        0,
+        page_stride,
+        NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM,
+        HEAD_DIM,
+        BLOCK_D,
+        PAGE_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        tl.num_programs(2),
+        False,
+        False,
     )
     num_heads = (num_rows // GROUP).to(tl.int64) * NUM_KV_HEADS * GROUP  # of all tokens
     mine = split * num_heads + head
@@ -150,7 +153,7 @@ def _join_kernel(
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     place = row[:, None] * HEAD_DIM + d[None, :]
     largest = tl.load(lse + row, mask=is_row, other=float("-inf"))
-    # What is no number lives: whoever asked for it is to know.
+    # NaN is kept, so that it shows in the result.
     lives = largest != float("-inf")
     total = tl.full([BLOCK_R], 1.0, tl.float32)
     acc = tl.load(own + place, mask=is_value, other=0.0)

@@ -1,11 +1,10 @@
-"""The short causal convolution in front of a gated delta net, each channel for itself, and silu behind it.
+"""The short causal convolution in front of a gated delta net, each channel for itself, and silu after it.
 
-A request's last inputs lie in a ring: the one at position t in entry t modulo its length. The ring is longer than the
-convolution reaches by the tokens of a step, so what rejected drafts leave there covers nothing that a step which begins
-before them will read.
+A request's last inputs are in a ring: the one at position t in entry t modulo its length. The ring is longer than the
+convolution's reach by the tokens of a step, so that inputs of rejected drafts never overwrite what a later step reads.
 
-A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so nobody
-else's writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
+A program that reads old entries of a ring is the one that writes new ones, for the same request and channels, so no
+other writes can come before its reads. It takes the first tokens of a request; later ones need no ring.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.request_rows import describe, find_request, gap_before, living_rows
+from slipstream.device.operation import operation
+from slipstream.kernels.request_rows import RequestStates, describe, find_request, gap_before, used_rows
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -27,40 +26,24 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 
-_FEW = 16  # tokens of a request that its first program takes alone
+_FEW = 16  # tokens of a request that its first program processes
 _TILE = 32  # later tokens in one program
 
 
-def _shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    max_count: int,
-) -> TensorSpec:
-    return TensorSpec(tuple(x.shape), x.dtype)
-
-
-@operation(_shape, writes=("inputs",))
+@operation(like="x", writes=("inputs",))
 def causal_conv(
-    x: Tensor,  # [num_tokens, channels], rows may lie apart
+    x: Tensor,  # [num_tokens, channels], rows may be strided
     weight: Tensor,  # [channels, width], the last column is the token's own
     bias: Tensor | None,  # [channels]
-    inputs: Tensor,  # [num_slots, ring, channels]; what lies before position 0 is zero, whatever is there
-    slots: Tensor,  # [num_reqs] int32; this and the next three: see request_rows
-    starts: Tensor,  # [num_reqs] int32
-    counts: Tensor,  # [num_reqs] int32
-    positions: Tensor,  # [num_reqs] int32 or int64
-    max_count: int,  # no request has more living tokens
-) -> Tensor:  # [num_tokens, channels]; zero for rows of nobody
+    inputs: Tensor,  # [num_slots, ring, channels]; inputs before position 0 count as zero, whatever is stored
+    requests: RequestStates,
+    max_count: int,  # no request has more tokens
+) -> Tensor:  # [num_tokens, channels]; zero for rows of no request
     if runs_triton(x):
-        return _launch(x, weight, bias, inputs, (slots, starts, counts, positions), max_count)
+        return _launch(x, weight, bias, inputs, requests, max_count)
     width, ring = weight.shape[1], inputs.shape[1]
-    rows, request, number = living_rows(starts, counts)
+    slots, starts, counts, positions = requests
+    rows, request, number = used_rows(starts, counts)
     slot, position = slots.long()[request], positions.long()[request] + number
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(rows.shape[0], x.shape[1], dtype=wide, device=x.device)
@@ -84,20 +67,30 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     inputs: Tensor,
-    requests: tuple[Tensor, Tensor, Tensor, Tensor],
+    requests: RequestStates,
     max_count: int,
 ) -> Tensor:
     num_tokens, channels = x.shape
-    num_reqs, width = requests[0].shape[0], weight.shape[1]
+    num_reqs, width = requests.slots.shape[0], weight.shape[1]
     assert x.stride(1) == 1 and inputs.is_contiguous() and weight.is_contiguous()
     out = x.new_empty(x.shape)
     is_few = max_count <= _FEW
     first = next_power_of_2(max_count if is_few else width - 1)
     num_tiles = 0 if is_few or num_reqs == 0 else num_tokens // _TILE + num_reqs
     block = min(next_power_of_2(channels), 512, max(64, 1024 // first)) if is_few else 128
-    # One program more than requests: for the rows of nobody behind the last.
+    # One program more than requests: for the rows of no request after the last.
     _conv_kernel[(num_reqs + 1 + num_tiles, -(-channels // block))](
-        *(x, weight, bias, inputs, requests, out, num_reqs, num_tokens, channels, x.stride(0), inputs.shape[1]),
+        x,
+        weight,
+        bias,
+        inputs,
+        tuple(requests),
+        out,
+        num_reqs,
+        num_tokens,
+        channels,
+        x.stride(0),
+        inputs.shape[1],
         WIDTH=width,
         FIRST=first,
         TILE=_TILE,
@@ -129,7 +122,7 @@ def _first_tokens(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """The first tokens of a request, which look back into its ring; then the ring takes the inputs of its last ones."""
+    """The first tokens of a request, which read its ring; then its last inputs are written to the ring."""
     slot, start, count, position = described
     number, is_channel = tl.arange(0, FIRST), (channel < channels)[None, :]
     is_token = number < count
@@ -145,7 +138,7 @@ def _first_tokens(
             value += tl.load(from_ring, mask=is_old[:, None] & is_channel, other=0.0).to(tl.float32)
         total += value * tl.load(weights + (WIDTH - 1 - back), mask=channel < channels, other=0.0).to(tl.float32)
     _store_silu(out + (start + number)[:, None] * channels + channel[None, :], total, is_token[:, None] & is_channel)
-    # All threads have read old entries before one writes over them.
+    # All threads must have read old entries before one overwrites them.
     tl.debug_barrier()
     for begin in range(tl.maximum(count - ring, 0), count, FIRST):
         later = begin + number
@@ -170,7 +163,7 @@ def _later_tokens(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of tokens with all that they look back at in front of them."""
+    """A tile of tokens with all inputs that it needs before them."""
     number, is_channel = begin + tl.arange(0, TILE), (channel < channels)[None, :]
     mask = (number < count)[:, None] & is_channel
     total = bias
@@ -201,7 +194,7 @@ def _conv_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs of requests, one for the end of all, then programs of tiles of later tokens."""
+    """Programs of requests, one for the padding at the end, then programs of tiles of later tokens."""
     program = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weights = weight + channel * WIDTH
@@ -213,8 +206,18 @@ def _conv_kernel(
     let_next_start(EARLY)
     if program <= num_reqs:
         _first_tokens(
-            *(x, weights, added, inputs, out, described, channel, channels, token_stride, ring),
-            *(WIDTH, FIRST),
+            x,
+            weights,
+            added,
+            inputs,
+            out,
+            described,
+            channel,
+            channels,
+            token_stride,
+            ring,
+            WIDTH,
+            FIRST,
         )
         begin, end = gap_before(requests, program, num_reqs, num_tokens)
         for at in range(begin, end, FIRST):
@@ -229,6 +232,16 @@ def _conv_kernel(
         number = FIRST + (tile - (start // TILE + request)) * TILE
         if number < count:
             _later_tokens(
-                *(x, weights, added, out, start, count, number, channel, channels, token_stride),
-                *(WIDTH, TILE),
+                x,
+                weights,
+                added,
+                out,
+                start,
+                count,
+                number,
+                channel,
+                channels,
+                token_stride,
+                WIDTH,
+                TILE,
             )

@@ -1,23 +1,23 @@
-"""Attention of a batch in which every request has equally few new tokens: rotation, cache write and attention at once.
+"""Attention of a batch in which every request has equally few new tokens: rotation, cache write and attention fused.
 
 A program takes the query heads of one key head of one request. The keys are cut into chunks: those in the cache by
 position, then the new tokens as one more, whose keys come from the projection itself and are stored on the way. Chunk c
 belongs to program c modulo the number of programs; partial results are joined in the programs' order by the last to
-arrive. So a step needs no launch between the projection and attention, and nobody waits for a key to be stored. How
+arrive. So a step needs no launch between the projection and attention, and no program waits for a key to be stored. How
 many of the programs work, a request's length says, on the device: what few have left is joined sooner.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.paged_attention import paged_attention
+from slipstream.device.operation import operation
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
 from slipstream.kernels.rms_norm import rms_norm
-from slipstream.kernels.rope_cache import rope_and_cache
+from slipstream.kernels.rope_cache import NewTokens, rope_and_cache
 from slipstream.kernels.split_keys import first_of, hand_in, store_whole
 from slipstream.kernels.triton_jit import (
     arrival_counts,
@@ -32,18 +32,18 @@ from slipstream.kernels.triton_jit import (
 )
 
 _MAX_SPLITS = 64
-_WANTED_PROGRAMS = 512  # enough of them to keep the memory of a large GPU busy
-_JOINED_A_THREAD = 128  # numbers of partial results at once
+_WANTED_PROGRAMS = 512  # enough to keep the memory of a large GPU busy
+_JOINED_A_THREAD = 128  # numbers of partial results processed at once by a thread
 
 
 class Cut(NamedTuple):
-    """How the keys of a request are shared out."""
+    """How the keys of a request are split among programs."""
 
-    splits: int  # programs for each key head, at most
-    chunk: int  # keys at a time
+    splits: int  # maximum programs per key head
+    chunk: int  # keys per chunk
     num_warps: int
     num_stages: int
-    hold: bool = False  # the next chunk in registers: the first one before the kernel in front has ended
+    hold: bool = False  # prefetch the next chunk into registers: the first one before the previous kernel has ended
 
 
 def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
@@ -58,76 +58,44 @@ def cut_for(num_tiles: int, query_len: int, rows: int, head_bytes: int) -> Cut:
     if head_bytes <= 128 and query_len == 1 and num_tiles >= 16:
         return Cut(splits, 64, 2, 1, hold=True)
     if head_bytes <= 128:
-        fewer = 1 << max(1, (_WANTED_PROGRAMS // 2 // num_tiles).bit_length() - 1)  # for they are large
+        fewer = 1 << max(1, (_WANTED_PROGRAMS // 2 // num_tiles).bit_length() - 1)  # since they are large
         return Cut(min(splits, fewer), 128, 4, 1, hold=True)
     if num_tiles < 32:
         return Cut(min(splits, 32), 128, 4, 1)
     return Cut(splits, 64, 2, 2) if query_len == 1 else Cut(splits, 128, 4, 2)
 
 
-def _shape(q: Tensor, *_args: Any, **_kwargs: Any) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
-
-
-@operation(_shape, writes=("kv_cache",))
+@operation(like="new.q", writes=("kv_cache",))
 def decode_attention(
-    q: Tensor,  # [num_reqs * query_len, num_heads, head_dim], as the projection left them
-    k: Tensor,  # [num_reqs * query_len, num_kv_heads, head_dim]
-    v: Tensor,  # [num_reqs * query_len, num_kv_heads, head_dim]
-    cos: Tensor,  # [num_tokens, 1, head_dim], from rotation
-    sin: Tensor,  # [num_tokens, 1, head_dim], from rotation
+    new: NewTokens,  # [num_reqs * query_len] tokens, as the projection left them; heads are rotated whole
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    page_ids: Tensor,  # [num_tokens] int64, from rotation_and_slots
-    offsets: Tensor,  # [num_tokens] int64, from rotation_and_slots
-    query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
-    seq_lens: Tensor,  # [num_reqs] int32, new tokens included
-    block_table: Tensor,  # [num_reqs, max_pages] int32
+    requests: PagedRequests,
     query_len: int,  # of every request and of the padding
     scale: float,
     window: int,
-    query_gain: Tensor | None = None,  # [head_dim]: norms of heads before they are rotated
-    key_gain: Tensor | None = None,  # [head_dim]
-    eps: float = 0.0,
-    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
-) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for dead tokens and those before the first slot
-    if runs_triton(q):
-        new, tables = (q, k, v, cos, sin), (kv_cache, page_ids, offsets, query_lens, seq_lens, block_table)
-        return _launch(*new, *tables, query_len, scale, window, query_gain, key_gain, eps, seq_starts)
-    if query_gain is not None and key_gain is not None:
-        q, k = rms_norm.body(q, query_gain, eps), rms_norm.body(k, key_gain, eps)
-    living = (torch.arange(query_len, device=q.device) < query_lens.unsqueeze(1)).flatten()
-    step = (cos[living], sin[living], kv_cache, page_ids[living], offsets[living])
+) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for padding and for tokens before the first slot
+    if runs_triton(new.q):
+        return _launch(new, kv_cache, requests, query_len, scale, window)
+    q, k, v, cos, sin, page_ids, offsets, norms = new
+    if norms is not None:
+        q, k = rms_norm.body(q, norms.query, norms.eps), rms_norm.body(k, norms.key, norms.eps)
+    exists = (torch.arange(query_len, device=q.device) < requests.query_lens.unsqueeze(1)).flatten()
+    stored = NewTokens(q[exists], k[exists], v[exists], cos[exists], sin[exists], page_ids[exists], offsets[exists])
     turned = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    turned[living] = rope_and_cache.body(q[living], k[living], v[living], *step)
-    starts = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device) * query_len
-    return paged_attention.body(turned, kv_cache, starts, query_lens, seq_lens, block_table, scale, window, seq_starts)
+    turned[exists] = rope_and_cache.body(stored, kv_cache)
+    starts = torch.arange(requests.seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device) * query_len
+    return paged_attention.body(turned, kv_cache, requests._replace(query_start_loc=starts), scale, window)
 
 
 def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    page_ids: Tensor,
-    offsets: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    query_len: int,
-    scale: float,
-    window: int,
-    query_gain: Tensor | None,
-    key_gain: Tensor | None,
-    eps: float,
-    seq_starts: Tensor | None,
+    new: NewTokens, kv_cache: Tensor, requests: PagedRequests, query_len: int, scale: float, window: int
 ) -> Tensor:
+    q, k, v, norms = new.q, new.k, new.v, new.norms
     num_tokens, num_heads, head_dim = q.shape
-    num_reqs, num_kv_heads = seq_lens.shape[0], k.shape[1]
+    num_reqs, num_kv_heads = requests.seq_lens.shape[0], k.shape[1]
     rows = query_len * (num_heads // num_kv_heads)
     assert num_reqs * query_len == num_tokens, "a batch of equal queries pads requests and tokens together"
-    assert cos.shape[-1] == head_dim, "heads that are rotated in part take the other way"
+    assert new.cos.shape[-1] == head_dim, "heads that are rotated in part take the other way"
     assert all(x.stride(2) == 1 for x in (q, k, v))
     head_bytes = next_power_of_2(head_dim) * q.element_size()
     cut = cut_for(num_reqs * num_kv_heads, query_len, rows, head_bytes)
@@ -137,13 +105,14 @@ def _launch(
     weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     held = next_power_of_2(rows) * next_power_of_2(head_dim)
+    gains = (q, q) if norms is None else (norms.query, norms.key)
     _decode_kernel[(num_reqs, num_kv_heads, splits)](
-        (q, k, v, cos, sin, q if query_gain is None else query_gain, q if key_gain is None else key_gain),
+        (q, k, v, new.cos, new.sin, *gains),
         (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        (kv_cache, kv_cache.stride(0), block_table, block_table.stride(0)),
-        (query_lens, seq_lens, page_ids, offsets, seq_starts),
+        (kv_cache, kv_cache.stride(0), requests.block_table, requests.block_table.stride(0)),
+        (requests.query_lens, requests.seq_lens, new.page_ids, new.offsets, requests.seq_starts),
         (out, partial, weight, arrival_counts(q.device, num_reqs * num_kv_heads)),
-        (scale * 1.4426950408889634, window, eps),
+        (scale * 1.4426950408889634, window, 0.0 if norms is None else norms.eps),
         splits,
         QUERY_LEN=query_len,
         GROUP=num_heads // num_kv_heads,
@@ -159,8 +128,8 @@ def _launch(
         AT_ONCE=min(4, max(1, _JOINED_A_THREAD * 32 * cut.num_warps // held)),
         HOLD=cut.hold,
         WINDOW=window > 0,
-        STARTS=seq_starts is not None,
-        NORMS=query_gain is not None,
+        STARTS=requests.seq_starts is not None,
+        NORMS=norms is not None,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         **early_start(q),
@@ -190,9 +159,9 @@ def _rotated(base, cos, sin, token, gain, exists, eps, HALF: tl.constexpr, BLOCK
 
 @jit
 def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_high):
-    """One more chunk in the running softmax; values in halves, as keys are."""
+    """Add one chunk to the running softmax; values in halves, as keys are."""
     higher = tl.maximum(largest, tl.max(scores, 1))
-    anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row without keys so far
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(largest - anchor)
     total = total * shrink + tl.sum(weights, 1)
@@ -204,7 +173,7 @@ def _add_chunk(scores, low_values, high_values, largest, total, acc_low, acc_hig
 
 @jit
 def _chunks(first_slot, num_cached, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr):
-    """The first chunk with something to see, and that of the new tokens, which are stored even if nobody sees them."""
+    """The first chunk with something to see, and that of the new tokens, stored even if no query sees them."""
     first_chunk = tl.maximum(0, num_cached - window + 1) // BLOCK_N if WINDOW else 0
     last_chunk = (num_cached + BLOCK_N - 1) // BLOCK_N
     if STARTS:
@@ -215,11 +184,7 @@ def _chunks(first_slot, num_cached, window, BLOCK_N: tl.constexpr, WINDOW: tl.co
 @jit
 def _load_chunk(
     chunk,
-    table,
-    keys,
-    first_slot,
-    num_cached,
-    page_stride,
+    cached,  # table of pages, keys, first slot, number of cached keys, how far pages lie apart
     VALUES: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -228,6 +193,7 @@ def _load_chunk(
     STARTS: tl.constexpr,
 ):
     """Keys and values of a chunk in halves; zeros where there are none."""
+    table, keys, first_slot, num_cached, page_stride = cached
     n, h = chunk * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
     is_key = n < num_cached
     if STARTS:
@@ -253,11 +219,7 @@ def _add_cached(
     begin,
     end,
     step,
-    table,
-    keys,
-    first_slot,
-    num_cached,
-    page_stride,
+    cached,  # as for _load_chunk
     query,
     sees,
     scale,
@@ -274,20 +236,15 @@ def _add_cached(
 ):
     """A tile over its chunks of the cache: largest score, sum of weights and weighted values of each row."""
     q_low, q_high = queries
+    _, _, first_slot, num_cached, _ = cached
     largest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc_low, acc_high = tl.zeros([BLOCK_M, BLOCK_H], tl.float32), tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     for chunk in range(begin, end, step):
         if HOLD:
             k_low, k_high, v_low, v_high = held
-            held = _load_chunk(
-                *(chunk + step, table, keys, first_slot, num_cached, page_stride),
-                *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS),
-            )
+            held = _load_chunk(chunk + step, cached, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS)
         else:
-            k_low, k_high, v_low, v_high = _load_chunk(
-                *(chunk, table, keys, first_slot, num_cached, page_stride),
-                *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS),
-            )
+            k_low, k_high, v_low, v_high = _load_chunk(chunk, cached, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS)
         n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
         visible = sees[:, None] & (n < num_cached)[None, :]
         if WINDOW:
@@ -351,7 +308,7 @@ def _add_new(
     if WINDOW:
         visible = visible & (t[None, :] > query[:, None] - window)
     if STARTS:
-        # Weight 0 is not enough: what is not to be seen may be no number.
+        # Weight 0 is not enough: a masked value may be NaN.
         is_seen = t >= first_new
         visible = visible & is_seen[None, :]
         v_low, v_high = tl.where(is_seen[:, None], v_low, 0.0), tl.where(is_seen[:, None], v_high, 0.0)
@@ -389,44 +346,92 @@ def _decode_kernel(
     ROWS: tl.constexpr = QUERY_LEN * GROUP
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     scale, window, eps = numbers
-    # Lengths, pages and all keys but the new ones were there before the kernel right before this one, the projection.
+    # Lengths, pages and all keys but the new ones were written before the previous kernel, the projection.
     query_len = tl.load(tables[0] + request, cache_modifier=".cg")
     num_cached = tl.load(tables[1] + request, cache_modifier=".cg") - query_len
     first_slot = tl.load(tables[4] + request, cache_modifier=".cg") if STARTS else 0
     first_chunk, last_chunk = _chunks(first_slot, num_cached, window, BLOCK_N, WINDOW, STARTS)
-    # Never more programs than chunks, so every one of them has something to hand in.
+    # There are never more programs than chunks, so every program has a result.
     parts = tl.minimum(splits, last_chunk - first_chunk + 1) if SPLIT else 1
     if SPLIT and split >= parts:
         return
     begin = first_of(split, first_chunk, parts)
     keys, table = cache[0] + kv_head * PAGE_SIZE * 2 * HALF, cache[2] + request * cache[3]
-    VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies behind its key
-    first = (begin, table, keys, first_slot, num_cached, cache[1])
-    held = _load_chunk(*first, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS) if HOLD else begin
+    VALUES: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * 2 * HALF  # how far a value lies after its key
+    cached = (table, keys, first_slot, num_cached, cache[1])
+    held = _load_chunk(begin, cached, VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_N, STARTS) if HOLD else begin
     wait_for_last(EARLY)
     let_next_start(EARLY)
     m = tl.arange(0, BLOCK_M)
     query, head = m // GROUP, kv_head * GROUP + m % GROUP
     sees, token = (m < ROWS) & (query < query_len), request * QUERY_LEN + query
     from_q = (new[0] + token * strides[0] + head * strides[1])[:, None]
-    queries = _rotated(*(from_q, new[3], new[4], token[:, None], new[5], sees[:, None], eps), HALF, BLOCK_H, NORMS)
+    queries = _rotated(from_q, new[3], new[4], token[:, None], new[5], sees[:, None], eps, HALF, BLOCK_H, NORMS)
     state = _add_cached(
-        *(queries, held, begin, last_chunk, parts, table, keys, first_slot, num_cached, cache[1]),
-        *(query, sees, scale, window),
-        *(VALUES, HALF, BLOCK_H, PAGE_SIZE, BLOCK_M, BLOCK_N, HOLD, WINDOW, STARTS),
+        queries,
+        held,
+        begin,
+        last_chunk,
+        parts,
+        cached,
+        query,
+        sees,
+        scale,
+        window,
+        VALUES,
+        HALF,
+        BLOCK_H,
+        PAGE_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        HOLD,
+        WINDOW,
+        STARTS,
     )
     if last_chunk % parts == split:
         state = _add_new(
-            *(state, queries, new, strides, keys, cache[1], (tables[2], tables[3]), request, kv_head),
-            *(first_slot - num_cached, query_len, query, sees, scale, window, eps),
-            *(QUERY_LEN, VALUES, HALF, BLOCK_H, BLOCK_T, WINDOW, STARTS, NORMS),
+            state,
+            queries,
+            new,
+            strides,
+            keys,
+            cache[1],
+            (tables[2], tables[3]),
+            request,
+            kv_head,
+            first_slot - num_cached,
+            query_len,
+            query,
+            sees,
+            scale,
+            window,
+            eps,
+            QUERY_LEN,
+            VALUES,
+            HALF,
+            BLOCK_H,
+            BLOCK_T,
+            WINDOW,
+            STARTS,
+            NORMS,
         )
     if SPLIT and parts > 1:
         r, pair = tl.arange(0, BLOCK_R), request * NUM_KV_HEADS + kv_head
         place = (request * QUERY_LEN + r // GROUP) * NUM_KV_HEADS * GROUP + kv_head * GROUP + r % GROUP
         hand_in(
-            *(state, results, pair, place * 2 * HALF, split, parts, splits),
-            *(ROWS, HALF, BLOCK_M, BLOCK_H, BLOCK_R, AT_ONCE),
+            state,
+            results,
+            pair,
+            place * 2 * HALF,
+            split,
+            parts,
+            splits,
+            ROWS,
+            HALF,
+            BLOCK_M,
+            BLOCK_H,
+            BLOCK_R,
+            AT_ONCE,
         )
     else:
         store_whole(state, results[0], (token * NUM_KV_HEADS * GROUP + head) * 2 * HALF, m < ROWS, HALF, BLOCK_H)

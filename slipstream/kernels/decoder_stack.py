@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels import native
 from slipstream.kernels.linear import PackedWeight
 from slipstream.kernels.native.records import CACHED_KINDS, MatrixRecord, fields
+from slipstream.kernels.paged_attention import PagedRequests
 from slipstream.kernels.quant_weights import QuantMatrix
+from slipstream.kernels.rope_cache import TokenPlaces
 
 StackMatrix = PackedWeight | QuantMatrix
 
@@ -110,43 +112,16 @@ class DecoderStack:
         return self._records
 
 
-def _shape(
-    hidden: Tensor,
-    residual: Tensor | None,
-    stack: DecoderStack,
-    kv_caches: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    page_ids: Tensor,
-    offsets: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    begin: int,
-    end: int,
-    seq_starts: Tensor | None = None,
-) -> tuple[TensorSpec, TensorSpec]:
-    return spec_of(hidden), spec_of(hidden)
-
-
-@operation(_shape, writes=("kv_caches",))
+@operation(like=("hidden", "hidden"), writes=("kv_caches",))
 def decoder_stack(
     hidden: Tensor,  # [num_tokens, hidden] float32: the embeddings, or what a layer has left
     residual: Tensor | None,  # [num_tokens, hidden] float32: the stream it is still to be added to
     stack: DecoderStack,
     kv_caches: Sequence[Tensor],  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
-    cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
-    sin: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
-    page_ids: Tensor,  # [num_tokens] int64, from rotation_and_slots
-    offsets: Tensor,  # [num_tokens] int64, from rotation_and_slots
-    query_start_loc: Tensor,  # [num_reqs + 1] int32
-    query_lens: Tensor,  # [num_reqs] int32
-    seq_lens: Tensor,  # [num_reqs] int32
-    block_table: Tensor,  # [num_reqs, max_pages] int32
+    tokens: TokenPlaces,
+    requests: PagedRequests,
     begin: int,  # the first layer
     end: int,  # the one after the last
-    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
 ) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
     lib = native.library()
     assert lib is not None
@@ -158,24 +133,24 @@ def decoder_stack(
         dim=stack.head_dim,
         intermediate=stack.layers[0].gate_up.out_size,
         page_size=kv_caches[0].shape[3],
-        rotary_dim=cos.shape[-1],
+        rotary_dim=tokens.cos.shape[-1],
         cache_kind=CACHED_KINDS[kv_caches[0].dtype],
         eps=stack.eps,
         scale=stack.scale,
     )
     step = _Step(
         tokens=hidden.shape[0],
-        requests=seq_lens.shape[0],
-        table_stride=block_table.stride(0),
-        cosine=cos.data_ptr(),
-        sine=sin.data_ptr(),
-        page_ids=page_ids.data_ptr(),
-        offsets=offsets.data_ptr(),
-        starts=query_start_loc.data_ptr(),
-        query_lens=query_lens.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        block_table=block_table.data_ptr(),
-        seq_starts=_address(seq_starts),
+        requests=requests.seq_lens.shape[0],
+        table_stride=requests.block_table.stride(0),
+        cosine=tokens.cos.data_ptr(),
+        sine=tokens.sin.data_ptr(),
+        page_ids=tokens.page_ids.data_ptr(),
+        offsets=tokens.offsets.data_ptr(),
+        starts=requests.query_start_loc.data_ptr(),
+        query_lens=requests.query_lens.data_ptr(),
+        seq_lens=requests.seq_lens.data_ptr(),
+        block_table=requests.block_table.data_ptr(),
+        seq_starts=_address(requests.seq_starts),
         planes=stack.planes,
         num_threads=torch.get_num_threads(),
     )

@@ -1,48 +1,42 @@
-"""The gated delta rule over chunks of tokens, on a GPU; ``delta_rule`` says what it is.
+"""The gated delta rule over chunks of tokens, on a GPU; ``delta_rule`` defines it.
 
-What is new in the tokens of a chunk solves a triangular system: token i has to subtract what the tokens before it have
-brought of its key. One launch prepares all chunks side by side: the inverse of that system, and how much each token's
-query sees of each one's news. Another one goes through the chunks of each request in order, with some columns of a
+The updates of the tokens of a chunk solve a triangular system: token i must subtract what the tokens before it have
+added for its key. One launch prepares all chunks in parallel: the inverse of that system, and the weight of each
+token's update for each query. Another launch processes the chunks of each request in order, with some columns of a
 head's state in registers:
 
     news = inverse @ (value - decay * key @ state);  out = decay * query @ state + sees @ news;
     state = decay * state + key^T @ (decay * news)
 
-Queries and keys go into products as they are. Their lengths are factors of rows, applied to what comes out. The host
-knows neither counts nor positions: grids are sized by tokens and requests, and what has no work returns at once.
+Queries and keys enter products unnormalised. Their lengths are factors of rows, applied to the results. The host
+knows neither counts nor positions: grids are sized by tokens and requests, and programs without work return at once.
 
-Products of float32 are three of tensor cores ("tf32x3"), which is nearly as exact; the inverse is float32 throughout.
+Products of float32 are three tensor-core products ("tf32x3"), which is nearly as exact; the inverse is float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.request_rows import describe, find_request
+from slipstream.kernels.request_rows import RequestStates, describe, find_request
 from slipstream.kernels.triton_jit import jit, jit_general, next_power_of_2, tl
 
+if TYPE_CHECKING:
+    from slipstream.kernels.delta_rule import DeltaTokens
+
 CHUNK = 64
-# Of a state in one program. With fewer, and keys from 64 on, what Triton 3.6 makes for Hopper updates states wrongly.
+# Columns of a state in one program. With fewer, and keys of 64 or more, Triton 3.6 generates wrong code for Hopper.
 _COLUMNS = 64
 _FACTORS = 5  # of a token: of its query, of its key, of its news at the end, of the state, how much is learnt
 
 
-def launch_chunks(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    requests: tuple[Tensor, ...],
-    few: int,
-    out: Tensor,
-) -> None:
+def launch_chunks(tokens: DeltaTokens, states: Tensor, requests: RequestStates, few: int, out: Tensor) -> None:
     """``chunked_delta_rule`` for requests of more than a few tokens; see there for the shapes."""
-    num_tokens, num_reqs = qkv.shape[0], requests[0].shape[0]
+    qkv, a, b, *decay = tokens
+    num_tokens, num_reqs = qkv.shape[0], requests.slots.shape[0]
     _, ring, v_heads, k_dim, v_dim = states.shape
     if num_tokens <= few or num_reqs == 0:
         return
@@ -61,14 +55,34 @@ def launch_chunks(
     }
     is_wide = qkv.element_size() > 2
     _prepare_kernel[(v_heads, num_tokens // CHUNK + num_reqs)](
-        *(qkv, (a, b, a_log, dt_bias), requests, below, inverse, sees, factors, num_reqs, few),
-        *(qkv.stride(0), a.stride(0), b.stride(0), k_dim**-0.5),
+        qkv,
+        (a, b, *decay),
+        tuple(requests),
+        below,
+        inverse,
+        sees,
+        factors,
+        num_reqs,
+        few,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        k_dim**-0.5,
         num_warps=8 if is_wide else 4,
         num_stages=1,
         **options,
     )
     _scan_kernel[(v_heads * -(-v_dim // columns), num_reqs)](
-        *(qkv, states, requests, inverse, sees, factors, out, num_reqs, few, qkv.stride(0)),
+        qkv,
+        states,
+        tuple(requests),
+        inverse,
+        sees,
+        factors,
+        out,
+        num_reqs,
+        few,
+        qkv.stride(0),
         RING=ring,
         V_DIM=v_dim,
         BLOCK_V=columns,
@@ -80,13 +94,13 @@ def launch_chunks(
 
 @jit
 def unit_factor(x, AXIS: tl.constexpr):
-    """What makes vectors as long as one, nearly."""
+    """The factor that normalises vectors to unit length, up to an epsilon."""
     return tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6)
 
 
 @jit
 def gates(a, b, a_log, dt_bias, there):
-    """Logarithm of what is kept of the state, and how much is learnt; 0 and something where there is no token."""
+    """Logarithm of the decay of the state, and the update gate; 0 and an arbitrary value for padding."""
     x = tl.load(a, mask=there, other=0.0).to(tl.float32) + tl.load(dt_bias).to(tl.float32)
     softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
     g = tl.where(there, -tl.exp(tl.load(a_log).to(tl.float32)) * softplus, 0.0)
@@ -94,17 +108,17 @@ def gates(a, b, a_log, dt_bias, there):
 
 
 @jit
-def _block(lower, row_block, column_block, stride, living):
+def _block(lower, row_block, column_block, stride, used):
     """16 rows and columns of the numbers below the diagonal, which ``_prepare_kernel`` has left."""
     row, column = row_block * 16 + tl.arange(0, 16), column_block * 16 + tl.arange(0, 16)
-    return tl.load(lower + row[:, None] * stride + column[None, :], mask=(row < living)[:, None], other=0.0)
+    return tl.load(lower + row[:, None] * stride + column[None, :], mask=(row < used)[:, None], other=0.0)
 
 
 @jit
-def _put(inverse, values, row_block, column_block, stride, living):
+def _put(inverse, values, row_block, column_block, stride, used):
     row, column = row_block * 16 + tl.arange(0, 16), column_block * 16 + tl.arange(0, 16)
     to = inverse + row[:, None] * stride + column[None, :]
-    tl.store(to, values.to(inverse.dtype.element_ty), mask=(row < living)[:, None])
+    tl.store(to, values.to(inverse.dtype.element_ty), mask=(row < used)[:, None])
 
 
 @jit
@@ -118,7 +132,7 @@ def _pick(blocks, block):
 
 
 @jit
-def _invert(lower, inverse, stride, living):
+def _invert(lower, inverse, stride, used):
     """Of a matrix [64, 64] with these numbers below a diagonal of ones; above it nothing is written.
 
     Blocks on the diagonal row by row, all four at once, the others by products of blocks. All in float32: nothing here
@@ -127,25 +141,25 @@ def _invert(lower, inverse, stride, living):
     block, row = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)
     i, j = row[None, :, None], row[None, None, :]
     at = (block * 16 + i) * stride + block * 16 + j
-    below = tl.load(lower + at, mask=block * 16 + i < living, other=0.0)
+    below = tl.load(lower + at, mask=block * 16 + i < used, other=0.0)
     blocks = tl.where(i == j, 1.0, tl.zeros([4, 16, 16], tl.float32))
     for line in range(1, 16):
         numbers = tl.sum(tl.where(i == line, below, 0.0), 1)
         blocks -= tl.where(i == line, tl.sum(numbers[:, :, None] * blocks, 1)[:, None, :], 0.0)
-    tl.store(inverse + at, blocks.to(inverse.dtype.element_ty), mask=block * 16 + i < living)
+    tl.store(inverse + at, blocks.to(inverse.dtype.element_ty), mask=block * 16 + i < used)
     x00, x11, x22, x33 = _pick(blocks, 0), _pick(blocks, 1), _pick(blocks, 2), _pick(blocks, 3)
-    x10 = -_times(x11, _times(_block(lower, 1, 0, stride, living), x00))
-    _put(inverse, x10, 1, 0, stride, living)
-    l21, l32 = _block(lower, 2, 1, stride, living), _block(lower, 3, 2, stride, living)
+    x10 = -_times(x11, _times(_block(lower, 1, 0, stride, used), x00))
+    _put(inverse, x10, 1, 0, stride, used)
+    l21, l32 = _block(lower, 2, 1, stride, used), _block(lower, 3, 2, stride, used)
     x21 = -_times(x22, _times(l21, x11))
-    _put(inverse, x21, 2, 1, stride, living)
-    _put(inverse, -_times(x33, _times(l32, x22)), 3, 2, stride, living)
-    x20 = -_times(x22, _times(_block(lower, 2, 0, stride, living), x00) + _times(l21, x10))
-    _put(inverse, x20, 2, 0, stride, living)
-    l31 = _block(lower, 3, 1, stride, living)
-    _put(inverse, -_times(x33, _times(l31, x11) + _times(l32, x21)), 3, 1, stride, living)
-    rest = _times(_block(lower, 3, 0, stride, living), x00) + _times(l31, x10) + _times(l32, x20)
-    _put(inverse, -_times(x33, rest), 3, 0, stride, living)
+    _put(inverse, x21, 2, 1, stride, used)
+    _put(inverse, -_times(x33, _times(l32, x22)), 3, 2, stride, used)
+    x20 = -_times(x22, _times(_block(lower, 2, 0, stride, used), x00) + _times(l21, x10))
+    _put(inverse, x20, 2, 0, stride, used)
+    l31 = _block(lower, 3, 1, stride, used)
+    _put(inverse, -_times(x33, _times(l31, x11) + _times(l32, x21)), 3, 1, stride, used)
+    rest = _times(_block(lower, 3, 0, stride, used), x00) + _times(l31, x10) + _times(l32, x20)
+    _put(inverse, -_times(x33, rest), 3, 0, stride, used)
 
 
 @jit_general("num_reqs", "few")
@@ -181,7 +195,7 @@ def _prepare_kernel(
     alive, row = chunk * SIZE + number < count, first + number
     a, b, a_log, dt_bias = gating
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, a_log + head, dt_bias + head, alive)
-    # Sums in two parts: sixteenths, which are exact, and the rest. So behind a token that forgets nearly all, their
+    # Sums in two parts: sixteenths, which are exact, and the rest. So after a token that forgets nearly all, their
     # differences are still those of the others. What is smaller than exp(-128) is zero in float32.
     g = tl.maximum(g, -128.0)
     coarse = tl.floor(g * 16.0) * 0.0625

@@ -1,16 +1,16 @@
-"""The gated delta rule: a head's state forgets, then takes what a key's value differs from what it knew of that key.
+"""The gated delta rule: a head's state decays, then adds the difference of a key's value from its prediction.
 
     state = exp(g) * state;  state += key (x) beta * (value - key @ state);  out = query @ state
 
-A request has a ring of states in a pool: the one behind its first p tokens lies in entry p modulo the ring's length. A
-step of no more tokens than that leaves the state behind each of them, and where the next step begins says which of them
-counts: rejected drafts leave no trace, and nobody copies anything. At position 0 the state is zero, whatever the pool
+A request has a ring of states in a pool: the one after its first p tokens lies in entry p modulo the ring's length. A
+step of no more tokens than that leaves the state after each of them, and where the next step begins says which of them
+counts: rejected drafts leave no trace, and nothing is copied. At position 0 the state is zero, whatever the pool
 holds. A longer run of tokens, a part of a prompt, leaves its last state only.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.delta_chunks import CHUNK, gates, launch_chunks, unit_factor
-from slipstream.kernels.request_rows import describe, gap_before
+from slipstream.kernels.request_rows import RequestStates, describe, gap_before
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -31,71 +31,60 @@ from slipstream.kernels.triton_jit import (
 )
 
 _COLUMNS = 32  # of a state in one program: a full line of memory
-_EMPTY_ROWS = 16  # rows of nobody at once
+_EMPTY_ROWS = 16  # rows of no request at once
 
 
-def _shape(
-    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *_args: Any, **_kwargs: Any
-) -> TensorSpec:
-    return TensorSpec((qkv.shape[0], states.shape[2], states.shape[4]), qkv.dtype)
+class DeltaTokens(NamedTuple):
+    """What a layer makes of its tokens, and how it forgets."""
+
+    qkv: Tensor  # [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]: queries, keys, values, as convolved
+    a: Tensor  # [num_tokens, v_heads], rows may lie apart; how much is forgotten
+    b: Tensor  # [num_tokens, v_heads], rows may lie apart; how much is learnt
+    a_log: Tensor  # [v_heads]
+    dt_bias: Tensor  # [v_heads]
+
+
+def _shape(tokens: DeltaTokens, states: Tensor) -> TensorSpec:
+    return TensorSpec((tokens.qkv.shape[0], states.shape[2], states.shape[4]), tokens.qkv.dtype)
 
 
 @operation(_shape, writes=("states",))
 def recurrent_delta_rule(
-    qkv: Tensor,  # [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]: queries, keys, values, as convolved
-    a: Tensor,  # [num_tokens, v_heads], rows may lie apart; how much is forgotten
-    b: Tensor,  # [num_tokens, v_heads], rows may lie apart; how much is learnt
-    a_log: Tensor,  # [v_heads]
-    dt_bias: Tensor,  # [v_heads]
+    tokens: DeltaTokens,
     states: Tensor,  # [num_slots, ring, v_heads, k_dim, v_dim], at least float32
-    slots: Tensor,  # [num_reqs] int32; this and the next three: see request_rows
-    starts: Tensor,  # [num_reqs] int32
-    counts: Tensor,  # [num_reqs] int32
-    positions: Tensor,  # [num_reqs] int32 or int64
-    max_count: int,  # no request has more living tokens; few
-) -> Tensor:  # [num_tokens, v_heads, v_dim]; zero for rows of nobody
-    """Token by token. Of a request with more tokens than the ring is long the last states stay.
+    requests: RequestStates,
+    max_count: int,  # no request has more tokens; few
+) -> Tensor:  # [num_tokens, v_heads, v_dim]; zero for rows of no request
+    """Token by token. Of a request with more tokens than the ring's length only the last states are stored.
 
-    States are read before the kernel in front has ended: that one, the convolution, does not write any.
+    States are read before the previous kernel has ended: that one, the convolution, writes none.
     """
-    requests = (slots, starts, counts, positions)
+    qkv = tokens.qkv
     if runs_triton(qkv):
         out = qkv.new_empty(qkv.shape[0], states.shape[2], states.shape[4])
-        _launch_recurrence(qkv, a, b, a_log, dt_bias, states, requests, max_count, out)
+        _launch_recurrence(tokens, states, requests, max_count, out)
         return out
-    heads = _heads(qkv, a, b, a_log, dt_bias, states)
     out = torch.zeros(qkv.shape[0], states.shape[2], states.shape[4], dtype=qkv.dtype, device=qkv.device)
-    _recur(heads, states, requests, max_count, out)
+    _recur(_heads(tokens, states), states, requests, max_count, out)
     return out
 
 
 @operation(_shape, writes=("states",))
-def chunked_delta_rule(
-    qkv: Tensor,  # as above
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-) -> Tensor:
+def chunked_delta_rule(tokens: DeltaTokens, states: Tensor, requests: RequestStates) -> Tensor:
     """In chunks of tokens, for prompts and for batches in which some decode.
 
-    Who has no more tokens than the ring is long goes token by token and leaves all states: drafts among a prompt's
-    neighbours are checked as they are among themselves.
+    A request of no more tokens than the ring is long goes token by token and leaves all states: drafts beside a prompt
+    are checked as they are without one.
     """
-    requests, ring = (slots, starts, counts, positions), states.shape[1]
+    qkv, ring, counts = tokens.qkv, states.shape[1], requests.counts
     if runs_triton(qkv):
         out = qkv.new_empty(qkv.shape[0], states.shape[2], states.shape[4])
-        _launch_recurrence(qkv, a, b, a_log, dt_bias, states, requests, ring, out)
-        launch_chunks(qkv, a, b, a_log, dt_bias, states, requests, ring, out)
+        _launch_recurrence(tokens, states, requests, ring, out)
+        launch_chunks(tokens, states, requests, ring, out)
         return out
-    heads = _heads(qkv, a, b, a_log, dt_bias, states)
+    heads = _heads(tokens, states)
     out = torch.zeros(qkv.shape[0], states.shape[2], states.shape[4], dtype=qkv.dtype, device=qkv.device)
-    _recur(heads, states, (slots, starts, torch.where(counts <= ring, counts, 0), positions), ring, out)
+    _recur(heads, states, requests._replace(counts=torch.where(counts <= ring, counts, 0)), ring, out)
     for slot, start, count, position in zip(*(t.tolist() for t in requests), strict=True):
         if count > ring:
             rows = slice(start, start + count)
@@ -107,16 +96,17 @@ def chunked_delta_rule(
 
 
 class Heads(NamedTuple):
-    """What the rule works on, in at least float32, [num_tokens, v_heads, ...]."""
+    """The rule's inputs, in at least float32, [num_tokens, v_heads, ...]."""
 
     q: Tensor  # of unit length, scaled
     k: Tensor  # of unit length
     v: Tensor
-    g: Tensor  # logarithm of what is kept of the state
+    g: Tensor  # logarithm of the decay of the state
     beta: Tensor
 
 
-def _heads(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor) -> Heads:
+def _heads(tokens: DeltaTokens, states: Tensor) -> Heads:
+    qkv, a, b, a_log, dt_bias = tokens
     _, _, v_heads, k_dim, v_dim = states.shape
     wide = torch.promote_types(qkv.dtype, torch.float32)
     size = (qkv.shape[1] - v_heads * v_dim) // 2
@@ -128,8 +118,8 @@ def _heads(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, st
     return Heads(q, k, v.reshape(-1, v_heads, v_dim), g, b.to(wide).sigmoid())
 
 
-def _recur(heads: Heads, states: Tensor, requests: tuple[Tensor, ...], max_count: int, out: Tensor) -> None:
-    """The rule as it is written, for all requests at once, a token of each at a time."""
+def _recur(heads: Heads, states: Tensor, requests: RequestStates, max_count: int, out: Tensor) -> None:
+    """The rule as defined, for all requests at once, one token of each at a time."""
     slots, starts, counts, positions = (t.long() for t in requests)
     ring = states.shape[1]
     current = states[slots, positions % ring].to(heads.q.dtype)
@@ -146,14 +136,14 @@ def _recur(heads: Heads, states: Tensor, requests: tuple[Tensor, ...], max_count
 
 
 def _in_chunks(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One request, heads first, in chunks: what is new in a chunk's tokens solves a triangular system."""
+    """One request, heads first, in chunks: the updates of a chunk's tokens solve a triangular system."""
     made = []
     for q, k, v, g, beta in zip(*(torch.split(t, CHUNK, dim=1) for t in heads), strict=True):
-        # Sums in float64: behind a token that forgets nearly all, their differences are still those of the others.
+        # Sums in float64: after a token that forgets nearly all, their differences are still those of the others.
         g, beta = g.double().cumsum(1).unsqueeze(-1), beta.unsqueeze(-1)
         decay, kept, left = (t.exp().to(q.dtype) for t in ((g - g.mT).tril(), g, g[:, -1:] - g))
         decay, known = decay.tril(), kept * (k @ state)
-        # The solver takes the diagonal for ones.
+        # The solver assumes ones on the diagonal.
         news = torch.linalg.solve_triangular(
             beta * (k @ k.mT) * decay, beta * (v - known), upper=False, unitriangular=True
         )
@@ -163,26 +153,28 @@ def _in_chunks(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_recurrence(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    requests: tuple[Tensor, ...],
-    max_count: int,
-    out: Tensor,
+    tokens: DeltaTokens, states: Tensor, requests: RequestStates, max_count: int, out: Tensor
 ) -> None:
-    """Requests of at most so many tokens, and the rows of nobody."""
-    num_reqs = requests[0].shape[0]
+    """Requests of at most so many tokens, and the rows of no request."""
+    num_reqs, (qkv, a, b, *decay) = requests.slots.shape[0], tokens
     _, ring, v_heads, k_dim, v_dim = states.shape
     assert states.is_contiguous() and states.dtype == torch.float32
     assert qkv.stride(1) == a.stride(1) == b.stride(1) == 1
     columns = min(_COLUMNS, next_power_of_2(v_dim))
-    # One request more than there are: for the rows of nobody behind the last.
+    # One request more than there are: for the rows of no request after the last.
     _recurrent_kernel[(v_heads * -(-v_dim // columns), num_reqs + 1)](
-        *(qkv, (a, b, a_log, dt_bias), states, requests, out, num_reqs, qkv.shape[0], max_count),
-        *(qkv.stride(0), a.stride(0), b.stride(0), k_dim**-0.5),
+        qkv,
+        (a, b, *decay),
+        states,
+        tuple(requests),
+        out,
+        num_reqs,
+        qkv.shape[0],
+        max_count,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        k_dim**-0.5,
         RING=ring,
         K_HEADS=(qkv.shape[1] - v_heads * v_dim) // (2 * k_dim),
         V_HEADS=v_heads,
@@ -198,7 +190,7 @@ def _launch_recurrence(
 
 @jit
 def _load_token(row, there, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K):
-    """Query, key, value, what is kept of the state, and how much is learnt, for one head of one token."""
+    """Query, key, value, decay and update gate, for one head of one token."""
     a, b, a_log, dt_bias = gating
     qkv_stride, a_stride, b_stride = strides
     d = tl.arange(0, BLOCK_K)
@@ -235,7 +227,7 @@ def _recurrent_kernel(
     EMPTY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some columns of one head's state, in registers while the tokens of a request go by."""
+    """Some columns of one head's state, held in registers over the tokens of a request."""
     COLUMN_TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     head, request = tl.program_id(0) // COLUMN_TILES, tl.program_id(1)
     k, v = tl.arange(0, BLOCK_K), tl.program_id(0) % COLUMN_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -243,21 +235,30 @@ def _recurrent_kernel(
     count = tl.where(count <= max_count, count, 0)
     own = states + ((slot * RING * V_HEADS + head) * K_DIM + k)[:, None] * V_DIM + v[None, :]
     exists = (k < K_DIM)[:, None] & (v < V_DIM)[None, :]
-    AFTER: tl.constexpr = V_HEADS * K_DIM * V_DIM  # how far the next state of the ring lies
+    AFTER: tl.constexpr = V_HEADS * K_DIM * V_DIM  # distance to the next state of the ring
     is_known = exists & (count > 0) & (position > 0)
     state = tl.load(own + (position % RING).to(tl.int64) * AFTER, mask=is_known, other=0.0, cache_modifier=".cg")
     wait_for_last(EARLY)
     let_next_start(EARLY)
     strides = (qkv_stride, a_stride, b_stride)
-    token = _load_token(
-        *(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
-    )
+    token = _load_token(start, count > 0, qkv, gating, strides, head, v, scale, K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K)
     for i in range(count):
         query, key, value, kept, beta = token
-        # The next token is on its way while this one is worked on.
+        # The next token is loaded while this one is processed.
         token = _load_token(
-            *(start + i + 1, i + 1 < count, qkv, gating, strides, head, v, scale),
-            *(K_HEADS, V_HEADS, K_DIM, V_DIM, BLOCK_K),
+            start + i + 1,
+            i + 1 < count,
+            qkv,
+            gating,
+            strides,
+            head,
+            v,
+            scale,
+            K_HEADS,
+            V_HEADS,
+            K_DIM,
+            V_DIM,
+            BLOCK_K,
         )
         state *= kept
         # Both sums from the state before: query @ (state + key (x) news) is query @ state + (query @ key) * news.

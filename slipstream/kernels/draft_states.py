@@ -1,11 +1,11 @@
-"""What a pass of a draft head takes, and what it leaves: a token's embedding beside a hidden state."""
+"""Inputs and outputs of a pass of a draft head: a token's embedding beside a hidden state."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -18,19 +18,7 @@ from slipstream.kernels.triton_jit import (
 )
 
 
-def _join_shape(
-    hidden: Tensor,
-    embedding: Tensor,
-    token_ids: Tensor,
-    embedding_gain: Tensor | None,
-    hidden_gain: Tensor | None,
-    eps: float,
-    positions: Tensor | None = None,
-) -> TensorSpec:
-    return TensorSpec((hidden.shape[0], 2 * hidden.shape[1]), hidden.dtype)
-
-
-@operation(_join_shape)
+@operation(lambda hidden: TensorSpec((hidden.shape[0], 2 * hidden.shape[1]), hidden.dtype))
 def join_states(
     hidden: Tensor,  # [n, size]
     embedding: Tensor,  # [vocab, size]
@@ -38,8 +26,8 @@ def join_states(
     embedding_gain: Tensor | None,  # [size], of the embeddings' norm
     hidden_gain: Tensor | None,  # [size], of the states'; both are normed, or neither
     eps: float,
-    positions: Tensor | None = None,  # [n] int64, where a token at position 0 is to have an embedding of zeros
-) -> Tensor:  # [n, 2 * size]: embeddings, and behind them the states
+    positions: Tensor | None = None,  # [n] int64, if the embedding at position 0 is zeroed
+) -> Tensor:  # [n, 2 * size]: embeddings, followed by the states
     if runs_triton(hidden):
         return _launch_join(hidden, embedding, token_ids, embedding_gain, hidden_gain, eps, positions)
     rows = torch.index_select(embedding, 0, token_ids)
@@ -50,17 +38,17 @@ def join_states(
     return torch.cat([rows, hidden], dim=-1)
 
 
-@operation(writes_only, writes=("kept",))
+@operation(writes=("kept",))
 def keep_states(
-    states: Tensor,  # [num_tokens, modules * size]: what each module has made of a token, side by side
-    places: Tensor,  # [n] int64: the tokens that count
+    states: Tensor,  # [num_tokens, modules * size]: the outputs of all modules, concatenated
+    indices: Tensor,  # [n] int64: the tokens to keep
     # written:
     kept: Tensor,  # [modules, n, size]
 ) -> None:
     if runs_triton(states):
-        _launch_keep(states, places, kept)
+        _launch_keep(states, indices, kept)
         return
-    kept.copy_(states.index_select(0, places).view(kept.shape[1], kept.shape[0], kept.shape[2]).transpose(0, 1))
+    kept.copy_(states.index_select(0, indices).view(kept.shape[1], kept.shape[0], kept.shape[2]).transpose(0, 1))
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -83,8 +71,16 @@ def _launch_join(
         return out
     block = next_power_of_2(size)
     _join_kernel[(n, 2)](
-        *(hidden, embedding, token_ids, embedding_gain, hidden_gain, positions, out),
-        *(hidden.stride(0), size, eps),
+        hidden,
+        embedding,
+        token_ids,
+        embedding_gain,
+        hidden_gain,
+        positions,
+        out,
+        hidden.stride(0),
+        size,
+        eps,
         NORM=embedding_gain is not None and hidden_gain is not None,
         MASKED=positions is not None,
         BLOCK=block,
@@ -94,15 +90,20 @@ def _launch_join(
     return out
 
 
-def _launch_keep(states: Tensor, places: Tensor, kept: Tensor) -> None:
+def _launch_keep(states: Tensor, indices: Tensor, kept: Tensor) -> None:
     states = _dense_rows(states)
     num_modules, n, size = kept.shape
-    assert kept.stride(1) == size, "a module's states lie side by side"
+    assert kept.stride(1) == size, "a module's states are contiguous"
     if n == 0:
         return
     block = next_power_of_2(size)
     _keep_kernel[(n, num_modules)](
-        *(states, places, kept, states.stride(0), kept.stride(0), size),
+        states,
+        indices,
+        kept,
+        states.stride(0),
+        kept.stride(0),
+        size,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
         **early_start(states),
@@ -151,7 +152,7 @@ def _join_kernel(
 @jit
 def _keep_kernel(
     states,
-    places,
+    indices,
     kept,
     states_stride,
     module_stride,
@@ -163,6 +164,6 @@ def _keep_kernel(
     exists = column < size
     wait_for_last(EARLY)
     let_next_start(EARLY)
-    token = tl.load(places + i)
+    token = tl.load(indices + i)
     value = tl.load(states + token * states_stride + module * size + column, mask=exists, other=0.0)
     tl.store(kept + module * module_stride + i * size + column, value, mask=exists)

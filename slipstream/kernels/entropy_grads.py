@@ -1,4 +1,4 @@
-"""Cross entropy against given probabilities and its gradients at once: logits are read twice, not ten times."""
+"""Cross entropy against given probabilities together with its gradients: logits are read twice, not ten times."""
 
 from __future__ import annotations
 
@@ -8,44 +8,42 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 
-_BLOCK = 4096  # columns at a time
+_BLOCK = 4096  # columns per block
 
 
-def _shape(logits: Tensor, wanted: Tensor) -> TensorSpec:
-    return TensorSpec((logits.shape[0],), torch.promote_types(logits.dtype, torch.float32))
-
-
-@operation(_shape, writes=("logits",))
+@operation(
+    lambda logits: TensorSpec((logits.shape[0],), torch.promote_types(logits.dtype, torch.float32)), writes=("logits",)
+)
 def entropy_grads(
     logits: Tensor,  # [n, vocab]; afterwards the gradients of each row's loss
-    wanted: Tensor,  # [n, vocab], rows sum up to 1
+    target: Tensor,  # [n, vocab], rows sum up to 1
 ) -> Tensor:  # [n] losses, in float32 at least
     if runs_triton(logits):
-        assert logits.is_contiguous() and wanted.is_contiguous()
+        assert logits.is_contiguous() and target.is_contiguous()
         num_rows, vocab_size = logits.shape
         losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         block = min(_BLOCK, next_power_of_2(vocab_size))
-        _entropy_kernel[(num_rows,)](logits, wanted, losses, vocab_size, BLOCK=block, num_warps=max(1, block // 512))
+        _entropy_kernel[(num_rows,)](logits, target, losses, vocab_size, BLOCK=block, num_warps=max(1, block // 512))
         return losses
     log_probs = logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    losses = -(wanted * log_probs).sum(dim=-1)
-    logits.copy_(log_probs.exp_().sub_(wanted))
+    losses = -(target * log_probs).sum(dim=-1)
+    logits.copy_(log_probs.exp_().sub_(target))
     return losses
 
 
 @jit
-def _entropy_kernel(logits, wanted, losses, vocab_size, BLOCK: tl.constexpr):
-    """One program a row: once over it for the sums, once more for the gradients."""
+def _entropy_kernel(logits, target, losses, vocab_size, BLOCK: tl.constexpr):
+    """One program per row: one pass for the sums, one for the gradients."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     logits += row * vocab_size
-    wanted += row * vocab_size
+    target += row * vocab_size
     peaks, masses = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab_size, BLOCK):
         exists = start + column < vocab_size
         x = tl.load(logits + start + column, mask=exists, other=float("-inf")).to(tl.float32)
-        w = tl.load(wanted + start + column, mask=exists, other=0.0).to(tl.float32)
+        w = tl.load(target + start + column, mask=exists, other=0.0).to(tl.float32)
         higher = tl.maximum(peaks, x)
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         masses = masses * tl.exp(peaks - anchor) + tl.exp(x - anchor)
@@ -58,5 +56,5 @@ def _entropy_kernel(logits, wanted, losses, vocab_size, BLOCK: tl.constexpr):
     for start in range(0, vocab_size, BLOCK):
         exists = start + column < vocab_size
         x = tl.load(logits + start + column, mask=exists, other=float("-inf")).to(tl.float32)
-        w = tl.load(wanted + start + column, mask=exists, other=0.0).to(tl.float32)
+        w = tl.load(target + start + column, mask=exists, other=0.0).to(tl.float32)
         tl.store(logits + start + column, (tl.exp(x - log_sum) - w).to(logits.dtype.element_ty), mask=exists)

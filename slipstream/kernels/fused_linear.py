@@ -1,7 +1,7 @@
-"""The products of a decoder layer with their neighbours folded in: norms, gates, the residual stream.
+"""The products of a decoder layer fused with the operations around them: norms, gates, the residual stream.
 
-For steps of few tokens on a GPU; ``small_linear`` says how. A norm is taken apart: its gain is applied where a token is
-stored (``scaled``), its factor where the token is next multiplied, from the sums of squares that came along.
+For steps of few tokens on a GPU; ``small_linear`` explains how. A norm is split: its gain is applied when a token is
+stored (``scaled``), its factor when the token is next multiplied, from the sums of squares stored with it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ def _squares_spec(x: Tensor) -> TensorSpec:
     return TensorSpec((x.shape[0], 1), torch.promote_types(x.dtype, torch.float32))
 
 
-def _scale_shape(x: Tensor, gain: Tensor) -> tuple[TensorSpec, TensorSpec]:
-    return spec_of(x), _squares_spec(x)
-
-
-@operation(_scale_shape)
+@operation(lambda x: (spec_of(x), _squares_spec(x)))
 def scale_tokens(
     x: Tensor,  # [num_tokens, size]
     gain: Tensor,  # [size], of a norm
@@ -45,7 +41,7 @@ def scale_tokens(
     return (wide * gain).to(x.dtype), wide.square().sum(1, keepdim=True)
 
 
-def _embed_shape(weight: Tensor, token_ids: Tensor, gain: Tensor) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+def _embed_shape(weight: Tensor, token_ids: Tensor) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     spec = TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype)
     squares = TensorSpec((token_ids.shape[0], 1), torch.promote_types(weight.dtype, torch.float32))
     return spec, spec, squares
@@ -63,14 +59,10 @@ def embed_scaled(
     return x, *scale_tokens.body(x, gain)
 
 
-def _sum_shape(x: Tensor, residual: Tensor, gain: Tensor) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    return spec_of(x), spec_of(x), _squares_spec(x)
-
-
-@operation(_sum_shape)
+@operation(lambda x: (spec_of(x), spec_of(x), _squares_spec(x)))
 def add_scaled(
     x: Tensor,  # [num_tokens, size]
-    residual: Tensor,  # [num_tokens, size], tokens may lie apart
+    residual: Tensor,  # [num_tokens, size], tokens may be strided
     gain: Tensor,  # [size], of the norm that follows
 ) -> tuple[Tensor, Tensor, Tensor]:  # the sum; the same with the gain; its sums of squares
     if runs_triton(x):
@@ -82,15 +74,22 @@ def add_scaled(
 def _scale(
     x: Tensor, residual: Tensor | None, gain: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is scaled, which is new where something is added or rows are chosen; the same with the gain; its squares."""
+    """The stream, new if something is added or rows are chosen; the same with the gain; its sums of squares."""
     size, num_tokens = x.shape[1], x.shape[0] if rows is None else rows.shape[0]
     scaled = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     out = x if residual is None and rows is None else torch.empty_like(scaled)
     squares = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
     _scale_kernel[(num_tokens,)](
-        *(x, x if residual is None else residual, gain, x if rows is None else rows, out, scaled, squares),
-        *(size, 0 if residual is None else residual.stride(0)),
+        x,
+        x if residual is None else residual,
+        gain,
+        x if rows is None else rows,
+        out,
+        scaled,
+        squares,
+        size,
+        0 if residual is None else residual.stride(0),
         SUM=residual is not None,
         CHOOSES=rows is not None,
         BLOCK=block,
@@ -105,11 +104,7 @@ def _normed(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(squares.sum(1, keepdim=True) / scaled.shape[1] + eps)
 
 
-def _linear_shape(scaled: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> TensorSpec:
-    return TensorSpec((scaled.shape[0], weight.shape[0]), scaled.dtype)
-
-
-@operation(_linear_shape)
+@operation(lambda scaled, weight: TensorSpec((scaled.shape[0], weight.shape[0]), scaled.dtype))
 def scaled_linear(
     scaled: Tensor,  # [num_tokens, in]
     squares: Tensor,  # [num_tokens, parts]
@@ -123,24 +118,18 @@ def scaled_linear(
     return linear.body(_normed(scaled, squares, eps).to(scaled.dtype), weight, bias)
 
 
-def _few_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> TensorSpec:
-    return TensorSpec((x.shape[0], weight.shape[0]), x.dtype)
-
-
-@operation(_few_shape)
+@operation(lambda x, weight: TensorSpec((x.shape[0], weight.shape[0]), x.dtype))
 def linear_few(
     x: Tensor,  # [num_tokens, in], few of them
     weight: Tensor,  # [out, in]
     bias: Tensor | None,  # [out]
-) -> Tensor:  # [num_tokens, out]: nothing but the product
+) -> Tensor:  # [num_tokens, out]: the product alone
     if runs_triton(x):
         return small_linear(x, weight, Epilogue(bias), tile_for("plain", x, weight.shape[0])).out
     return linear.body(x, weight, bias)
 
 
-def _linear_scaled_shape(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor
-) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+def _linear_scaled_shape(x: Tensor, weight: Tensor) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     out = TensorSpec((x.shape[0], weight.shape[0]), x.dtype)
     return out, out, _squares_spec(x)
 
@@ -161,13 +150,7 @@ def linear_scaled(
     return total, *scale_tokens.body(total, gain)
 
 
-def _gated_shape(
-    scaled: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str
-) -> TensorSpec:
-    return TensorSpec((scaled.shape[0], weight.shape[0] // 2), scaled.dtype)
-
-
-@operation(_gated_shape)
+@operation(lambda scaled, weight: TensorSpec((scaled.shape[0], weight.shape[0] // 2), scaled.dtype))
 def scaled_gated(
     scaled: Tensor,  # [num_tokens, in]
     squares: Tensor,  # [num_tokens, parts]
@@ -182,11 +165,7 @@ def scaled_gated(
     return ACTIVATIONS[activation].body(linear.body(_normed(scaled, squares, eps).to(scaled.dtype), weight, bias))
 
 
-def _add_shape(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> TensorSpec:
-    return spec_of(residual)
-
-
-@operation(_add_shape)
+@operation(like="residual")
 def linear_add(
     x: Tensor,  # [num_tokens, in]
     weight: Tensor,  # [out, in]
@@ -198,13 +177,7 @@ def linear_add(
     return F.linear(x, weight, bias).add_(residual)
 
 
-def _add_scaled_shape(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor
-) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    return spec_of(residual), spec_of(residual), _squares_spec(x)
-
-
-@operation(_add_scaled_shape)
+@operation(lambda x, residual: (spec_of(residual), spec_of(residual), _squares_spec(x)))
 def linear_add_scaled(
     x: Tensor,  # [num_tokens, in]
     weight: Tensor,  # [out, in]
@@ -253,6 +226,6 @@ def _scale_kernel(
         before = tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
         total = (value + before).to(out.dtype.element_ty)
         tl.store(out + at, total, mask=exists)
-        value = total.to(tl.float32)  # as stored: the norm behind it is that of the stream
+        value = total.to(tl.float32)  # rounded as stored: the next norm applies to the stored stream
     tl.store(scaled + at, (value * factors).to(scaled.dtype.element_ty), mask=exists)
     tl.store(squares + token, tl.sum(value * value, 0))

@@ -1,4 +1,4 @@
-"""RMS normalisation whose result is gated by silu of another tensor: the last word of a gated delta net's heads."""
+"""RMS normalisation gated by silu of another tensor: the last operation of a gated delta net's heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -18,20 +18,16 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 
-_TILE = 1024  # numbers in one program, as many rows as that makes
+_TILE = 1024  # numbers per program, in whole rows
 
 
-def _shape(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> TensorSpec:
-    return spec_of(x)
-
-
-@operation(_shape)
+@operation(like="x")
 def gated_norm(
     x: Tensor,  # [..., size]
-    gate: Tensor,  # as x; the heads of a joint product may stay where they lie
+    gate: Tensor,  # as x; heads of a joint projection may be strided
     weight: Tensor,  # [size]
     eps: float,
-) -> Tensor:  # as x: the norm first, the gate behind it
+) -> Tensor:  # as x: normed, then gated
     if runs_triton(x):
         return _launch(x, gate, weight, eps)
     # The norm is rounded and multiplied by its weight in the model's type, the gate is not rounded.
@@ -47,7 +43,16 @@ def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, block = x.shape[0] * heads, next_power_of_2(size)
     rows = max(1, _TILE // block)
     _gated_norm_kernel[(-(-num_rows // rows),)](
-        *(x, gate, weight, out, num_rows, heads, size, *x.stride()[:2], *gate.stride()[:2], eps),
+        x,
+        gate,
+        weight,
+        out,
+        num_rows,
+        heads,
+        size,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        eps,
         ROWS=rows,
         BLOCK=block,
         num_warps=min(16, max(1, rows * block // 256)),

@@ -10,11 +10,7 @@ from slipstream.kernels.swiglu import launch_gated, swiglu
 from slipstream.kernels.triton_jit import runs_triton
 
 
-def _shape(gate_up: Tensor) -> TensorSpec:
-    return TensorSpec((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-
-
-@operation(_shape)
+@operation(lambda gate_up: TensorSpec((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype))
 def geglu(
     gate_up: Tensor,  # [num_tokens, 2 * intermediate], gate first
 ) -> Tensor:  # [num_tokens, intermediate]

@@ -1,10 +1,10 @@
 """The experts' layers on a GPU: (token, rank) pairs grouped by expert, and two matrix products over the groups.
 
-Nothing here asks the device how many tokens an expert got. Grids are sized by the most blocks that the shapes allow,
+The device is never asked how many tokens an expert got. Grids are sized by the maximum number of blocks for the shapes,
 and a program without a block returns at once.
 
 A row is summed in one loop over K whose steps depend on the model alone. How many rows share a tile depends on the
-shapes of the batch, never on where its tokens were sent.
+shapes of the batch, never on the routing of its tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-FEW = Tiles(rows=16, columns=32, num_stages=4)  # reading the weights takes all the time: many small programs
+FEW = Tiles(rows=16, columns=32, num_stages=4)  # limited by reading weights: many small programs
 MANY = Tiles(rows=64, columns=64, num_stages=3)
 
 
@@ -32,13 +32,13 @@ def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
 
 
 def max_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
-    """No routing of the pairs makes more blocks: one is begun by an expert, or follows a full one."""
+    """The maximum number of blocks for any routing: a block begins with an expert, or follows a full one."""
     return min(num_pairs, num_pairs // rows + num_experts)
 
 
 def group_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts, each expert's in their own order; and where every expert starts, and all
-    end: [num_pairs] and [num_experts + 1], int32."""
+    """Pairs in the order of their experts, each expert's in original order; and the start of every expert, with the
+    total at the end: [num_pairs] and [num_experts + 1], int32."""
     expert_ids = expert_ids.contiguous()
     num_pairs = expert_ids.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device)
@@ -61,7 +61,7 @@ def launch_experts(x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tens
         "EXPERTS": next_power_of_2(num_experts),
         "BLOCK_M": tiles.rows,
         "BLOCK_N": tiles.columns,
-        "BLOCK_K": 128 // x.element_size(),  # a full line of memory a row
+        "BLOCK_K": 128 // x.element_size(),  # a full memory line per row
         "num_warps": 4,
         "num_stages": tiles.num_stages,
     }
@@ -83,7 +83,7 @@ def launch_experts(x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tens
 
 @jit
 def _group_kernel(expert_ids, order, starts, num_pairs, BLOCK: tl.constexpr):
-    """One program an expert, and one for the end of all: count the pairs of lower experts, then place its own."""
+    """One program per expert, and one for the total: count the pairs of lower experts, then write its own."""
     expert = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     lower = tl.zeros([BLOCK], tl.int32)
@@ -109,7 +109,7 @@ def _find_block(starts, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexp
     end = tl.load(starts + expert + 1, mask=expert < num_experts, other=0)
     num_blocks = (end - start + BLOCK_M - 1) // BLOCK_M
     block_end = tl.cumsum(num_blocks, 0)
-    # Past the last block every expert counts, those too that only fill up the power of two.
+    # Past the last block every expert counts, also those that only pad to a power of two.
     found = tl.sum((block_end <= block).to(tl.int32), 0)
     here = expert == found
     row = tl.sum(tl.where(here, start + (block - block_end + num_blocks) * BLOCK_M, 0), 0)
@@ -199,7 +199,7 @@ def _down_kernel(
 
 @jit
 def _combine_kernel(parts, weights, out, num_chosen, hidden, BLOCK: tl.constexpr):
-    """Ranks add up in their order, whatever experts they are."""
+    """Ranks are summed in their order, whatever experts they are."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < hidden

@@ -1,4 +1,4 @@
-"""Matrix product with a stored weight, and the memory layout in which a CPU multiplies with it fastest."""
+"""Matrix product with a stored weight, and the memory layout that is fastest on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.kernels.tiles import head_tile
 
 
 class PackedWeight(NamedTuple):
-    """A matrix [out, in] cut into panels of neighbouring outputs, the last one padded with zeros."""
+    """A matrix [out, in] split into panels of neighbouring outputs, the last one padded with zeros."""
 
     panels: Tensor  # [num_panels, in, panel width]
     out_size: int
@@ -24,7 +24,7 @@ class PackedWeight(NamedTuple):
 
 
 def panel_width(device: torch.device, dtype: torch.dtype) -> int | None:
-    """Outputs in a panel, where a kernel reads such weights."""
+    """Outputs per panel, where a kernel reads such weights."""
     if device.type != "cpu":
         return None
     lib = native.usable(torch.empty(0, dtype=dtype, device="cpu"))
@@ -32,7 +32,7 @@ def panel_width(device: torch.device, dtype: torch.dtype) -> int | None:
 
 
 def cut_panels(weight: Tensor, width: int, gated: bool = False) -> PackedWeight:
-    """``weight`` is [out, in]; where gated [2 * out, in], gates first, for one product with ``swiglu`` in it."""
+    """``weight`` is [out, in]; if gated [2 * out, in], gates first, for one product fused with ``swiglu``."""
     if gated:
         gate, up = (_cut(part, width // 2) for part in weight.chunk(2))
         return PackedWeight(torch.cat([gate, up], dim=1).transpose(1, 2).contiguous(), weight.shape[0] // 2, True)
@@ -46,11 +46,7 @@ def _cut(weight: Tensor, width: int) -> Tensor:
     return F.pad(weight, (0, 0, 0, num_panels * width - out_size)).view(num_panels, width, in_size)
 
 
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> TensorSpec:
-    return TensorSpec((*x.shape[:-1], weight.shape[0]), x.dtype)
-
-
-@operation(_shape)
+@operation(lambda x, weight: TensorSpec((*x.shape[:-1], weight.shape[0]), x.dtype))
 def linear(
     x: Tensor,  # [num_tokens, in]
     weight: Tensor,  # [out, in]
@@ -59,11 +55,7 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def _panel_shape(x: Tensor, panels: Tensor, bias: Tensor | None, out_size: int, gated: bool) -> TensorSpec:
-    return TensorSpec((x.shape[0], out_size), x.dtype)
-
-
-@operation(_panel_shape)
+@operation(lambda x, out_size: TensorSpec((x.shape[0], out_size), x.dtype))
 def panel_linear(
     x: Tensor,  # [num_tokens, in] float32
     panels: Tensor,  # [num_panels, in, panel width] float32, from cut_panels
@@ -71,9 +63,9 @@ def panel_linear(
     out_size: int,
     gated: bool,
 ) -> Tensor:  # [num_tokens, out]
-    """``linear``, and ``swiglu`` after it where gated, by the C kernel.
+    """``linear``, followed by ``swiglu`` if gated, by the C kernel.
 
-    A token's result does not depend on how many are computed with it.
+    A token's result does not depend on how many tokens are computed with it.
     """
     lib = native.library()
     assert lib is not None
@@ -86,16 +78,12 @@ def panel_linear(
     return out
 
 
-def _logits_shape(x: Tensor, weight: Tensor) -> TensorSpec:
-    return TensorSpec((x.shape[0], weight.shape[0]), torch.promote_types(x.dtype, torch.float32))
-
-
-@operation(_logits_shape)
+@operation(lambda x, weight: TensorSpec((x.shape[0], weight.shape[0]), torch.promote_types(x.dtype, torch.float32)))
 def head_logits(
     x: Tensor,  # [n, hidden]
     weight: Tensor,  # [vocab, hidden]
 ) -> Tensor:  # [n, vocab], in float32 at least
-    """A product whose sums are not rounded to 16 bits: neighbouring logits there are an eighth apart."""
+    """A product whose sums are not rounded to 16 bits, where neighbouring logits would be an eighth apart."""
     if x.is_cuda and x.dtype != torch.float32:
         if (tile := head_tile(x, weight.shape[0])) is not None:
             return small_linear(x, weight, Epilogue(), tile, torch.float32).out
@@ -103,11 +91,7 @@ def head_logits(
     return F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _embedding_shape(weight: Tensor, token_ids: Tensor) -> TensorSpec:
-    return TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype)
-
-
-@operation(_embedding_shape)
+@operation(lambda weight, token_ids: TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype))
 def embedding(
     weight: Tensor,  # [vocab, hidden]
     token_ids: Tensor,  # [num_tokens] int32

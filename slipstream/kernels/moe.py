@@ -1,7 +1,7 @@
-"""Mixtures of experts: which experts work on a token, and their weighted work.
+"""Mixtures of experts: the choice of experts for a token, and the weighted sum of their outputs.
 
-A token's result depends on that token alone: its experts add up in an order of its own, whatever the batch. The
-definition takes them by number, the kernel by rank.
+A token's result depends on that token alone: its experts are summed in a fixed order, whatever the batch. The
+definition sums them by number, the kernel by rank.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.grouped_gemm import launch_experts
 from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 
 
-def _route_shape(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[TensorSpec, TensorSpec]:
+def _route_shape(logits: Tensor, num_chosen: int) -> tuple[TensorSpec, TensorSpec]:
     shape = (logits.shape[0], num_chosen)
     return TensorSpec(shape, torch.promote_types(logits.dtype, torch.float32)), TensorSpec(shape, torch.int64)
 
@@ -29,7 +29,7 @@ def route_tokens(
     if runs_triton(logits):
         return _launch_route(logits, num_chosen, renormalise)
     probs = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    # Sorted and not `topk`, which leaves the order of equal values open: here the lower number wins.
+    # Sorted instead of `topk`, whose order of equal values is undefined: here the lower number wins.
     weights, expert_ids = probs.sort(dim=-1, descending=True, stable=True)
     weights, expert_ids = weights[:, :num_chosen], expert_ids[:, :num_chosen]
     if renormalise:
@@ -58,11 +58,7 @@ def _launch_route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[T
     return weights, expert_ids
 
 
-def _experts_shape(x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor) -> TensorSpec:
-    return spec_of(x)
-
-
-@operation(_experts_shape)
+@operation(like="x")
 def expert_mlp(
     x: Tensor,  # [num_tokens, hidden]
     weights: Tensor,  # [num_tokens, num_chosen]
@@ -99,7 +95,7 @@ def _route_kernel(
     logit = tl.load(logits + token * num_experts + expert, mask=exists, other=float("-inf")).to(tl.float32)
     odds = tl.where(exists, tl.exp(logit - tl.max(logit, 0)), 0.0)
     probs = odds / tl.sum(odds, 0)
-    # What is not a number counts as the largest, as it does when sorted: some expert that exists is always found.
+    # NaN counts as the largest value, as it does in sorting: a valid expert is always found.
     key = tl.where(probs == probs, probs, 2.0)
     key = tl.where(exists, key, -1.0)
     rank = tl.arange(0, RANKS)

@@ -6,9 +6,11 @@ does not depend on where the chunks end.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import (
     early_start,
     jit_general,
@@ -23,13 +25,19 @@ from slipstream.pooling import PoolingKind
 _MOST_COLUMNS, _TOKENS = 128, 16  # in one tile
 
 
-@operation(writes_only, writes=("kept", "out"))
+class PooledRequests(NamedTuple):
+    """A run of a step's requests."""
+
+    positions: Tensor  # [padded_tokens] int64, of all tokens of the step
+    batch_rows: Tensor  # [n] int32
+    starts: Tensor  # [n + 1] int32: where their tokens begin; only as many as ``query_lens`` says are computed
+    query_lens: Tensor  # [n] int32; 0 for a row that does not run
+
+
+@operation(writes=("kept", "out"))
 def pool(
     hidden: Tensor,  # [padded_tokens, size]
-    positions: Tensor,  # [padded_tokens] int64
-    batch_rows: Tensor,  # [n] int32: a run of the step's requests
-    starts: Tensor,  # [n + 1] int32: where their tokens begin; only as many as ``query_lens`` says are computed
-    query_lens: Tensor,  # [n] int32; 0 for a row that does not run
+    requests: PooledRequests,
     kinds: Tensor,  # [num_rows] int32: a PoolingKind, or 0 for requests that are not pooled
     prompt_len: Tensor,  # [num_rows] int32
     # written:
@@ -37,10 +45,11 @@ def pool(
     out: Tensor,  # [n, size], as ``kept``: the vectors of requests whose prompt ends here; zeros for all others
 ) -> None:
     if runs_triton(hidden):
-        _launch(hidden, positions, batch_rows, starts, query_lens, kinds, prompt_len, kept, out)
+        _launch(hidden, requests, kinds, prompt_len, kept, out)
         return
     out.zero_()
-    columns = (batch_rows.tolist(), starts[:-1].tolist(), query_lens.tolist())
+    positions, starts = requests.positions, requests.starts
+    columns = (requests.batch_rows.tolist(), starts[:-1].tolist(), requests.query_lens.tolist())
     for place, (row, start, count) in enumerate(zip(*columns, strict=True)):
         kind = int(kinds[row])
         if not kind or not count:
@@ -61,10 +70,7 @@ def pool(
 
 def _launch(
     hidden: Tensor,
-    positions: Tensor,
-    batch_rows: Tensor,
-    starts: Tensor,
-    query_lens: Tensor,
+    requests: PooledRequests,
     kinds: Tensor,
     prompt_len: Tensor,
     kept: Tensor,
@@ -74,8 +80,17 @@ def _launch(
     num_reqs, size = out.shape
     block = min(_MOST_COLUMNS, next_power_of_2(size))
     _pool_kernel[(num_reqs, -(-size // block))](
-        *(hidden, positions, batch_rows, starts, query_lens, kinds, prompt_len, kept, out),
-        *(hidden.stride(0), size),
+        hidden,
+        requests.positions,
+        requests.batch_rows,
+        requests.starts,
+        requests.query_lens,
+        kinds,
+        prompt_len,
+        kept,
+        out,
+        hidden.stride(0),
+        size,
         LAST=int(PoolingKind.LAST),
         CLS=int(PoolingKind.CLS),
         MEAN=int(PoolingKind.MEAN),

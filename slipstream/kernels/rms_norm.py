@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels import native
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -29,11 +29,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
-def _shape(x: Tensor, weight: Tensor, eps: float) -> TensorSpec:
-    return spec_of(x)
-
-
-@operation(_shape)
+@operation(like="x")
 def rms_norm(
     x: Tensor,  # [..., size]
     weight: Tensor,  # [size]
@@ -50,11 +46,7 @@ def rms_norm(
     return _normalise(x, weight, eps)
 
 
-def _add_shape(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[TensorSpec, TensorSpec]:
-    return spec_of(x), spec_of(residual)
-
-
-@operation(_add_shape)
+@operation(like=("x", "residual"))
 def add_rms_norm(
     x: Tensor,  # [num_tokens, hidden]
     residual: Tensor,  # [num_tokens, hidden]
@@ -73,7 +65,7 @@ def add_rms_norm(
 
 
 def _options(x: Tensor) -> dict[str, Any]:
-    # A row stays in registers, however long, and is read once: the longest in use, 18432, takes half of them.
+    # A row stays in registers, however long, and is read once: the longest in use, 18432, needs half of them.
     block = next_power_of_2(x.shape[-1])
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512)), **early_start(x)}
 
@@ -85,7 +77,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     out = x.new_empty(x.shape)
-    # The heads of a joint product are strided: what is read stays where it is.
+    # The heads of a joint projection are strided and are read in place.
     heads = x.shape[-2] if x.ndim > 2 else 1
     rows = _dense_rows(x.reshape(-1, heads, size))
     _rms_norm_kernel[(rows.shape[0] * heads,)](
@@ -131,7 +123,7 @@ def _rms_norm_kernel(
     value = tl.load(x + token * token_stride + head * head_stride + column, mask=exists, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + token * residual_stride + column, mask=exists, other=0.0).to(tl.float32)
-        # The sum is rounded to become the residual; the norm is that of the rounded one.
+        # The sum is rounded when it becomes the residual; the norm applies to the rounded sum.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * size + column, rounded, mask=exists)
         value = rounded.to(tl.float32)

@@ -1,11 +1,12 @@
 """Rotary embedding of queries and keys, and the write of keys and values into the paged cache, in one operation.
 
-What depends on the step alone, and not on the layer, is made once: ``rotation_and_slots``.
+What depends only on the step, not on the layer, is computed once: ``rotation_and_slots``.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def rotation(
 
 
 def _rotation_and_slots_shape(
-    cos_sin: Tensor, positions: Tensor, dtype: torch.dtype, slot_mapping: Tensor, num_pages: int, page_size: int
+    cos_sin: Tensor, positions: Tensor, dtype: torch.dtype, slot_mapping: Tensor
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
     slots = TensorSpec(tuple(slot_mapping.shape), torch.int64)
     return *_rotation_shape(cos_sin, positions, dtype), slots, slots
@@ -56,8 +57,8 @@ def rotation_and_slots(
     cos_sin: Tensor,  # [max_position, 2, rotary_dim / 2] float32
     positions: Tensor,  # [num_tokens] int64
     dtype: torch.dtype,  # of the model
-    slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not to be stored
-    num_pages: int,  # of the cache's memory; the last one takes what nobody is to read
+    slot_mapping: Tensor,  # [num_tokens] int64; -1 for tokens that are not stored
+    num_pages: int,  # of the cache's memory; the last one takes what is never read
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of rotation; page and offset of each token
     if runs_triton(cos_sin):
@@ -81,7 +82,13 @@ def _launch_rotation(
     num_tokens, half = positions.shape[0], cos_sin.shape[2]
     cos, sin = (torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=cos_sin.device) for _ in range(2))
     _rotation_kernel[(num_tokens,)](
-        *(cos_sin, positions, cos, sin, half, (positions,) * 3 if slots is None else slots, spare_page),
+        cos_sin,
+        positions,
+        cos,
+        sin,
+        half,
+        (positions,) * 3 if slots is None else slots,
+        spare_page,
         SLOTS=slots is not None,
         PAGE_SIZE=page_size,
         BLOCK=next_power_of_2(half),
@@ -92,7 +99,7 @@ def _launch_rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + rotary_dim / 2) of the leading rotary_dim entries; the rest passes through."""
+    """Rotate pairs (i, i + rotary_dim / 2) of the leading rotary_dim entries; the rest is unchanged."""
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         return torch.cat([rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]], dim=-1)
@@ -101,28 +108,48 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(swapped, sin)
 
 
-def _shape(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, page_ids: Tensor, offsets: Tensor
-) -> TensorSpec:
-    return TensorSpec(tuple(q.shape), q.dtype)
+class TokenPlaces(NamedTuple):
+    """How a step's tokens are rotated, and where they are stored: the same in all layers."""
+
+    cos: Tensor  # [num_tokens, 1, rotary_dim], from rotation
+    sin: Tensor  # [num_tokens, 1, rotary_dim], from rotation
+    page_ids: Tensor  # [num_tokens] int64, from rotation_and_slots
+    offsets: Tensor  # [num_tokens] int64, from rotation_and_slots
 
 
-@operation(_shape, writes=("kv_cache",))
+class HeadNorms(NamedTuple):
+    """Norms over each head of queries and keys, before they are rotated."""
+
+    query: Tensor  # [head_dim]
+    key: Tensor  # [head_dim]
+    eps: float
+
+
+class NewTokens(NamedTuple):
+    """A step's tokens in one layer, before they are in the cache. Heads are a separate axis."""
+
+    q: Tensor  # [num_tokens, num_heads, head_dim]
+    k: Tensor  # [num_tokens, num_kv_heads, head_dim]
+    v: Tensor  # [num_tokens, num_kv_heads, head_dim]
+    cos: Tensor  # [num_tokens, 1, rotary_dim], from rotation
+    sin: Tensor  # [num_tokens, 1, rotary_dim], from rotation
+    page_ids: Tensor  # [num_tokens] int64, from rotation_and_slots
+    offsets: Tensor  # [num_tokens] int64, from rotation_and_slots
+    norms: HeadNorms | None = None  # that are still to be applied
+
+
+@operation(like="new.q", writes=("kv_cache",))
 def rope_and_cache(
-    q: Tensor,  # [num_tokens, num_heads, head_dim]
-    k: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    v: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    cos: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
-    sin: Tensor,  # [num_tokens, 1, rotary_dim], from rotation
+    new: NewTokens,  # heads are normed already
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]; rounds to the nearest of its type
-    page_ids: Tensor,  # [num_tokens] int64, from rotation_and_slots
-    offsets: Tensor,  # [num_tokens] int64, from rotation_and_slots
 ) -> Tensor:  # rotated queries
+    assert new.norms is None
     if runs_triton(kv_cache):
-        return _rope_and_cache_triton(q, k, v, cos, sin, kv_cache, page_ids, offsets)
+        return _rope_and_cache_triton(new, kv_cache)
+    q, k, v, cos, sin, page_ids, offsets, _ = new
     is_known = kv_cache.dtype in CACHED_KINDS
     if is_known and (lib := native.usable(k)) is not None and all(_rows_are_dense(t) for t in (q, k, v)):
-        return _rope_and_cache_native(lib, q, k, v, cos, sin, kv_cache, page_ids, offsets)
+        return _rope_and_cache_native(lib, new, kv_cache)
     num_heads = q.shape[1]
     turned = rotate(torch.cat([q, k], dim=1).to(cos.dtype), cos, sin).to(q.dtype)
     kv = torch.stack([turned[:, num_heads:], v], dim=1).to(kv_cache.dtype)
@@ -131,21 +158,12 @@ def rope_and_cache(
 
 
 def _rows_are_dense(x: Tensor) -> bool:
-    """Heads of a token lie side by side; tokens may be further apart, as in slices of a joint projection."""
+    """Heads of a token are contiguous; tokens may be strided, as in slices of a joint projection."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _rope_and_cache_native(
-    lib: ctypes.CDLL,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    page_ids: Tensor,
-    offsets: Tensor,
-) -> Tensor:
+def _rope_and_cache_native(lib: ctypes.CDLL, new: NewTokens, kv_cache: Tensor) -> Tensor:
+    q, k, v, cos, sin, page_ids, offsets, _ = new
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype)
     tokens = (q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
@@ -155,16 +173,29 @@ def _rope_and_cache_native(
     return out
 
 
-def _rope_and_cache_triton(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, page_ids: Tensor, offsets: Tensor
-) -> Tensor:
+def _rope_and_cache_triton(new: NewTokens, kv_cache: Tensor) -> Tensor:
+    q, k, v = new.q, new.k, new.v
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, rotary_dim = k.shape[1], cos.shape[-1]
+    num_kv_heads, rotary_dim = k.shape[1], new.cos.shape[-1]
     assert all(x.stride(2) == 1 for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _rope_kernel[(num_tokens, -(-(num_heads + num_kv_heads) // _HEADS_AT_ONCE))](
-        *(q, k, v, cos, sin, kv_cache, page_ids, offsets, out),
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_cache.stride(0)),
+        q,
+        k,
+        v,
+        new.cos,
+        new.sin,
+        kv_cache,
+        new.page_ids,
+        new.offsets,
+        out,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        kv_cache.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -186,7 +217,7 @@ def _rotation_kernel(
     cos,
     sin,
     half,
-    slots,  # slot_mapping, page_ids, offsets, where those are wanted
+    slots,  # slot_mapping, page_ids, offsets, if requested
     spare_page,
     SLOTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -205,11 +236,11 @@ def _rotation_kernel(
     base = cos_sin + tl.load(positions + token) * 2 * half + i
     c = tl.load(base, mask=exists, other=0.0).to(cos.dtype.element_ty)
     s = tl.load(base + half, mask=exists, other=0.0).to(cos.dtype.element_ty)
-    place = token * 2 * half + i
-    tl.store(cos + place, c, mask=exists)
-    tl.store(cos + place + half, c, mask=exists)
-    tl.store(sin + place, -s, mask=exists)
-    tl.store(sin + place + half, s, mask=exists)
+    element = token * 2 * half + i
+    tl.store(cos + element, c, mask=exists)
+    tl.store(cos + element + half, c, mask=exists)
+    tl.store(sin + element, -s, mask=exists)
+    tl.store(sin + element + half, s, mask=exists)
 
 
 @jit

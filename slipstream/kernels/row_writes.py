@@ -1,17 +1,17 @@
-"""The staged write: every change the host makes to device state in a step, applied by one scatter."""
+"""The staged write: all changes of the host to device state in a step, applied by one scatter."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 
 _BLOCK = 1024
 
 
-@operation(writes_only, writes=("store",))
+@operation(writes=("store",))
 def write_rows(
     store: Tensor,  # [size] int32, the flat row store
     staged: Tensor,  # [3 * n] int32: n int64 destinations, then n int32 values; destinations are distinct

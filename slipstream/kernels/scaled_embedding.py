@@ -8,11 +8,7 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation
 
 
-def _shape(weight: Tensor, token_ids: Tensor, scale: float) -> TensorSpec:
-    return TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype)
-
-
-@operation(_shape)
+@operation(lambda weight, token_ids: TensorSpec((token_ids.shape[0], weight.shape[1]), weight.dtype))
 def scaled_embedding(
     weight: Tensor,  # [vocab, hidden]
     token_ids: Tensor,  # [num_tokens] int32

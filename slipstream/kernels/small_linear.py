@@ -1,12 +1,12 @@
-"""Matrix products of few tokens in Triton, with what stands before and behind them in a decoder folded in.
+"""Matrix products of few tokens in Triton, fused with the operations before and after them in a decoder.
 
-A norm between two products is a gain for each column and a factor for each token. The product in front applies the gain
-to what it stores, and leaves the sums of squares of its own columns; the one behind it adds those up, in order, and
-multiplies its sums by the factor. Behind a product a gate, or the residual stream, is joined in registers.
+A norm between two products is a gain for each column and a factor for each token. The first product applies the gain to
+what it stores, and stores the sums of squares of its own columns; the second one adds those up, in order, and
+multiplies its sums by the factor. After a product, a gate or the residual stream is applied in registers.
 
-Three kernels do the work. With very few tokens and short rows a program holds its weights in registers before the
-kernel in front of it has ended; one warp alone needs no barriers. With a few more it holds them where the tensor cores
-want them, and its warps share the columns. Otherwise tiles of the weight, as the tall operand, stream through these.
+Three kernels do this. With very few tokens and short rows a program loads its weights into registers before the
+previous kernel has ended; a single warp needs no barriers. With a few more tokens the weights are in the layout of the
+tensor cores, and warps share the columns. Otherwise tiles of the weight, as the tall operand, are streamed.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from slipstream.kernels.triton_jit import (
 )
 
 _LINE = 128  # bytes of the second-level cache
-_HELD_A_WARP = 1024  # numbers that are asked for before a product and used behind it
+_HELD_A_WARP = 1024  # numbers that are loaded before a product and used after it
 
 
 class Tile(NamedTuple):
-    """How a product is cut: tokens, rows of the weight, and columns of it that are read at once."""
+    """How a product is tiled: tokens, rows of the weight, and columns that are read at once."""
 
-    tokens: int  # 0: weights in registers, tokens one after the other
+    tokens: int  # 0: weights in registers, tokens one after another
     rows: int
-    columns: int  # 0: all of them at once, shared by the warps
+    columns: int  # 0: all at once, shared by the warps
     num_warps: int
     num_stages: int
-    ahead: int = 4 << 20  # bytes of a weight that are fetched while the kernel before still runs
-    late: bool = False  # the next kernel starts when this one is nearly done, and not at once
+    ahead: int = 4 << 20  # bytes of a weight that are prefetched while the previous kernel still runs
+    late: bool = False  # the next kernel may start only when this one is nearly done
 
 
 class Scaled(NamedTuple):
-    """Tokens that wait for the factor of their norm."""
+    """Tokens that are not yet multiplied by the factor of their norm."""
 
     x: Tensor  # [num_tokens, in], the gain applied
     squares: Tensor  # [num_tokens, parts] float32: their sum is the sum of squares of the token without the gain
@@ -52,11 +52,11 @@ class Scaled(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What happens to the sums."""
+    """What is applied to the sums of a product."""
 
     bias: Tensor | None = None
     residual: Tensor | None = None
-    gain: Tensor | None = None  # of the norm that follows: the result comes scaled as well
+    gain: Tensor | None = None  # of the norm that follows: the scaled result is stored as well
     activation: str = ""  # of the gate, the weight's first half: "silu", "gelu_tanh" or none
 
 
@@ -107,7 +107,7 @@ def small_linear(
         shares = {"WARPS": tile.num_warps, "WIDTHS": widths}
         _held_kernel[(num_tiles,)](*arrays, *sizes, **shares, BLOCK_N=tile.rows, BLOCK_M=tile.tokens, **flags)
         return Product(out, scaled, sums)
-    # Columns whose rows together make up what is worth fetching ahead, in whole lines.
+    # Columns whose rows together make up the bytes to prefetch, in whole lines.
     lines = max(1, min(tile.ahead // (num_tiles * tile.rows), in_size * weight.element_size()) // _LINE)
     _tile_kernel[(num_tiles, -(-num_tokens // tile.tokens))](
         *arrays,
@@ -127,7 +127,7 @@ def small_linear(
 
 
 def column_parts(in_size: int, num_warps: int) -> tuple[int, ...] | None:
-    """A warp's share of the columns in pieces, powers of two from 16 on; None where it cannot be had."""
+    """A warp's share of the columns in pieces, powers of two from 16 on; None if that is impossible."""
     own, rest = divmod(in_size, num_warps)
     if rest or own % 16:
         return None
@@ -156,7 +156,7 @@ def _ask(
     NEXT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """What the end of a product wants: sums of squares, the residual stream, the gain of the next norm."""
+    """The inputs of the end of a product: sums of squares, the residual stream, the gain of the next norm."""
     squares, _bias, residual, gain = ends
     found, before, factors = 0.0, 0.0, 0.0
     if NORM:
@@ -190,7 +190,7 @@ def _finish(
     NEXT: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """What stands behind a product, on a tile [rows, tokens] of sums; then the tile is stored."""
+    """The operations after a product, on a tile [rows, tokens] of sums; then the tile is stored."""
     _squares, bias, _residual, _gain = ends
     out, scaled, sums = results
     found, before, factors = asked
@@ -208,16 +208,16 @@ def _finish(
     if ADD:
         acc += before.to(tl.float32)
     result = acc.to(out.dtype.element_ty)
-    place = m.to(tl.int64)[None, :] * out_size + n[:, None]
-    tl.store(out + place, result, mask=exists)
+    offset = m.to(tl.int64)[None, :] * out_size + n[:, None]
+    tl.store(out + offset, result, mask=exists)
     if NEXT:
         wide = tl.where(exists, result.to(tl.float32), 0.0)
-        tl.store(scaled + place, (wide * factors.to(tl.float32)[:, None]).to(scaled.dtype.element_ty), mask=exists)
+        tl.store(scaled + offset, (wide * factors.to(tl.float32)[:, None]).to(scaled.dtype.element_ty), mask=exists)
         num_tiles = tl.num_programs(0)
         tl.store(sums + m * num_tiles + tl.program_id(0), tl.sum(wide * wide, 0), mask=m < num_tokens)
 
 
-# One token must not be told apart: its columns of a tile would be one address, and be read one by one.
+# A single token must not be specialised: all columns of a tile would be one address, and be read one by one.
 @jit_general("num_tokens", "out_size", "num_parts")
 def _tile_kernel(
     x,
@@ -249,8 +249,8 @@ def _tile_kernel(
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Rows that do not exist are computed from one that does, and not stored. Tokens that do not exist are not read: all
-    # programs would read the same one many times over.
+    # Rows out of range are computed from an existing row and not stored. Tokens out of range are not read: all programs
+    # would read the same one many times.
     row = weight + tl.minimum(n, out_size - 1).to(tl.int64)[:, None] * in_size
     is_token = (m < num_tokens)[None, :]
     token = x + m.to(tl.int64)[None, :] * x_stride
@@ -286,8 +286,22 @@ def _tile_kernel(
     if not SOON:
         asked = _ask(n, m, ends, num_tokens, out_size, num_parts, residual_stride, NORM, ADD, NEXT, PARTS)
     _finish(
-        *(acc, value, asked, n, m, ends, results, num_tokens, out_size, in_size, eps),
-        *(NORM, BIAS, ADD, NEXT, GATE),
+        acc,
+        value,
+        asked,
+        n,
+        m,
+        ends,
+        results,
+        num_tokens,
+        out_size,
+        in_size,
+        eps,
+        NORM,
+        BIAS,
+        ADD,
+        NEXT,
+        GATE,
     )
 
 
@@ -332,7 +346,7 @@ def _vector_kernel(
         factors = tl.load(gain + n, mask=is_row, other=0.0).to(tl.float32)
     wait_for_last(EARLY)
     let_next_start(EARLY)
-    # All is asked for before anything is waited for. Triton knows no unpacking.
+    # All loads are issued before the first is used. Triton has no unpacking.
     parts, found, before = (), (), ()
     for token in tl.static_range(TOKENS):
         parts = parts + (tl.load(x + token * x_stride + k, mask=is_column, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
@@ -392,7 +406,7 @@ def _held_kernel(
     n, m, warp = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, WARPS)
     row = weight + tl.minimum(n, out_size - 1).to(tl.int64)[None, :, None] * in_size
     first = warp[:, None, None] * (in_size // WARPS)
-    # All is asked for before anything is waited for. Triton knows no unpacking.
+    # All loads are issued before the first is used. Triton has no unpacking.
     held, values, parts = (), (), ()
     start = 0
     for i in tl.static_range(len(WIDTHS)):
@@ -417,6 +431,20 @@ def _held_kernel(
         if GATE != "":
             value = tl.dot(values[i], parts[i], value, input_precision="ieee")
     _finish(
-        *(tl.sum(acc, 0), tl.sum(value, 0), asked, n, m, ends, results, num_tokens, out_size, in_size, eps),
-        *(NORM, BIAS, ADD, NEXT, GATE),
+        tl.sum(acc, 0),
+        tl.sum(value, 0),
+        asked,
+        n,
+        m,
+        ends,
+        results,
+        num_tokens,
+        out_size,
+        in_size,
+        eps,
+        NORM,
+        BIAS,
+        ADD,
+        NEXT,
+        GATE,
     )

@@ -1,8 +1,8 @@
-"""Keys of a request, shared out among programs in chunks: which are whose, and how what the programs leave is joined.
+"""The keys of a request, split among programs in chunks: which program has which, and how partial results are merged.
 
-Chunk c belongs to program c modulo the number of programs. A program leaves the largest score, the sum of weights and
-the weighted values of each of its rows; the last to arrive joins them in the programs' order. Values lie in two halves,
-as the keys that were rotated do.
+Chunk c belongs to program c modulo the number of programs. A program stores the largest score, the sum of weights and
+the weighted values of each of its rows; the last program to finish merges them in the programs' order. Values are in
+two halves, like rotated keys.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from slipstream.kernels.triton_jit import jit, tl
 
 @jit
 def first_of(split, first_chunk, splits):
-    """A program's first chunk. By the chunk's own number: a first one that moves on moves none to another program."""
+    """A program's first chunk, by absolute chunk number, so that it does not depend on the first chunk."""
     return first_chunk + (split - first_chunk % splits + splits) % splits
 
 
 @jit
 def store_whole(state, out, place, is_row, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The result of a program that has seen all keys; zero for rows that saw none."""
+    """The result of a program that has all keys; zero for rows without keys."""
     _, total, acc_low, acc_high = state
     h = tl.arange(0, BLOCK_H)
     exists = is_row[:, None] & (h < HALF)[None, :]
@@ -30,7 +30,7 @@ def store_whole(state, out, place, is_row, HALF: tl.constexpr, BLOCK_H: tl.const
 
 @jit
 def _part(partial, weight, row, there, HALF: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What one program has left for these rows."""
+    """The partial result of one program for these rows."""
     d = tl.arange(0, BLOCK_D)
     peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
     mass = tl.load(weight + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
@@ -63,7 +63,7 @@ def _join(
     BLOCK_R: tl.constexpr,
     AT_ONCE: tl.constexpr,  # 1, 2 or 4
 ):
-    """What the programs of a tile have left, joined in their order and stored. Several are read before one is added."""
+    """Merge the partial results of a tile in the programs' order and store them. Several are loaded at once."""
     r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     largest, total = tl.full([BLOCK_R], float("-inf"), tl.float32), tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
@@ -93,8 +93,8 @@ def hand_in(
     pair,
     place,
     split,
-    parts,  # programs that hand in something, from the first on
-    splits,  # for which there is room
+    parts,  # programs with a partial result, from the first on
+    splits,  # maximum number of programs
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,7 +102,7 @@ def hand_in(
     BLOCK_R: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Leave a partial result; the program that is the last of its tile to do so joins them all."""
+    """Store a partial result; the last program of a tile to do so merges them all."""
     largest, total, acc_low, acc_high = state
     out, partial, weight, arrivals = results
     m, h = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
@@ -117,4 +117,4 @@ def hand_in(
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == parts - 1:
         tl.store(arrivals + pair, 0)
-        _join(*(partial, weight, first_row, parts, out, place), *(ROWS, HALF, 2 * BLOCK_H, BLOCK_R, AT_ONCE))
+        _join(partial, weight, first_row, parts, out, place, ROWS, HALF, 2 * BLOCK_H, BLOCK_R, AT_ONCE)

@@ -18,11 +18,7 @@ from slipstream.kernels.triton_jit import (
 )
 
 
-def _shape(gate_up: Tensor) -> TensorSpec:
-    return TensorSpec((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
-
-
-@operation(_shape)
+@operation(lambda gate_up: TensorSpec((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype))
 def swiglu(
     gate_up: Tensor,  # [num_tokens, 2 * intermediate], gate first
 ) -> Tensor:  # [num_tokens, intermediate]

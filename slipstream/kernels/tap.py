@@ -1,11 +1,11 @@
-"""A look at the residual stream between two layers: the sum that the next norm would make, put where it is wanted."""
+"""Copies the residual stream between two layers, the sum that the next norm would compute, into a given buffer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -17,11 +17,11 @@ from slipstream.kernels.triton_jit import (
 )
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def tap(
-    hidden: Tensor,  # [num_tokens, hidden]: the last layer's contribution, or the stream itself
-    residual: Tensor | None,  # [num_tokens, hidden]: the stream it is still to be added to
-    out: Tensor,  # [num_tokens, hidden], rows may be far apart: several taps lie beside each other
+    hidden: Tensor,  # [num_tokens, hidden]: the last layer's output, or the stream itself
+    residual: Tensor | None,  # [num_tokens, hidden]: the stream that it is not yet added to
+    out: Tensor,  # [num_tokens, hidden], rows may be strided: several taps are adjacent
 ) -> None:
     if runs_triton(out):
         _tap_triton(hidden, residual, out)
@@ -32,13 +32,19 @@ def tap(
 
 
 def _tap_triton(hidden: Tensor, residual: Tensor | None, out: Tensor) -> None:
-    """A kernel that starts early, for it stands between two products that do."""
+    """A kernel that starts early, since it runs between two products that do."""
     num_tokens, size = hidden.shape
     other = hidden if residual is None else residual
     assert hidden.stride(1) == other.stride(1) == out.stride(1) == 1
     block = next_power_of_2(size)
     _tap_kernel[(num_tokens,)](
-        *(hidden, other, out, size, hidden.stride(0), other.stride(0), out.stride(0)),
+        hidden,
+        other,
+        out,
+        size,
+        hidden.stride(0),
+        other.stride(0),
+        out.stride(0),
         SUM=residual is not None,
         BLOCK=block,
         num_warps=min(8, max(1, block // 256)),

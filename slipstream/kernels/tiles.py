@@ -1,8 +1,8 @@
-"""How the products of few tokens are cut: by what was measured on this kind of GPU, else by rule.
+"""Tiles of the products of few tokens: as measured on this kind of GPU, else by a heuristic.
 
-Measurements come with the package for common GPUs and models, or from ``slipstream tune`` into the user's cache. A file
-says which kernels, and which Triton, it was measured with, and counts for those alone; so a choice is the same after
-every restart.
+Measurements are shipped for common GPUs and models, or come from ``slipstream tune`` into the user's cache. A file
+records the versions of the kernels and of Triton that it was measured with, and is used for those only; so a choice is
+the same after every restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.kernels import small_linear
 from slipstream.kernels.small_linear import Tile
 from slipstream.kernels.triton_jit import next_power_of_2, triton
 
-# What stands before and behind a product: a norm; a norm and a gate; the residual stream; nothing; nothing, and float32
+# The operations around a product: a norm; a norm and a gate; the residual stream; none; none, with float32
 # sums.
 Kind = Literal["norm", "gated", "add", "plain", "head"]
 
@@ -30,12 +30,12 @@ MEASURED_TOKENS = (1, 2, 4, 6, 8, 16, 32, 64, 128)
 _SHIPPED = Path(__file__).parent / "tuned"
 _SHORT = 2048  # a row this long is a program's whole work
 _MANY_OUTPUTS = 1 << 14
-_SUM_US = 2.5  # of the launch that adds the residual stream to a product of cuBLAS
-_STREAMED = 8 << 20  # bytes of a weight that is not worth having in the second-level cache early
+_SUM_US = 2.5  # time of the launch that adds the residual stream to a cuBLAS product
+_STREAMED = 8 << 20  # size from which prefetching a weight does not pay
 
 
 class Weight(NamedTuple):
-    """A weight and its place in a layer; ``out_size`` is that of the result."""
+    """A weight and its role in a layer; ``out_size`` is the size of the result."""
 
     kind: Kind
     out_size: int
@@ -54,10 +54,10 @@ class Weight(NamedTuple):
 class Measured(NamedTuple):
     tile: Tile
     us: float
-    plain_us: float  # cuBLAS, and kernels of their own for what stands around the product
+    plain_us: float  # cuBLAS, with separate kernels for the operations around the product
 
 
-Table = Mapping[str, Mapping[int, Measured]]  # by the weight's name, then by the most tokens
+Table = Mapping[str, Mapping[int, Measured]]  # by the weight's name, then by the maximum number of tokens
 
 
 # --- files ------------------------------------------------------------------------------------------
@@ -77,11 +77,11 @@ def user_file(gpu: str) -> Path:
     return cache_dir() / "tiles" / file_name(gpu)
 
 
-def read_table(path: Path, wanted: Mapping[str, str]) -> Table:
-    """What a file holds for these versions; nothing where there is none, or none that can be read."""
+def read_table(path: Path, expected: Mapping[str, str]) -> Table:
+    """The content of a file for these versions; empty if it is missing or unreadable."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        if content["versions"] != dict(wanted):
+        if content["versions"] != dict(expected):
             return {}
         return {
             name: {int(tokens): Measured(Tile(*tile), us, plain) for tokens, (tile, us, plain) in found.items()}
@@ -91,20 +91,20 @@ def read_table(path: Path, wanted: Mapping[str, str]) -> Table:
         return {}
 
 
-def write_table(path: Path, gpu: str, table: Table, wanted: Mapping[str, str]) -> None:
-    """Whole or not at all: another process may be reading."""
+def write_table(path: Path, gpu: str, table: Table, expected: Mapping[str, str]) -> None:
+    """Written atomically: another process may be reading."""
     weights = {name: {str(tokens): list(one) for tokens, one in found.items()} for name, found in table.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"gpu": gpu, "versions": dict(wanted), "weights": weights}, indent=1) + "\n")
+    part.write_text(json.dumps({"gpu": gpu, "versions": dict(expected), "weights": weights}, indent=1) + "\n")
     part.replace(path)
 
 
 @functools.cache
 def table_of(gpu: str) -> Table:
-    """What came with the package, and what was measured here."""
-    wanted = versions()
-    return {**read_table(_SHIPPED / file_name(gpu), wanted), **read_table(user_file(gpu), wanted)}
+    """Shipped measurements, overridden by local ones."""
+    expected = versions()
+    return {**read_table(_SHIPPED / file_name(gpu), expected), **read_table(user_file(gpu), expected)}
 
 
 def forget_tables() -> None:
@@ -143,13 +143,13 @@ def tile_for(kind: Kind, x: Tensor, out_size: int) -> Tile:
 
 
 def prefers_library(x: Tensor, out_size: int) -> bool:
-    """Whether a product that is added to the residual stream is faster by cuBLAS, with a launch more for the sum."""
+    """Whether a product that is added to the residual stream is faster by cuBLAS, despite one more launch."""
     measured = _choose(_gpu(x), Weight("add", out_size, x.shape[1], x.element_size()), x.shape[0])
     return measured is not None and measured.plain_us + _SUM_US < measured.us
 
 
 def head_tile(x: Tensor, out_size: int) -> Tile | None:
-    """For logits; None where cuBLAS is faster."""
+    """For logits; None if cuBLAS is faster."""
     weight = Weight("head", out_size, x.shape[1], x.element_size())
     measured = _choose(_gpu(x), weight, x.shape[0])
     if measured is not None:
@@ -160,7 +160,7 @@ def head_tile(x: Tensor, out_size: int) -> Tile | None:
 
 
 def max_fused_tokens(like: Tensor, weights: Iterable[Weight]) -> int:
-    """Up to how many tokens a layer of these weights is faster by the kernels here; 0 where they cannot run."""
+    """Up to how many tokens a layer of these weights is faster with the kernels here; 0 if they cannot run."""
     return _max_fused(table_of(_gpu(like)), tuple(weights)) if like.is_cuda else 0
 
 
@@ -169,7 +169,7 @@ def _max_fused(table: Table, weights: tuple[Weight, ...]) -> int:
     for num_tokens in MEASURED_TOKENS:
         found = [_found(table, weight, num_tokens) for weight in weights]
         if None in found:
-            # Long rows are cuBLAS's business as soon as tokens fill a tile.
+            # For long rows cuBLAS is faster as soon as tokens fill a tile.
             return 128 if all(weight.in_size <= _SHORT for weight in weights) else 16
         pairs = [(weight, one) for weight, one in zip(weights, found, strict=True) if one]
         own = sum(min(one.us, one.plain_us + _SUM_US) if weight.kind == "add" else one.us for weight, one in pairs)
@@ -180,7 +180,7 @@ def _max_fused(table: Table, weights: tuple[Weight, ...]) -> int:
 
 
 def default_tile(weight: Weight, num_tokens: int) -> Tile:
-    """For shapes that nobody has measured."""
+    """For shapes without a measurement."""
     kind, out_size, in_size, width = weight
     late = weight.num_bytes > _STREAMED
     if kind == "head":

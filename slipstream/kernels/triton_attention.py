@@ -1,19 +1,21 @@
-"""``paged_attention`` in Triton: pages are read where they are, and the heads of a group share what is read.
+"""``paged_attention`` in Triton: pages are read in place, and the heads of a group share the loads.
 
-A program works on a tile of (query token, head of the group) rows. In a batch of equally few query tokens a request the
-keys are shared out among ``_SPLITS`` programs in chunks: chunk c belongs to program c modulo ``_SPLITS``, whatever the
-batch, and partial results are joined in the programs' order. So a token's result in such batches is a function of its
-own keys. Which program of a tile joins them, the last to arrive, is chance; the order of the sum is not. In a mixed
-batch one program goes over all keys of a tile.
+A program processes a tile of (query token, head of the group) rows. In a batch with equally few query tokens per
+request the keys are split among ``_SPLITS`` programs in chunks: chunk c belongs to program c modulo ``_SPLITS``,
+whatever the batch, and partial results are merged in the programs' order. So a token's result in such batches is a
+function of its own keys. Which program merges, the last to finish, is random; the order of the sum is not. In a mixed
+batch one program processes all keys of a tile.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
-from slipstream.kernels.paged_attention import paged_attention
+from slipstream.device.operation import operation
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
 from slipstream.kernels.request_rows import find_request
 from slipstream.kernels.split_keys import first_of
 from slipstream.kernels.triton_jit import arrival_counts, jit, next_power_of_2, runs_triton, tl
@@ -24,67 +26,51 @@ MAX_ROWS = 128  # of a tile: query tokens times heads of a group
 LOG2_E = 1.4426950408889634
 
 
-def _shape(
-    q: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-    query_len: int,
-    seq_starts: Tensor | None = None,
-    causal: bool = True,
-) -> TensorSpec:
-    return spec_of(q)
+class AttentionResult(NamedTuple):
+    """Where attention goes."""
+
+    out: Tensor  # as q, in any type; where keys are not shared out, rows that see nothing are left as they are
+    # [num_tokens, num_heads] float32, written as out: logarithm of the sum of weights, base 2
+    lse: Tensor | None = None
+    num_common: int = 0  # of a cascade: the first slot of every request
 
 
-@operation(_shape)
+@operation(like="q")
 def triton_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim], tokens padded
     kv_cache: Tensor,  # [num_pages, 2, num_kv_heads, page_size, head_dim]
-    query_start_loc: Tensor,  # [num_reqs + 1] int32, requests padded
-    query_lens: Tensor,  # [num_reqs] int32: how many of its tokens are alive
-    seq_lens: Tensor,  # [num_reqs] int32
-    block_table: Tensor,  # [num_reqs, max_pages] int32
+    requests: PagedRequests,  # padded
     scale: float,
     window: int,
     query_len: int,  # of every request and of the padding, or 0 for a mixed batch
-    seq_starts: Tensor | None = None,  # [num_reqs] int32: the first slot whose keys are there; None: 0 for all
-    causal: bool = True,  # otherwise each living token sees all that is there of its request; without a window
+    causal: bool = True,  # otherwise each token sees all that is there of its request; without a window
 ) -> Tensor:  # as paged_attention; padding tokens are zero
-    tables = (query_start_loc, query_lens, seq_lens, block_table)
     if not runs_triton(q):
-        return paged_attention.body(q, kv_cache, *tables, scale, window, seq_starts, causal)
+        return paged_attention.body(q, kv_cache, requests, scale, window, causal)
     assert causal or not window
     has_splits = can_split(query_len, q.shape[1] // kv_cache.shape[2])
     out = torch.empty_like(q) if has_splits else torch.zeros_like(q)
-    launch_attention(q, kv_cache, tables, scale, window, query_len, out, seq_starts, causal=causal)
+    launch_attention(q, kv_cache, requests, scale, window, query_len, AttentionResult(out), causal=causal)
     return out
 
 
 def can_split(query_len: int, group: int) -> bool:
-    """Whether the keys of a request are shared out among programs. If so, every row of the result is written."""
+    """Whether the keys of a request are split among programs. If so, every row of the result is written."""
     return 0 < query_len * group <= MAX_ROWS
 
 
 def launch_attention(
     q: Tensor,
     kv_cache: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],  # query_start_loc, query_lens, seq_lens, block_table
+    requests: PagedRequests,
     scale: float,
     window: int,
     query_len: int,
-    out: Tensor,  # as q, in any type; where keys are not shared out, rows that see nothing are left as they are
-    seq_starts: Tensor | None = None,
-    num_common: int = 0,  # of a cascade: the first slot of every request
-    lse: Tensor
-    | None = None,  # [num_tokens, num_heads] float32, written as out: logarithm of the sum of weights, base 2
+    result: AttentionResult,
     causal: bool = True,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
-    num_reqs, num_kv_heads = tables[2].shape[0], kv_cache.shape[2]
+    num_reqs, num_kv_heads = requests.seq_lens.shape[0], kv_cache.shape[2]
     group = num_heads // num_kv_heads
     q = q.contiguous()
     # Tiles of wide heads are smaller, for the shared memory of small GPUs.
@@ -103,9 +89,14 @@ def launch_attention(
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)  # largest score, sum of weights
     _attention_kernel[(num_tiles, num_kv_heads, splits)](
-        *(q, (kv_cache, kv_cache.stride(0)), (*tables, seq_starts, tables[3].stride(0))),
-        (out, partial, weight, arrival_counts(q.device, num_tiles * num_kv_heads), lse),
-        *(scale * LOG2_E, window, num_common, num_reqs),
+        q,
+        (kv_cache, kv_cache.stride(0)),
+        (*requests, requests.block_table.stride(0)),
+        (result.out, partial, weight, arrival_counts(q.device, num_tiles * num_kv_heads), result.lse),
+        scale * LOG2_E,
+        window,
+        result.num_common,
+        num_reqs,
         QUERY_LEN=query_len if splits > 1 else 0,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
@@ -116,8 +107,8 @@ def launch_attention(
         BLOCK_N=CHUNK if row_bytes < 1024 else CHUNK // 2,
         SPLITS=splits,
         WINDOW=window > 0,
-        STARTS=seq_starts is not None,
-        REST=lse is not None,
+        STARTS=requests.seq_starts is not None,
+        REST=result.lse is not None,
         CAUSAL=causal,
         num_warps=8 if block_m > (32 if is_wide else 64) else 4,
         num_stages=1 if is_wide or block_m > 64 else 2,
@@ -138,7 +129,7 @@ def attend_tile(
     scale,
     window,
     page_stride,
-    VALUES: tl.constexpr,  # how far a value lies behind its key
+    VALUES: tl.constexpr,  # how far a value lies after its key
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -169,7 +160,7 @@ def attend_tile(
             visible = visible & (n[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row without keys so far
         weights = tl.exp2(scores - anchor[:, None])
         shrink = tl.exp2(largest - anchor)
         total = total * shrink + tl.sum(weights, 1)
@@ -181,7 +172,7 @@ def attend_tile(
 
 @jit
 def _reach(query, query_len, seq_len, end_query, CAUSAL: tl.constexpr):
-    """The last key that each query of a tile may see, and where the keys of the tile end: with its last query's."""
+    """The last visible key of each query of a tile, and the end of the tile's keys: that of its last query."""
     position, end = seq_len - query_len + query, tl.minimum(seq_len, seq_len - query_len + end_query)
     if not CAUSAL:
         position, end = seq_len - 1 + 0 * query, seq_len
@@ -190,7 +181,7 @@ def _reach(query, query_len, seq_len, end_query, CAUSAL: tl.constexpr):
 
 @jit
 def _arrive(weight, largest, total, is_row, arrivals, num_chunks, SPLITS: tl.constexpr):
-    """Leave the rest of a partial result, and say whether the tile's other programs have all been here before."""
+    """Store the rest of a partial result, and return whether all other programs of the tile have done so."""
     tl.store(weight, largest, mask=is_row)
     tl.store(weight + 1, total, mask=is_row)
     tl.debug_barrier()
@@ -213,7 +204,7 @@ def _store(
     BLOCK_D: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Weighted values by the sum of weights; zero for rows that saw nothing."""
+    """Weighted values divided by the sum of weights; zero for rows without keys."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + place[:, None] + tl.arange(0, BLOCK_D)[None, :], result.to(out.dtype.element_ty), mask=is_value)
     if REST:
@@ -222,11 +213,7 @@ def _store(
 
 @jit
 def _join(
-    partial,
-    weight,
-    pair,
-    first_chunk,
-    end_chunk,
+    left,  # partial results, their weights, which pair of tile and head, first chunk and end
     is_row,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -234,13 +221,14 @@ def _join(
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """What the programs of a tile have left, in their order: largest score, sum of weights and weighted values."""
+    """Merge the partial results of a tile in order: largest score, sum of weights and weighted values."""
+    partial, weight, pair, first_chunk, end_chunk = left
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for split in range(SPLITS):
-        # Programs whose first chunk is behind the last one have left nothing.
+        # Programs whose first chunk is after the last one have left nothing.
         there = is_row & (first_of(split, first_chunk, SPLITS) < end_chunk)
         row = (pair * SPLITS + split) * ROWS + m
         peak = tl.load(weight + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -259,9 +247,9 @@ def _join(
 @jit
 def _attention_kernel(
     q,
-    cache,  # keys and values, and how far pages lie apart
-    tables,  # query_start_loc, query_lens, seq_lens, block_table, seq_starts if there are; how far requests lie apart
-    results,  # out, partial, weight, arrivals, and lse if it is wanted
+    cache,  # keys and values, and the stride of pages
+    tables,  # query_start_loc, query_lens, seq_lens, block_table, seq_starts if there are; the stride of requests
+    results,  # out, partial, weight, arrivals, and lse if requested
     scale,  # times log2(e): weights are powers of two
     window,
     num_common,
@@ -277,7 +265,7 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
-    REST: tl.constexpr,  # of a cascade: all requests begin at num_common, and how much a row weighs is left as well
+    REST: tl.constexpr,  # of a cascade: all requests begin at num_common, and the weight of each row is stored as well
     CAUSAL: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -287,7 +275,7 @@ def _attention_kernel(
     request = tile if QUERY_LEN > 0 else find_request(query_start_loc, num_reqs, tile, TILE_QUERIES)
     start = tl.load(query_start_loc + request)
     query_len, seq_len = tl.load(query_lens + request), tl.load(seq_lens + request)
-    # Padding of a batch of equal queries has no tokens, but a place where zeros are to be.
+    # Padding requests of a batch of equal queries have no tokens, but rows of zeros.
     first_query = 0 if QUERY_LEN > 0 else (tile - (start // TILE_QUERIES + request)) * TILE_QUERIES
     first_token = tile * QUERY_LEN if QUERY_LEN > 0 else start + first_query
     num_rows = (QUERY_LEN if QUERY_LEN > 0 else tl.minimum(query_len - first_query, TILE_QUERIES)) * GROUP
@@ -307,13 +295,29 @@ def _attention_kernel(
     if SPLITS > 1 and (begin >= end_chunk) & (split > 0):
         return
     largest, total, acc = attend_tile(
-        *(queries, sees, position, cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM),
-        *(block_table + request.to(tl.int64) * table_stride, begin, end_chunk),
-        *(first_slot, end, scale, window, cache[1]),
-        *(NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_M, BLOCK_N),
-        *(SPLITS, WINDOW, STARTS or REST),
+        queries,
+        sees,
+        position,
+        cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM,
+        block_table + request.to(tl.int64) * table_stride,
+        begin,
+        end_chunk,
+        first_slot,
+        end,
+        scale,
+        window,
+        cache[1],
+        NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM,
+        HEAD_DIM,
+        BLOCK_D,
+        PAGE_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        SPLITS,
+        WINDOW,
+        STARTS or REST,
     )
-    # The only program with keys, or program 0 of a request without any, is all there is.
+    # The only program with keys, or program 0 of a request without any, has the whole result.
     is_all = (end_chunk - first_chunk <= 1) & ((begin < end_chunk) | (end_chunk <= first_chunk))
     if SPLITS > 1 and (begin < end_chunk) & (end_chunk - first_chunk > 1):
         pair, num_chunks = tile.to(tl.int64) * NUM_KV_HEADS + kv_head, end_chunk - first_chunk
@@ -321,9 +325,8 @@ def _attention_kernel(
         tl.store(partial + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_value)
         is_all = _arrive(weight + row * 2, largest, total, is_row, arrivals + pair, num_chunks, SPLITS)
         if is_all:
-            largest, total, acc = _join(
-                *(partial, weight, pair, first_chunk, end_chunk, is_row),
-                *(QUERY_LEN * GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS),
-            )
+            rows: tl.constexpr = QUERY_LEN * GROUP
+            left = (partial, weight, pair, first_chunk, end_chunk)
+            largest, total, acc = _join(left, is_row, rows, HEAD_DIM, BLOCK_D, BLOCK_M, SPLITS)
     if SPLITS == 1 or is_all:
         _store(out, lse, place, largest, total, acc, is_row, is_value, HEAD_DIM, BLOCK_D, REST)

@@ -1,7 +1,7 @@
-"""Triton where it can run: on a GPU, or interpreted on a CPU where a test asks for it.
+"""Triton where it can run: on a GPU, or interpreted on a CPU for tests.
 
-Kernels are written against ``jit`` and ``tl`` from here, so that a machine without Triton can import every kernel file
-and take the reference's path.
+Kernels use ``jit`` and ``tl`` from here, so that every kernel file can be imported without Triton, and operations then
+run the reference.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ with suppress(ImportError):  # no GPU, or a platform without Triton
     triton, tl = import_module("triton"), import_module("triton.language")
     gpu = import_module("triton.language.extra.cuda")
 _background: Any = None
-with suppress(ImportError):  # a Triton that compiles one kernel after the other
+with suppress(ImportError):  # a Triton that compiles kernels one by one
     _background = import_module("triton.runtime._async_compile")
 
 _interpreted = False
-# Of a thread: engines in others go on meanwhile.
+# Per thread: engines in other threads continue meanwhile.
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 _MOST_COMPILERS = 16
 _SLOW_S = 0.05
@@ -51,7 +51,7 @@ def _kernel(function: Callable[..., None], **options: Any) -> Any:
 @functools.cache
 def _kernel_class() -> type:
     class Kernel(triton.runtime.JITFunction):  # type: ignore[misc]
-        """A kernel that can be told to be compiled and not to run (``compile_ahead``)."""
+        """A kernel that can be compiled without being run (``compile_ahead``)."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **kwargs)
@@ -59,10 +59,10 @@ def _kernel_class() -> type:
         def _do_compile(self, key: Any, signature: Any, device: Any, *rest: Any, **kwargs: Any) -> Any:
             begin = time.monotonic()
             kernel = super()._do_compile(key, signature, device, *rest, **kwargs)
-            if (seconds := time.monotonic() - begin) > _SLOW_S:  # in the middle of a step somebody waits for it
+            if (seconds := time.monotonic() - begin) > _SLOW_S:  # in the middle of a step this delays requests
                 logger.debug("compiled %s in %.2f s", self.__name__, seconds)
             if _compiles_only.get() and kernel is not None:
-                # Asked for again before it is there, it is not looked up by its source a second time.
+                # Requested again before it is compiled, it is not looked up by its source a second time.
                 self.device_caches[device][0].setdefault(key, kernel)
             return kernel
 
@@ -70,19 +70,19 @@ def _kernel_class() -> type:
 
 
 def jit(function: Callable[..., None]) -> Any:
-    """``triton.jit``, or nothing where there is no Triton."""
+    """``triton.jit``, or nothing without Triton."""
     return _kernel(function)
 
 
 def jit_general(*names: str) -> Callable[[Callable[..., None]], Any]:
-    """``jit`` of one kernel for all values of these arguments: Triton makes another one where a number is 1."""
+    """``jit`` of one kernel for all values of these arguments: Triton would specialise for the number 1."""
     return lambda function: _kernel(function, do_not_specialize=list(names))
 
 
-class _Blind(TorchFunctionMode):
-    """What a kernel would fill is zero instead, and nothing is looked up by numbers in memory: the kernels that make
-    them do not run, and what stands there is of another step, or of a larger batch. Lookups find the first entry, and
-    writes by such numbers do not happen.
+class _WithoutValues(TorchFunctionMode):
+    """Memory is filled with zeros and no index values are read: the kernels that would write them do not run, and the
+    memory may hold values of another step or a larger batch. Lookups read the first entry, and writes by index are
+    skipped.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,14 +92,14 @@ class _Blind(TorchFunctionMode):
         if func in _REPETITIONS and "output_size" in kwargs:
             return _repeat_first(*args, **kwargs)
         if func in _LOOKUPS:
-            place = _LOOKUPS[func]
-            args = (*args[:place], *map(_firsts, args[place : place + 1]), *args[place + 1 :])
+            index_arg = _LOOKUPS[func]
+            args = (*args[:index_arg], *map(_firsts, args[index_arg : index_arg + 1]), *args[index_arg + 1 :])
             kwargs = {name: _firsts(value) if name in _INDEX_NAMES else value for name, value in kwargs.items()}
         out = func(*args, **kwargs)
         return out.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else out
 
 
-# With the place of the index among the arguments.
+# With the position of the index among the arguments.
 _LOOKUPS = {
     Tensor.__getitem__: 1,
     F.embedding: 0,
@@ -115,11 +115,28 @@ _LOOKUPS = {
 }
 _INDEX_NAMES = ("index", "indices", "input")
 _WRITES = (
-    *(Tensor.index_put_, Tensor.index_copy_, Tensor.index_add_, Tensor.index_fill_, Tensor.scatter_),
-    *(Tensor.scatter_add_, Tensor.scatter_reduce_, Tensor.put_, torch.index_put_),
-    # Where these give a new tensor, it is the old one.
-    *(Tensor.index_put, Tensor.index_copy, Tensor.index_add, Tensor.index_fill, Tensor.scatter, Tensor.scatter_add),
-    *(torch.index_put, torch.index_copy, torch.index_add, torch.index_fill, torch.scatter, torch.scatter_add),
+    Tensor.index_put_,
+    Tensor.index_copy_,
+    Tensor.index_add_,
+    Tensor.index_fill_,
+    Tensor.scatter_,
+    Tensor.scatter_add_,
+    Tensor.scatter_reduce_,
+    Tensor.put_,
+    torch.index_put_,
+    # If these return a new tensor, the old one is returned instead.
+    Tensor.index_put,
+    Tensor.index_copy,
+    Tensor.index_add,
+    Tensor.index_fill,
+    Tensor.scatter,
+    Tensor.scatter_add,
+    torch.index_put,
+    torch.index_copy,
+    torch.index_add,
+    torch.index_fill,
+    torch.scatter,
+    torch.scatter_add,
 )
 _REPETITIONS = (torch.repeat_interleave, Tensor.repeat_interleave)
 
@@ -133,14 +150,14 @@ def _has_numbers(index: Any) -> bool:
 
 
 def _firsts(index: Any) -> Any:
-    """The same index, with every entry the first."""
+    """The same index, with every entry replaced by the first."""
     if isinstance(index, tuple | list):
         return type(index)(map(_firsts, index))
     return torch.zeros_like(index) if _is_number(index) else index
 
 
 def _repeat_first(values: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int) -> Tensor:
-    if repeats is None:  # then the values are the repeats, and what comes out are places
+    if repeats is None:  # the values are then the repeats, and the results are indices
         return values.new_zeros(output_size)
     values = values.flatten() if dim is None else values
     return values.index_select(dim or 0, torch.zeros(output_size, dtype=torch.int64, device=values.device))
@@ -157,18 +174,18 @@ def compiles_ahead(device: torch.device) -> bool:
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Kernels launched inside do not run, and are compiled when the context ends, many at a time."""
+    """Kernels launched inside do not run, and are compiled in parallel when the context ends."""
     before = _compiles_only.set(True)
     try:
-        # By threads: most of a compilation is C++ and another program's, which let Python go on.
-        with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _Blind():
+        # In threads: most of a compilation is native code and other programs, which release the GIL.
+        with ThreadPoolExecutor(num_compilers()) as pool, _background.AsyncCompileMode(pool), _WithoutValues():
             yield
     finally:
         _compiles_only.reset(before)
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether an operation on this tensor takes its Triton kernel."""
+    """Whether an operation on this tensor uses its Triton kernel."""
     return tensor.is_cuda or _interpreted
 
 
@@ -189,17 +206,17 @@ def _starts_early(device: torch.device) -> bool:
 
 
 def early_start(tensor: Tensor) -> dict[str, Any]:
-    """Launch options of a kernel that may start while the one before it still runs (``wait_for_last``)."""
+    """Launch options of a kernel that may start while the previous one still runs (``wait_for_last``)."""
     early = tensor.is_cuda and _starts_early(tensor.device)
     return {"EARLY": early} | ({"launch_pdl": True} if early else {})
 
 
 @jit
 def wait_for_last(EARLY: tl.constexpr):
-    """Behind this the kernel before has ended.
+    """After this call the previous kernel has ended.
 
-    A kernel that starts early calls it before it reads or writes anything that the kernel right before may write. What
-    came before that one has ended: it has waited itself before it let this one start (``let_next_start``).
+    A kernel that starts early calls it before it reads or writes anything that the previous kernel may write. Kernels
+    before that one have ended: it waited for them before it let this one start (``let_next_start``).
     """
     if EARLY:
         gpu.gdc_wait()
@@ -207,14 +224,14 @@ def wait_for_last(EARLY: tl.constexpr):
 
 @jit
 def let_next_start(EARLY: tl.constexpr):
-    """Only behind ``wait_for_last``. Early, if the next kernel is short; late, if it would fetch more than is kept."""
+    """Only after ``wait_for_last``. Early, if the next kernel is short; late, if it would prefetch more than fits."""
     if EARLY:
         gpu.gdc_launch_dependents()
 
 
 @jit
 def fetch_ahead(pointers):
-    """Bring the lines of these addresses into the second-level cache. For what no kernel writes: weights."""
+    """Prefetch these addresses into the second-level cache. Only for memory that no kernel writes: weights."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
@@ -237,10 +254,10 @@ _counts: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 def arrival_counts(device: torch.device, num_counts: int) -> Tensor:
-    """Zeros with which programs of one launch find out who is the last of them.
+    """Zeros with which programs of one launch find out which of them is the last to finish.
 
-    The last to arrive clears its count, so they are zero again when the launch ends, and all kernels of one stream
-    share them. Outgrown ones are kept: recorded launches go on using them.
+    The last one clears its count, so they are zero again when the launch ends, and all kernels of one stream share
+    them. Outgrown ones are kept, since captured graphs still use them.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     made = _counts.setdefault((device, stream), [])

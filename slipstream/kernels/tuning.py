@@ -1,6 +1,6 @@
-"""Measuring tiles: every candidate for a weight and a number of tokens, in a graph, over weights no cache can hold.
+"""Measuring tiles: every candidate for a weight and a number of tokens, in a graph, on weights larger than any cache.
 
-Knows products and clocks; which weights a model has and where results go is the caller's business.
+Knows products and clocks; the weights of a model and the destination of results are up to the caller.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.paged_attention import PagedRequests
 from slipstream.kernels.rms_norm import add_rms_norm
+from slipstream.kernels.rope_cache import NewTokens
 from slipstream.kernels.small_linear import Epilogue, Scaled, Tile, column_parts, small_linear
 from slipstream.kernels.swiglu import swiglu
 from slipstream.kernels.tiles import Measured, Weight, default_tile
@@ -25,12 +27,12 @@ _ROTATED_BYTES = 256 << 20  # more than any GPU's second-level cache
 _MAX_LAUNCHES = 160
 _REPEATS = 6
 _CONTEXT, _PAGE_SIZE = 256, 16  # of the attention between products
-_ROOM_OF_A_WARP = 6144  # numbers that its registers hold
+_ROOM_OF_A_WARP = 6144  # numbers that fit its registers
 _MAX_ERROR = 2e-2  # of 16-bit products against float32, in norm
 
 Cuts = tuple[tuple[int, int, int, int], ...]
 
-# Rows, columns, warps and stages that were best for something, by how long rows are and how many tokens there are.
+# Rows, columns, warps and stages that were best for some case, by the length of rows and the number of tokens.
 _SHORT_FEW: Cuts = ((16, 128, 1, 5), (16, 64, 1, 8), (16, 256, 2, 3), (16, 512, 2, 3), (16, 128, 2, 4))
 _SHORT_MANY: Cuts = ((16, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (32, 128, 2, 3))
 _LONG_FEW: Cuts = ((16, 256, 2, 5), (16, 256, 1, 5), (32, 256, 2, 4), (64, 256, 4, 3), (16, 512, 2, 4))
@@ -39,7 +41,7 @@ _HEAD: Cuts = ((64, 128, 4, 4), (128, 64, 4, 4), (64, 256, 4, 3), (64, 64, 2, 4)
 
 
 def _in_registers(weight: Weight, num_tokens: int) -> Iterator[Tile]:
-    """Weights, and all tokens beside them, as far as a warp has room. Few rows leave many sums to the next norm."""
+    """Weights in registers with all tokens, as far as a warp has room. Few rows leave many sums to the next norm."""
     width, held = next_power_of_2(weight.in_size), 2 if weight.kind == "gated" else 1
     for rows in (2, 4, 8, 16) if weight.kind == "add" else (1, 2, 4, 8, 16):
         for num_warps in (1, 2, 4, 8):
@@ -48,7 +50,7 @@ def _in_registers(weight: Weight, num_tokens: int) -> Iterator[Tile]:
 
 
 def _held(weight: Weight, num_tokens: int) -> Iterator[Tile]:
-    """Weights where the tensor cores want them: all columns at once."""
+    """Weights in the layout of the tensor cores: all columns at once."""
     size = max(8, next_power_of_2(num_tokens))
     for rows in (16, 32):
         for num_warps in (2, 4, 8):
@@ -57,7 +59,7 @@ def _held(weight: Weight, num_tokens: int) -> Iterator[Tile]:
 
 
 def candidates(weight: Weight, num_tokens: int) -> Iterator[Tile]:
-    """16-bit weights only: others are for tests."""
+    """For 16-bit weights only: others are for tests."""
     is_short, late = weight.in_size <= 2048, weight.num_bytes > 8 << 20
     if num_tokens <= 8 and is_short and weight.kind != "head":
         yield from _in_registers(weight, num_tokens)
@@ -75,7 +77,7 @@ def candidates(weight: Weight, num_tokens: int) -> Iterator[Tile]:
 
 
 class Bench:
-    """One weight on the GPU, several times over, with inputs for it."""
+    """Several copies of one weight on the GPU, with inputs."""
 
     def __init__(self, weight: Weight, num_tokens: int, dtype: torch.dtype, max_copies: int = _MAX_LAUNCHES) -> None:
         self._weight = weight
@@ -110,7 +112,7 @@ class Bench:
             logits: Tensor = torch.mm(x, matrix.t(), out_dtype=torch.float32)
             return logits
         if kind in ("add", "plain"):
-            return F.linear(x, matrix)  # the residual is added by the norm behind it
+            return F.linear(x, matrix)  # the residual is added by the next norm
         normed = add_rms_norm.body(x, x, self._own_gain, 1e-5)[0]
         return swiglu.body(F.linear(normed, matrix)) if kind == "gated" else F.linear(normed, matrix)
 
@@ -149,7 +151,7 @@ class Bench:
 
 
 class Heads(NamedTuple):
-    """What the attention between the products is like."""
+    """The shape of the attention between the products."""
 
     num_heads: int
     num_kv_heads: int
@@ -157,7 +159,7 @@ class Heads(NamedTuple):
 
 
 class LayerBench:
-    """Whole layers, one after the other: a kernel's tail overlaps its neighbour's start, so tiles are chosen there."""
+    """Whole layers in sequence: a kernel's tail overlaps its neighbour's start, so tiles are chosen in context."""
 
     def __init__(self, weights: Sequence[Weight], heads: Heads, num_tokens: int, dtype: torch.dtype) -> None:
         self._benches = [Bench(weight, num_tokens, dtype) for weight in weights]
@@ -168,14 +170,17 @@ class LayerBench:
         self._caches = [torch.randn(shape, dtype=dtype, device="cuda") for _ in range(self._num_layers)]
         table = torch.arange(1, num_tokens * pages + 1, dtype=torch.int32, device="cuda").view(num_tokens, pages)
         joint = torch.randn(num_tokens, count + 2 * kv_heads, head_dim, dtype=dtype, device="cuda")
-        self._new = torch.split(joint, [count, kv_heads, kv_heads], dim=1)
-        turn = torch.rand(2, num_tokens, 1, head_dim, device="cuda")
-        slots = (table[:, -1].long(), torch.zeros(num_tokens, dtype=torch.int64, device="cuda"))
+        q, k, v = torch.split(joint, [count, kv_heads, kv_heads], dim=1)
+        cos, sin = torch.rand(2, num_tokens, 1, head_dim, device="cuda")
+        offsets = torch.zeros(num_tokens, dtype=torch.int64, device="cuda")
+        self._new = NewTokens(q, k, v, cos, sin, table[:, -1].long(), offsets)
         ones = torch.ones(num_tokens, dtype=torch.int32, device="cuda")
-        self._around = (turn[0], turn[1]), (*slots, ones, ones * (_CONTEXT + 1), table, 1, head_dim**-0.5, 0)
+        starts = torch.arange(num_tokens + 1, dtype=torch.int32, device="cuda")
+        self._requests = PagedRequests(starts, ones, ones * (_CONTEXT + 1), table)
+        self._scale = head_dim**-0.5
 
     def microseconds(self, tiles: Sequence[Tile]) -> float:
-        """Of a layer."""
+        """Time of one layer."""
 
         def launch() -> list[Tensor]:
             kept = []
@@ -183,14 +188,14 @@ class LayerBench:
                 for j, (bench, tile) in enumerate(zip(self._benches, tiles, strict=True)):
                     kept.append(bench.fused(tile, bench.matrices[i % len(bench.matrices)]))
                     if j == 0:
-                        turn, rest = self._around
-                        kept.append(decode_attention.body(*self._new, *turn, self._caches[i], *rest))
+                        attend, requests = decode_attention.body, self._requests
+                        kept.append(attend(self._new, self._caches[i], requests, 1, self._scale, 0))
             return kept
 
         return replay_microseconds(launch) / self._num_layers
 
     def best(self, weights: Sequence[Weight], num_tokens: int, known: Mapping[str, Tile]) -> list[Tile]:
-        """One product after the other, the rest as it is."""
+        """One product after another, the rest unchanged."""
         tiles = [known.get(weight.name) or default_tile(weight, num_tokens) for weight in weights]
         for j, weight in enumerate(weights):
             if weight.name in known:
@@ -213,7 +218,7 @@ def measure_layer(
     heads: Heads,
     num_tokens: int,
     dtype: torch.dtype,
-    known: Mapping[str, Tile],  # weights that keep their tiles; they are not measured
+    known: Mapping[str, Tile],  # weights with fixed tiles, which are not measured
 ) -> dict[str, Measured]:
     """The fastest tiles of a layer's products, by the weights' names."""
     bench = LayerBench(weights, heads, num_tokens, dtype)
@@ -222,14 +227,14 @@ def measure_layer(
 
 
 def measure(weight: Weight, num_tokens: int, dtype: torch.dtype) -> Measured:
-    """The fastest tile of a product that stands alone."""
+    """The fastest tile of a product outside of layers."""
     bench = Bench(weight, num_tokens, dtype)
     tiles = [tile for tile in candidates(weight, num_tokens) if bench.is_right(tile)]
     return min((bench.measured(tile) for tile in tiles), key=lambda one: one.us)
 
 
 def replay_microseconds(launch: Callable[[], list[Tensor]]) -> float:
-    """A recording of the launches: the median of a few replays."""
+    """Captures the launches: the median of a few replays."""
     cuda: Any = torch.cuda  # which has no types
     launch()
     graph = cuda.CUDAGraph()
@@ -252,5 +257,5 @@ def compile_all(weight: Weight, num_tokens: int, dtype: torch.dtype) -> None:
     """Launch every candidate once, so that Triton's cache on disk has it; for several processes at the same time."""
     bench = Bench(weight, num_tokens, dtype, max_copies=1)
     for tile in candidates(weight, num_tokens):
-        with suppress(Exception):  # said when it is measured
+        with suppress(Exception):  # reported when it is measured
             bench.is_right(tile)

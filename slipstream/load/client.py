@@ -39,8 +39,17 @@ class Connection:
     """One connection and the request on it, if any."""
 
     __slots__ = (
-        *("due", "fd", "is_connecting", "last_read", "num_answers", "recv", "request_idx"),
-        *("response", "socket", "start", "unsent"),
+        "due",
+        "fd",
+        "is_connecting",
+        "last_read",
+        "num_answers",
+        "recv",
+        "request_idx",
+        "response",
+        "socket",
+        "start",
+        "unsent",
     )
 
     def __init__(self, connection: socket.socket) -> None:

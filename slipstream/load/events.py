@@ -25,8 +25,15 @@ class TokenEvents:
     """
 
     __slots__ = (
-        *("_append_time", "_end_marker", "_has_text", "_rest"),
-        *("failure", "is_finished", "output_tokens", "prompt_tokens", "times"),
+        "_append_time",
+        "_end_marker",
+        "_has_text",
+        "_rest",
+        "failure",
+        "is_finished",
+        "output_tokens",
+        "prompt_tokens",
+        "times",
     )
 
     def __init__(self) -> None:

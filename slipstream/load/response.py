@@ -20,8 +20,20 @@ class Response:
     """The response to one request. Once ``is_complete``, ``failure`` says why it does not count, if it does not."""
 
     __slots__ = (
-        *("_framing", "_has_head", "_in_trailer", "_is_between_chunks", "_is_stream", "_left", "_rest"),
-        *("body", "content_type", "events", "failure", "is_complete", "keeps_connection", "status"),
+        "_framing",
+        "_has_head",
+        "_in_trailer",
+        "_is_between_chunks",
+        "_is_stream",
+        "_left",
+        "_rest",
+        "body",
+        "content_type",
+        "events",
+        "failure",
+        "is_complete",
+        "keeps_connection",
+        "status",
     )
 
     def __init__(self) -> None:

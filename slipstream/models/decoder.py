@@ -14,6 +14,7 @@ from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
 from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
+from slipstream.kernels.rope_cache import TokenPlaces
 from slipstream.models.cpu_stack import stack_of
 from slipstream.models.experts import Experts, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse
@@ -130,14 +131,13 @@ class Decoder(nn.Module):
         common: CommonAttentionMetadata,
     ) -> Tensor:
         turn = step.rotation(self.cos_sin[0], hidden.dtype)
-        tables = (common.query_start_loc, common.query_lens, common.seq_lens, common.block_table)
-        arrays = (step.caches.in_order, *turn, *step.slots, *tables)
+        arrays = (step.caches.in_order, TokenPlaces(*turn, *step.slots), common.requests)
         # In one call, or in one up to each layer whose output a drafter taps.
         begin, num_layers = 0, self.config.num_layers
         residual: Tensor | None = None
         for end in [*sorted(idx for idx in context.taps if 0 <= idx < num_layers), num_layers]:
             if end > begin:
-                hidden, residual = decoder_stack(hidden, residual, stack, *arrays, begin, end, common.seq_starts)
+                hidden, residual = decoder_stack(hidden, residual, stack, *arrays, begin, end)
             if end < num_layers:
                 context.tap(end, hidden, residual)
             begin = end

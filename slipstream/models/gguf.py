@@ -113,7 +113,10 @@ _LAYER_NAMES = {
 _STACKED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
-    *((name,) for name in ("o_proj", "down_proj", "embed_tokens", "lm_head")),
+    ("o_proj",),
+    ("down_proj",),
+    ("embed_tokens",),
+    ("lm_head",),
 )
 _EXPERT_NAMES = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _NUMBER = "(0|[1-9][0-9]{0,4})"

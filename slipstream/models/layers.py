@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.attention.backend import AttentionLayer, HeadNorms
+from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep, NewHeads
 from slipstream.config import ModelConfig
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
+from slipstream.kernels.rope_cache import HeadNorms
 from slipstream.kernels.scaled_embedding import scaled_embedding
 from slipstream.kernels.small_linear import Epilogue
 from slipstream.weights.dense import DenseWeight

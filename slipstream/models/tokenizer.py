@@ -93,6 +93,10 @@ class Tokenizer:
         template = fields.text("tokenizer.chat_template", "")
         return cls(backend, named_tokens=named, chat_template=template or None)
 
+    def save(self, path: Path) -> None:
+        """As a ``tokenizer.json``; the chat template is not part of it."""
+        self._backend.save(str(path))
+
     @property
     def vocab_size(self) -> int:
         """How many tokens the tokenizer knows; the model's embedding may have more rows."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.columns import Column
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS, CheckedTokens, commit
 from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, TargetOutput
@@ -24,7 +24,7 @@ from slipstream.runner.requirements import Requirements, RowRequirements
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
-from slipstream.speculate.verify import Verified, Verifier
+from slipstream.speculate.verify import Verifier
 from slipstream.types import Composition, RowInit, StepPlan
 
 
@@ -39,7 +39,7 @@ class GenerateHead:
         self.follower = speculator.follower
         operations, shows_every_step = rows.sampling.operations, self.follower is not None
         self.requirements = RowRequirements(rows.num_rows, operations, num_drafts, shows_every_step)
-        self.verifier = Verifier(config.speculative, max_reqs, rows.num_tokens, *(speculator.drawn_from or ()))
+        self.verifier = Verifier(config.speculative, max_reqs, rows.num_tokens, speculator.drawn_from)
         # A step's results for the host: [max_reqs, NUM_HEADER_COLUMNS + k + 1] int32.
         width = NUM_HEADER_COLUMNS + 1 + num_drafts
         self.out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
@@ -51,7 +51,8 @@ class GenerateHead:
         self._no_tokens = torch.zeros(max_reqs, 1, dtype=torch.int32, device=device.torch_device)
         self._none_failed = torch.zeros(max_reqs, dtype=torch.bool, device=device.torch_device)
         self._logits = torch.zeros(
-            *(setting.max_num_logits, config.model.vocab_size if has_graphs else 0),
+            setting.max_num_logits,
+            config.model.vocab_size if has_graphs else 0,
             dtype=torch.promote_types(getattr(torch, config.dtype), torch.float32),
             device=device.torch_device,
         )
@@ -78,34 +79,24 @@ class GenerateHead:
     def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
         """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
         verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
-        self._commit(batch, verified)
+        self._commit(batch, verified.tokens)
         return verified.logprobs
 
     def commit_nothing(self, batch: InputBatch) -> None:
         """The end of a step in which no request may draw: rows move on by their tokens, and end with their prompts."""
         count = batch.batch_rows.shape[0]
         none = self._no_tokens[:count]
-        self._commit(batch, Verified(none, none[:, 0], self._none_failed[:count], logprobs=None))
+        self._commit(batch, CheckedTokens(none, none[:, 0], self._none_failed[:count]))
 
-    def _commit(self, batch: InputBatch, verified: Verified) -> None:
-        rows, drafted = self._rows, batch.drafted
-        commit(
-            *(verified.new_ids, verified.num_accepted, verified.failed, verified.would_stand),
-            *(batch.batch_rows, batch.attention.query_start_loc, drafted.logit_start_loc, batch.attention.query_lens),
-            *(rows.stop_ids, rows.max_total),
-            *(rows.token_ids, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status, rows.drafting.ran),
-            self.out[: batch.batch_rows.shape[0]],
-        )
+    def _commit(self, batch: InputBatch, checked: CheckedTokens) -> None:
+        out = self.out[: batch.batch_rows.shape[0]]
+        commit(checked, self._rows.state, batch.layout, batch.attention.query_lens, out)
 
     def draft(self, batch: DraftBatch, noise: bool, *, in_graph: bool) -> None:
         """Propose the next drafts and write them into the rows, after the tokens."""
         drafter = self.speculator
         draft_ids = drafter.propose(batch, noise) if in_graph else drafter.run(batch, noise)
-        rows = self._rows.drafting
-        place_drafts(
-            *(draft_ids, self._rows.batch_rows[: draft_ids.shape[0]], rows.num_computed, rows.num_tokens),
-            *(rows.max_drafts, rows.max_total, rows.status, rows.token_ids, rows.num_drafts),
-        )
+        place_drafts(draft_ids, self._rows.batch_rows[: draft_ids.shape[0]], self._rows.state)
 
     def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
         """Without noise, which on a CPU costs as much as a draft. Real steps correct the cost of those with noise."""

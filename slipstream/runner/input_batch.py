@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
-from slipstream.kernels.prepare_inputs import prepare_inputs
+from slipstream.kernels.prepare_inputs import BatchLayout, StepInputs, TokenInputs, prepare_inputs
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
 from slipstream.sampling.operation import Positions
@@ -34,6 +34,10 @@ class InputBatch:
     drafting: DraftBatch
     # Query tokens of every request, if each has one known token and equally many drafts.
     decode_len: int | None
+
+    @property
+    def layout(self) -> BatchLayout:
+        return BatchLayout(self.batch_rows, self.attention.query_start_loc, self.drafted.logit_start_loc)
 
 
 class BatchShape(NamedTuple):
@@ -165,15 +169,18 @@ class InputBuffers:
 
     def prepare(self, batch: InputBatch) -> None:
         """Queue the filling of the batch from the rows."""
-        rows, common, drafted = self.rows, batch.attention, batch.drafted
-        prepare_inputs(
-            *(batch.batch_rows, common.query_start_loc, drafted.logit_start_loc),
-            *(rows.token_ids, rows.page_table, rows.num_computed, rows.num_tokens, rows.num_drafts, rows.status),
-            *(self._page_size, self._max_logits),
-            *(batch.input_ids, batch.positions, common.slot_mapping),
-            *(common.query_lens, common.seq_lens, common.block_table),
-            *(batch.logit_indices, *drafted.at, drafted.draft_ids),
+        common, drafted = batch.attention, batch.drafted
+        inputs = StepInputs(
+            tokens=TokenInputs(batch.input_ids, batch.positions, common.slot_mapping),
+            query_lens=common.query_lens,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table,
+            logit_indices=batch.logit_indices,
+            logit_rows=drafted.at.rows,
+            logit_positions=drafted.at.positions,
+            logit_drafts=drafted.draft_ids,
         )
+        prepare_inputs(self.rows.state, batch.layout, self._page_size, self._max_logits, inputs)
 
     def _attention(self, shape: BatchShape) -> CommonAttentionMetadata:
         num_reqs = shape.num_reqs
@@ -205,7 +212,9 @@ class InputBuffers:
             batch_rows=self.rows.batch_rows[:num_reqs],
             logit_indices=self.logit_indices[:num_logits],
             drafted=Drafted(
-                *(at, self.logit_drafts[:num_logits], self.rows.logit_start_loc[: num_reqs + 1]),
+                at,
+                self.logit_drafts[:num_logits],
+                self.rows.logit_start_loc[: num_reqs + 1],
                 are_none=shape.decode_len == 1,
             ),
             attention=attention,

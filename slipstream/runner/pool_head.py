@@ -18,7 +18,7 @@ from slipstream.columns import Column
 from slipstream.device.interface import Event
 from slipstream.device.sync_guard import SyncGuard
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
-from slipstream.kernels.pool import pool
+from slipstream.kernels.pool import PooledRequests, pool
 from slipstream.pooling import PooledVector, VectorType
 from slipstream.runner.async_output import Channel
 from slipstream.runner.generate_head import GenerateHead, GenerateWork
@@ -95,11 +95,13 @@ class PoolHead:
         """The vectors of the span's requests, [span, hidden size]; the next step may overwrite them."""
         places, common, rows = slice(span.first, span.last), batch.attention, self._rows
         out = self._out[: span.last - span.first]
-        pool(
-            *(hidden, batch.positions, batch.batch_rows[places]),
-            *(common.query_start_loc[span.first : span.last + 1], common.query_lens[places]),
-            *(rows.columns["pooling"], rows.prompt_len, self._kept, out),
+        requests = PooledRequests(
+            batch.positions,
+            batch.batch_rows[places],
+            starts=common.query_start_loc[span.first : span.last + 1],
+            query_lens=common.query_lens[places],
         )
+        pool(hidden, requests, rows.columns["pooling"], rows.prompt_len, self._kept, out)
         return out
 
     def send(self, step: LaunchedStep, vectors: Tensor, span: _Span) -> LaunchedStep:

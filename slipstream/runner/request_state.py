@@ -18,11 +18,11 @@ from torch import Tensor
 from slipstream.columns import Column
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
+from slipstream.kernels.request_rows import RowState
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling import registry
 from slipstream.sampling.operation import SamplingRows
 from slipstream.speculate.place_host_drafts import NUM_HEADER_COLUMNS, place_host_drafts
-from slipstream.speculate.speculator import DraftRows
 from slipstream.types import MAX_DEVICE_STOP_IDS, HostDraft, PageDiff, Request, RowInit, RowStatus
 
 _INT_FIELDS = (
@@ -32,7 +32,7 @@ _INT_FIELDS = (
     "max_drafts",
     "draft_start",
     "draft_end",
-    "ran",
+    "step_start",
     "prompt_len",
     "max_total",
     "status",
@@ -104,8 +104,8 @@ class RequestRows:
             columns=by_name,
             operations=operations,
         )
-        own = {f.name: self._field(f.name) for f in fields(DraftRows) if f.name != "temperature"}
-        self.drafting = DraftRows(**own, temperature=temperature)
+        own = {f.name: self._field(f.name) for f in fields(RowState) if f.name != "temperature"}
+        self.state = RowState(**own, temperature=temperature)
         self.host_drafts = self._field(_HOST_DRAFTS) if limits.needs.host_drafts else None
         self.status.fill_(int(RowStatus.INERT))
         self.batch_rows.fill_(self.scratch_row)
@@ -148,7 +148,7 @@ class RequestRows:
             "max_drafts": request.num_drafts(self._num_drafts),
             "draft_start": init.draft_start,
             "draft_end": init.num_computed,
-            "ran": 0,
+            "step_start": 0,
             "prompt_len": len(request.prompt_token_ids),
             "max_total": request.max_total_tokens,
             "status": int(RowStatus.RUNNING),
@@ -190,11 +190,7 @@ class RequestRows:
     def place_host_drafts(self) -> None:
         """Queue that staged drafts move after their rows' tokens."""
         assert self.host_drafts is not None
-        rows = self.drafting
-        place_host_drafts(
-            *(self.host_drafts, rows.num_computed, rows.num_tokens, rows.max_drafts, rows.max_total, rows.status),
-            *(self._num_drafts, rows.token_ids, rows.num_drafts),
-        )
+        place_host_drafts(self.host_drafts, self.state, self._num_drafts)
 
     def batch_columns(self, rows: Int32s, *offsets: Int32s) -> Int32s:
         """A batch of these rows as the store holds it: columns one after another, each followed by padding.

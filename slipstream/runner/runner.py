@@ -48,7 +48,7 @@ class Runner:
             max_tokens = config.scheduler.max_num_batched_tokens
             model.state.open(StateSetting(columns, max_tokens, device.torch_device))
         self.buffers = InputBuffers(config, self.rows)
-        self.speculator = make_speculator(self.rows.drafting)
+        self.speculator = make_speculator(self.rows.state)
         max_num_logits = self.buffers.max_num_logits
         self.head = make_head(HeadSetting(config, device, model, self.rows, self.speculator, max_num_logits))
         self.program = StepProgram(model, caches, self.buffers, self.head, config.model.vocab_size)

@@ -6,25 +6,14 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.parameters import Parameter, Texts
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
 from slipstream.sampling_params import MAX_STOP_LENGTH
 from slipstream.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Request
 
 
-def _shape(
-    logits: Tensor,
-    batch_rows: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    num_bad_words: Tensor,
-    bad_words: Tensor,
-) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def ban_bad_words(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32

@@ -27,11 +27,7 @@ def without_bad_numbers(logits: Tensor) -> Tensor:
     return logits.nan_to_num(nan=float("-inf"), posinf=float("-inf"), neginf=float("-inf"))
 
 
-def _shape(logits: Tensor) -> tuple[TensorSpec, TensorSpec]:
-    return spec_of(logits), TensorSpec((logits.shape[0],), torch.bool)
-
-
-@operation(_shape)
+@operation(lambda logits: (spec_of(logits), TensorSpec((logits.shape[0],), torch.bool)))
 def check_logits(
     logits: Tensor,  # [n, vocab]
 ) -> tuple[Tensor, Tensor]:  # logits with NaN and +inf as -inf; [n] bool: the row held any, or nothing finite

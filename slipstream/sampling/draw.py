@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, writes_only
+from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.triton_jit import (
     arrival_counts,
     early_start,
@@ -29,29 +29,27 @@ from slipstream.sampling.temperature import LEAST_TEMPERATURE, divisor
 _BLOCK = 2048
 
 
-def _shape(
-    logits: Tensor,
-    batch_rows: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    choice: Tensor,
-    noise: bool,
-    scaled: bool,
-    purpose: int = TARGET_NOISE,
-    target_ids: Tensor | None = None,
-) -> tuple[TensorSpec, TensorSpec]:
-    return TensorSpec((logits.shape[0],), torch.int64), TensorSpec((logits.shape[0],), torch.bool)
+class DrawKeys(NamedTuple):
+    """What a draw depends on besides the logits."""
+
+    temperature: Tensor  # [num_rows] float32; rows at 0 are greedy
+    seeds: Tensor  # [num_rows, 2] int32
+    positions: Tensor  # [n] int32: of the token to draw
+    choice: Tensor  # [num_rows] int32
 
 
-@operation(_shape)
+class DrawnDrafts(NamedTuple):
+    """Memory that drafts are written to."""
+
+    draft_ids: Tensor  # [n] int32, may be strided: -1 where the row has NaN, +inf or nothing finite
+    kept_logits: Tensor | None  # [num_rows, num_columns] float32: receives the unmodified logits, by row
+
+
+@operation(lambda logits: (TensorSpec((logits.shape[0],), torch.int64), TensorSpec((logits.shape[0],), torch.bool)))
 def draw_tokens(
     logits: Tensor,  # [n, num_columns]; NaN and +inf count as -inf
     batch_rows: Tensor,  # [n] int32
-    temperature: Tensor,  # [num_rows] float32; rows at 0 are greedy
-    seeds: Tensor,  # [num_rows, 2] int32
-    positions: Tensor,  # [n] int32: of the token to draw
-    choice: Tensor,  # [num_rows] int32
+    keys: DrawKeys,
     noise: bool,  # without it all rows are greedy
     scaled: bool,  # the temperature is in the logits already
     purpose: int = TARGET_NOISE,
@@ -60,7 +58,6 @@ def draw_tokens(
     if runs_triton(logits):
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         failed = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
-        keys = _Keys(temperature, seeds, positions, choice)
         _launch(logits, batch_rows, keys, noise, scaled, purpose, target_ids, _Results(token_ids, failed, None))
         return token_ids, failed
     largest, columns = row_max(logits)
@@ -70,7 +67,7 @@ def draw_tokens(
         columns = row_max(logits)[1]
     if noise:
         rows = batch_rows.long()
-        own, key = temperature[rows], (seeds[rows], positions, choice[rows])
+        own, key = keys.temperature[rows], (keys.seeds[rows], keys.positions, keys.choice[rows])
         if not scaled:
             logits = logits / divisor(own).unsqueeze(1)
         if target_ids is None:
@@ -81,40 +78,25 @@ def draw_tokens(
     return columns if target_ids is None else target_ids[columns].long(), failed
 
 
-@operation(writes_only, writes=("draft_ids", "kept_logits"))
+@operation(writes=("drafts",))
 def draw_drafts(
     logits: Tensor,  # [n, num_columns]; NaN and +inf count as -inf
     batch_rows: Tensor,  # [n] int32
-    temperature: Tensor,  # [num_rows] float32; rows at 0 are greedy
-    seeds: Tensor,  # [num_rows, 2] int32
-    positions: Tensor,  # [n] int32: of the draft to draw
-    choice: Tensor,  # [num_rows] int32
+    keys: DrawKeys,
     noise: bool,  # without it all rows are greedy
     purpose: int,
     target_ids: Tensor | None,  # [num_columns] int32: the tokens of the columns, ascending; None: 0, 1, 2, ...
-    # written:
-    draft_ids: Tensor,  # [n] int32, may be strided: -1 where the row has NaN, +inf or nothing finite
-    kept_logits: Tensor | None,  # [num_rows, num_columns] float32: receives the unmodified logits, by row
+    drafts: DrawnDrafts,  # written
 ) -> None:
     """``draw_tokens`` for drafts, whose ids and logits are written to given memory."""
-    keys = _Keys(temperature, seeds, positions, choice)
     if runs_triton(logits):
-        results = _Results(draft_ids, None, kept_logits)
+        results = _Results(drafts.draft_ids, None, drafts.kept_logits)
         _launch(logits, batch_rows, keys, noise, False, purpose, target_ids, results)
         return
-    token_ids, failed = draw_tokens.body(logits, batch_rows, *keys, noise, False, purpose, target_ids)
-    draft_ids.copy_(token_ids.masked_fill(failed, -1))
-    if kept_logits is not None:
+    token_ids, failed = draw_tokens.body(logits, batch_rows, keys, noise, False, purpose, target_ids)
+    drafts.draft_ids.copy_(token_ids.masked_fill(failed, -1))
+    if (kept_logits := drafts.kept_logits) is not None:
         kept_logits.index_copy_(0, batch_rows.long(), logits.to(kept_logits.dtype))
-
-
-class _Keys(NamedTuple):
-    """What a draw depends on besides the logits."""
-
-    temperature: Tensor
-    seeds: Tensor
-    positions: Tensor
-    choice: Tensor
 
 
 class _Results(NamedTuple):
@@ -126,7 +108,7 @@ class _Results(NamedTuple):
 def _launch(
     logits: Tensor,
     batch_rows: Tensor,
-    keys: _Keys,
+    keys: DrawKeys,
     noise: bool,
     scaled: bool,
     purpose: int,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.parameters import Parameter, TokenNumbers
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
 from slipstream.types import Request
@@ -15,11 +15,7 @@ from slipstream.values import check_vocabulary
 MAX_LOGIT_BIAS = 300
 
 
-def _shape(logits: Tensor, batch_rows: Tensor, num_bias: Tensor, bias_ids: Tensor, bias_values: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_logit_bias(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32

@@ -17,11 +17,7 @@ from slipstream.types import MAX_LOGPROBS, LogprobRow
 LOGPROB_WIDTH = 1 + 2 * (1 + MAX_LOGPROBS)
 
 
-def _shape(logits: Tensor, token_ids: Tensor) -> TensorSpec:
-    return TensorSpec((logits.shape[0], LOGPROB_WIDTH), torch.int32)
-
-
-@operation(_shape)
+@operation(lambda logits: TensorSpec((logits.shape[0], LOGPROB_WIDTH), torch.int32))
 def pack_logprobs(
     logits: Tensor,  # [n, vocab]
     token_ids: Tensor,  # [n] int64

@@ -5,14 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 
 
-def _shape(logits: Tensor, mask: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_mask(
     logits: Tensor,  # [n, vocab]
     mask: Tensor,  # [n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 allows token t

@@ -6,17 +6,13 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.parameters import Parameter
 from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.values import Bounds
 
 
-def _shape(logits: Tensor, min_p: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_min_p(
     logits: Tensor,  # [n, vocab]
     min_p: Tensor,  # [n] float32; 0 turns it off

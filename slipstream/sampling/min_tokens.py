@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.errors import RequestError
 from slipstream.parameters import Parameter
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
@@ -16,11 +16,7 @@ from slipstream.types import MAX_DEVICE_STOP_IDS, Request
 from slipstream.values import Bounds
 
 
-def _shape(logits: Tensor, batch_rows: Tensor, positions: Tensor, min_total: Tensor, stop_ids: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def hold_back_stops(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32

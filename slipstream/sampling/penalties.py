@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
@@ -22,20 +22,7 @@ _SHARES, _CHUNK = 16, 1024
 _BLOCK = 2048
 
 
-def _shape(
-    logits: Tensor,
-    batch_rows: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    prompt_len: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_penalties(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.sampling import temperature
 from slipstream.sampling.check_logits import check_logits
-from slipstream.sampling.draw import draw_tokens
+from slipstream.sampling.draw import DrawKeys, draw_tokens
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.mask import apply_mask
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows
@@ -59,11 +59,11 @@ def sample(
     needs: SamplingNeeds,
     mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of allowed tokens, for positions with a grammar
 ) -> Sampled:
-    rest = (rows.temperature, rows.seeds, at.positions, rows.choice, needs.noise)
+    keys = DrawKeys(rows.temperature, rows.seeds, at.positions, rows.choice)
     if mask is None and needs in (NO_NEEDS, NOISE_ALONE):
-        return Sampled(*draw_tokens(logits, at.rows, *rest, scaled=False), None)
+        return Sampled(*draw_tokens(logits, at.rows, keys, needs.noise, scaled=False), None)
     raw, failed = check_logits(logits)
-    token_ids, _ = draw_tokens(process(raw, rows, at, needs, mask), at.rows, *rest, scaled=True)
+    token_ids, _ = draw_tokens(process(raw, rows, at, needs, mask), at.rows, keys, needs.noise, scaled=True)
     return Sampled(token_ids, failed, pack_logprobs(raw, token_ids) if needs.logprobs else None)
 
 

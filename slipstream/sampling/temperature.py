@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.parameters import Parameter
 from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.values import Bounds
@@ -19,11 +19,7 @@ def divisor(temperature: Tensor) -> Tensor:
     return torch.where(temperature > 0, temperature.clamp(min=LEAST_TEMPERATURE), 1.0)
 
 
-def _shape(logits: Tensor, temperature: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_temperature(
     logits: Tensor,  # [n, vocab]
     temperature: Tensor,  # [n] float32

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
 from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
@@ -16,11 +16,7 @@ from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_t
 from slipstream.values import MAX_INT32, Bounds
 
 
-def _shape(logits: Tensor, top_k: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_top_k(
     logits: Tensor,  # [n, vocab]
     top_k: Tensor,  # [n] int32; 0 turns it off

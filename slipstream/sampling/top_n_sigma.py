@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
 from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
@@ -18,11 +18,7 @@ from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, keep_a
 from slipstream.values import Bounds
 
 
-def _shape(logits: Tensor, top_n_sigma: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_top_n_sigma(
     logits: Tensor,  # [n, vocab]
     top_n_sigma: Tensor,  # [n] float32; 0 turns it off

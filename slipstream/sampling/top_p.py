@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
 from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
@@ -15,11 +15,7 @@ from slipstream.types import Request
 from slipstream.values import Bounds
 
 
-def _shape(logits: Tensor, top_p: Tensor) -> TensorSpec:
-    return spec_of(logits)
-
-
-@operation(_shape)
+@operation(like="logits")
 def apply_top_p(
     logits: Tensor,  # [n, vocab]
     top_p: Tensor,  # [n] float32; 1 turns it off

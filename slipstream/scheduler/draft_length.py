@@ -126,11 +126,11 @@ class AdaptiveLength:
         knows_acceptance: bool = True,  # an unverified draft would be accepted if it equals the next token
         rehearsal: Rehearsal | None = None,
     ) -> None:
-        self._choices = list(lengths)
+        self.choices = list(lengths)
         self._knows_acceptance = knows_acceptance
         self._rehearsal = rehearsal
         self.length = initial  # of all steps except trials
-        self._costs = costs
+        self.costs = costs
         self.acceptance = Acceptance(num_rows, max(lengths))
         self._batch: tuple[Composition, Rows] | None = None
         self._collected: list[_Outcome] = []  # not yet processed
@@ -172,7 +172,7 @@ class AdaptiveLength:
     def launched(self, composition: Composition) -> None:
         rows = self._rows_of(composition)
         step, self._num_launched = self._num_launched, self._num_launched + 1
-        if self._decided_at != (len(rows), self._costs.version):
+        if self._decided_at != (len(rows), self.costs.version):
             self._decide()
         if self._trial is not None:
             self._go_on_trying(self._trial, step, composition)
@@ -231,10 +231,10 @@ class AdaptiveLength:
             make = check  # rehearsed drafts cost the device next to nothing to propose
         if check != make:
             # A trial step costs half of verification and half of proposal, each about half of a usual step.
-            less = self._costs.seconds(num_reqs, min(check, make))
+            less = self.costs.seconds(num_reqs, min(check, make))
             seconds = 0.0 if less is None else 2 * seconds - less
         if seconds > 0.0:
-            self._costs.observe(num_reqs, max(check, make), seconds)
+            self.costs.observe(num_reqs, max(check, make), seconds)
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -280,12 +280,12 @@ class AdaptiveLength:
         """Choose the length with the highest expected throughput, with a margin so that it does not oscillate."""
         assert self._batch is not None
         rows = self._batch[1]
-        self._decided_at = (len(rows), self._costs.version)
+        self._decided_at = (len(rows), self.costs.version)
         tokens = self.acceptance.tokens(rows)
         now = self._rate(len(rows), self.length, tokens)
         margin = _MARGIN_REHEARSED if self._rehearses else _MARGIN
         best, best_rate = self.length, 0.0 if now is None else now * margin
-        for length in self._choices:
+        for length in self.choices:
             rate = self._rate(len(rows), length, tokens)
             if rate is not None and rate > best_rate and length != self.length:
                 best, best_rate = length, rate
@@ -299,14 +299,14 @@ class AdaptiveLength:
             self._trial, self._num_since_trial = None, 0
 
     def _rate(self, num_reqs: int, length: int, tokens: Sequence[float]) -> float | None:
-        seconds = self._costs.seconds(num_reqs, length)
+        seconds = self.costs.seconds(num_reqs, length)
         return None if seconds is None else tokens[length] / seconds
 
     def _begin_trial(self, num_reqs: int) -> None:
         """Try the next longer length, if it could pay at all and was not tried just now."""
-        longer = next((k for k in self._choices if k > self.length), None)
-        seconds = self._costs.seconds(num_reqs, self.length)
-        longer_seconds = None if longer is None else self._costs.seconds(num_reqs, longer)
+        longer = next((k for k in self.choices if k > self.length), None)
+        seconds = self.costs.seconds(num_reqs, self.length)
+        longer_seconds = None if longer is None else self.costs.seconds(num_reqs, longer)
         if longer is None or seconds is None or longer_seconds is None:
             self._num_since_trial = 0
             return

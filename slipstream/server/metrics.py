@@ -93,8 +93,16 @@ def _histogram(name: str, text: str, values: StepHistogram) -> HistogramMetricFa
 
 
 ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name:path}"),
-    *("/tokenize", "/detokenize", "/health", "/version", "/metrics"),
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/models/{name:path}",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/version",
+    "/metrics",
 )
 _OTHER = "other"  # a client must not be able to create new time series
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503)
@@ -105,13 +113,10 @@ _HISTOGRAMS = {
     "request_seconds": "From arrival to the end.",
 }
 LAYOUT = CounterLayout(
-    [
-        "open",
-        "refused",
-        *(f"requests:{path}:{status}" for path in (*ROUTES, _OTHER) for status in (*_STATUSES, _OTHER)),
-        *(f"ended:{reason}" for reason in _REASONS),
-        *(name for histogram in _HISTOGRAMS for name in histogram_names(histogram, _SECONDS)),
-    ]
+    ["open", "refused"]
+    + [f"requests:{path}:{status}" for path in (*ROUTES, _OTHER) for status in (*_STATUSES, _OTHER)]
+    + [f"ended:{reason}" for reason in _REASONS]
+    + [name for histogram in _HISTOGRAMS for name in histogram_names(histogram, _SECONDS)]
 )
 
 

@@ -1,1 +1,1 @@
-"""Drafting tokens ahead and checking them: one file per method; verify.py serves them all."""
+"""Proposing and verifying drafts: one file per method; verify.py serves them all."""

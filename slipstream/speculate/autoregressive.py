@@ -1,6 +1,6 @@
-"""Drafting token after token with a network that keeps keys of its own: the loop, its inputs, its graphs.
+"""Drafting token by token with a network that has its own keys: the loop, its inputs, its graphs.
 
-A method says what its first pass goes over, and how a pass turns tokens into hidden states. The first pass gives the
+A method defines the tokens of its first pass, and how a pass turns tokens into hidden states. The first pass gives the
 first draft; each further draft is a pass over the one before, with lengths advanced on the device and the host's bounds
 with them.
 """
@@ -21,31 +21,25 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
-from slipstream.sampling.draw import draw_drafts
+from slipstream.kernels.prepare_inputs import TokenInputs
+from slipstream.kernels.request_rows import RowState
+from slipstream.sampling.draw import DrawKeys, DrawnDrafts, draw_drafts
 from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_graphs import DraftGraphs, FirstSize
-from slipstream.speculate.draft_inputs import prepare_next_pass
-from slipstream.speculate.rejection import DRAFT_NOISE
-from slipstream.speculate.speculator import (
-    DraftBatch,
-    DraftRows,
-    DrawnFrom,
-    Follower,
-    GraphSetting,
-    Int32s,
-    TargetAttention,
-)
+from slipstream.speculate.next_pass_inputs import NextPassInputs, prepare_next_pass
+from slipstream.speculate.rejection import DRAFT_NOISE, DrawnFrom
+from slipstream.speculate.speculator import DraftBatch, Follower, GraphSetting, Int32s, TargetAttention
 
 
 class AutoRegressiveSpeculator(ABC):
-    # How many slots before a token's own its keys lie: 1 where a token is paired with the hidden state before it.
+    # How many slots before a token's own slot its keys are: 1 if a token is paired with the hidden state before it.
     slots_before: ClassVar[int] = 0
     shares_states: bool = False
     follower: Follower | None = None
     draft_columns: Tensor | None = None  # see ``DrawnFrom``
 
-    def __init__(self, config: EngineConfig, device: Device, caches: CacheGroups, rows: DraftRows) -> None:
+    def __init__(self, config: EngineConfig, device: Device, caches: CacheGroups, rows: RowState) -> None:
         speculative = config.speculative
         assert speculative is not None
         self.caches = caches
@@ -53,55 +47,55 @@ class AutoRegressiveSpeculator(ABC):
         self.num_drafts = speculative.num_drafts
         self._page_size = config.cache.page_size
         self._max_len = config.scheduler.max_model_len
-        place, max_reqs = device.torch_device, config.scheduler.max_num_seqs
+        device_, max_reqs = device.torch_device, config.scheduler.max_num_seqs
         self._dtype = getattr(torch, config.dtype)
-        # A first pass may have a token more a request than the target's.
+        # A first pass may have one token more per request than the target's.
         max_tokens = config.scheduler.max_num_batched_tokens + max_reqs
-        self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=place)
-        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=place)
-        self._slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=place)
-        self._query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self._seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self._last_indices = torch.zeros(max_reqs, dtype=torch.int64, device=place)
-        self._draft_positions = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self._draft_ids = torch.zeros(max_reqs, self.num_drafts, dtype=torch.int32, device=place)
-        self._block_table = torch.zeros(max_reqs, rows.page_table.shape[1], dtype=torch.int32, device=place)
-        self._seq_starts = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self._first_slots = torch.zeros(max_reqs, dtype=torch.int32, device=place)
-        self._one_each = torch.arange(max_reqs + 1, dtype=torch.int32, device=place)
+        self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device_)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device_)
+        self._slot_mapping = torch.zeros(max_tokens, dtype=torch.int64, device=device_)
+        self._query_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device_)
+        self._seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device_)
+        self._last_indices = torch.zeros(max_reqs, dtype=torch.int64, device=device_)
+        self._draft_positions = torch.zeros(max_reqs, dtype=torch.int32, device=device_)
+        self._draft_ids = torch.zeros(max_reqs, self.num_drafts, dtype=torch.int32, device=device_)
+        self._block_table = torch.zeros(max_reqs, rows.page_table.shape[1], dtype=torch.int32, device=device_)
+        self._seq_starts = torch.zeros(max_reqs, dtype=torch.int32, device=device_)
+        self._first_slots = torch.zeros(max_reqs, dtype=torch.int32, device=device_)
+        self._one_each = torch.arange(max_reqs + 1, dtype=torch.int32, device=device_)
         self._graphs: DraftGraphs | None = None
         self._purpose = DRAFT_NOISE if speculative.verify == "rejection" else TARGET_NOISE
-        # Speculative sampling compares the two models' distributions, so those of the drafts are kept, by row.
+        # Speculative sampling compares the two models' distributions, so the drafts' logits are kept, by row.
         self.draft_logits: Tensor | None = None
         if speculative.verify == "rejection":
             shape = (rows.num_tokens.shape[0], self.num_drafts, self._num_columns(config))
-            self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=place)
+            self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device_)
 
-    # --- what a method says -----------------------------------------------------------------------
+    # --- defined by a method ----------------------------------------------------------------------
 
     @abstractmethod
     def _num_columns(self, config: EngineConfig) -> int:
-        """How many tokens a draft is drawn from."""
+        """Size of the vocabulary that drafts are sampled from."""
 
     @abstractmethod
     def first_size(self, batch: DraftBatch) -> FirstSize:
-        """How many tokens the first pass has."""
+        """Numbers of tokens of the first pass."""
 
     @abstractmethod
     def first_query_lens(self, lengths: Sequence[int]) -> Sequence[int]:
-        """How many of them a request has that decodes, when it may have so many drafts."""
+        """Tokens of a decoding request in the first pass, for each draft length."""
 
     @abstractmethod
     def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch:
-        """A batch for the recording of a first pass."""
+        """A batch for the capture of a first pass."""
 
     @abstractmethod
     def first_ids(self, batch: DraftBatch) -> Tensor:
-        """Queue the inputs of the first pass, and give its tokens."""
+        """Queue the inputs of the first pass, and return its tokens."""
 
     @abstractmethod
     def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
-        """The caches of the first pass; ``target`` is what the target's pass has built, where that is of use."""
+        """The caches of the first pass; ``target`` is what the target's pass has built, if it can be reused."""
 
     @abstractmethod
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
@@ -111,43 +105,45 @@ class AutoRegressiveSpeculator(ABC):
     def _next(
         self, idx: int, num_drafts: int, input_ids: Tensor, left: Tensor | None, context: AttentionContext
     ) -> Tensor:
-        """A later pass, to find draft ``idx`` of so many: [padded_reqs, hidden].
+        """A later pass, for draft ``idx`` of the total: [padded_reqs, hidden].
 
-        What the one before has left, as drafts were drawn from it, comes along; None where that was the first pass.
+        The hidden state of the pass before comes along; None if that was the first pass.
         """
 
     @abstractmethod
     def _logits(self, idx: int, hidden: Tensor) -> Tensor:
-        """Of draft ``idx``: [n, hidden] -> [n, columns]."""
+        """Logits of draft ``idx``: [n, hidden] -> [n, columns]."""
 
-    def _chosen(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
-        """What a pass has left, as it is drawn from: all of it, or of a first pass these tokens.
+    def _select(self, hidden: Tensor, indices: Tensor | None = None) -> Tensor:
+        """The hidden states that drafts are sampled from: all of a pass, or of a first pass those at ``indices``.
 
-        A method that wants to see the latter again must keep it: the later passes may be another graph.
+        A method that needs the latter again must keep it: the later passes may be another graph.
         """
-        return hidden if places is None else hidden.index_select(0, places)
+        return hidden if indices is None else hidden.index_select(0, indices)
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         return {}
 
     @property
     def _target_ids(self) -> Tensor | None:
-        """Tokens of the columns that drafts are drawn from; None where they are the first so many."""
+        """The target's tokens of the columns that drafts are sampled from; None if they are the first ones."""
         return None
 
-    # --- what is the same for all -----------------------------------------------------------------
+    # --- common to all methods --------------------------------------------------------------------
 
     def _find_gaps(self, batch: DraftBatch) -> None:
-        """Where the step before made no drafts, its tokens have no keys here: attention begins behind them.
+        """After a step without drafts, its tokens have no keys here: attention begins after them.
 
-        Unless the pass goes over them now.
+        Unless this pass processes them.
         """
-        # A pass in the target's shape has the target's padding, whatever that of the drafts is.
-        rows, num_reqs = self._rows, max(batch.padded_reqs, batch.step.attention.seq_lens.shape[0])
-        mark_gaps(
-            *(batch.all_rows[:num_reqs], rows.num_computed, rows.ran, self.shares_states, batch.num_caught_up),
-            *(rows.draft_start, rows.draft_end, self._seq_starts[:num_reqs], self._first_slots[:num_reqs]),
-        )
+        # A pass in the target's shape has the target's padding, whatever the drafts' padding is.
+        num_reqs = max(batch.padded_reqs, batch.step.attention.seq_lens.shape[0])
+        slots = (self._seq_starts[:num_reqs], self._first_slots[:num_reqs])
+        mark_gaps(batch.all_rows[:num_reqs], self._rows, self.shares_states, batch.num_caught_up, *slots)
+
+    def _tokens(self, num_tokens: int) -> TokenInputs:
+        buffers = (self._input_ids, self._positions, self._slot_mapping)
+        return TokenInputs(*(buffer[:num_tokens] for buffer in buffers))
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         tokens = (self._input_ids, self._positions, self._slot_mapping)
@@ -170,41 +166,43 @@ class AutoRegressiveSpeculator(ABC):
         return self.propose(batch, noise) if self._graphs is None else self._graphs.run(batch, noise)
 
     def choose_first(self, batch: DraftBatch, hidden: Tensor, noise: bool) -> None:
-        self._choose(batch, 0, self._chosen(hidden, self._last_indices[: batch.padded_reqs]), noise)
+        self._choose(batch, 0, self._select(hidden, self._last_indices[: batch.padded_reqs]), noise)
 
     def finish(self, batch: DraftBatch, noise: bool) -> Tensor:
-        """All drafts but the first, a pass each."""
+        """All drafts but the first, one pass each."""
         num_reqs = batch.padded_reqs
         drafts = self._draft_ids[:num_reqs, : batch.num_drafts]
         starts = np.arange(batch.num_reqs + 1, dtype=np.int32)
-        rows, left = self._rows, None
+        inputs = NextPassInputs(
+            tokens=self._tokens(num_reqs),
+            query_lens=self._query_lens[:num_reqs],
+            seq_lens=self._seq_lens[:num_reqs],
+            draft_positions=self._draft_positions[:num_reqs],
+        )
+        left = None
         for idx in range(1, batch.num_drafts):
-            prepare_next_pass(
-                *(drafts[:, idx - 1], idx, batch.rows, rows.page_table, rows.num_computed, rows.num_tokens),
-                *(rows.max_drafts, rows.max_total, rows.status, self._page_size, self.slots_before),
-                *(self._input_ids[:num_reqs], self._positions[:num_reqs], self._slot_mapping[:num_reqs]),
-                *(self._query_lens[:num_reqs], self._seq_lens[:num_reqs], self._draft_positions[:num_reqs]),
-            )
-            # The bound moves on with the device's lengths.
+            last_draft = drafts[:, idx - 1]
+            prepare_next_pass(self._rows, batch.rows, idx, last_draft, self._page_size, self.slots_before, inputs)
+            # The host's bound advances with the device's lengths.
             bounds = np.minimum(batch.seq_lens_bound + idx, self._max_len)
             context = self._context(batch, num_reqs, self._one_each[: num_reqs + 1], starts, 1, bounds)
-            left = self._chosen(self._next(idx, batch.num_drafts, self._input_ids[:num_reqs], left, context))
+            left = self._select(self._next(idx, batch.num_drafts, inputs.tokens.input_ids, left, context))
             self._choose(batch, idx, left, noise)
         return drafts
 
     def _choose(self, batch: DraftBatch, idx: int, hidden: Tensor, noise: bool) -> None:
-        """Draw one draft a request: at its temperature, without the parameters that the target looks after."""
+        """Sample one draft per request at its temperature; other sampling parameters are applied by the target."""
         rows, num_reqs = self._rows, batch.padded_reqs
         logits = self._logits(idx, hidden)
-        own = (rows.temperature, rows.seeds, self._draft_positions[:num_reqs], rows.choice)
+        keys = DrawKeys(rows.temperature, rows.seeds, self._draft_positions[:num_reqs], rows.choice)
         kept = None if self.draft_logits is None else self.draft_logits[:, idx]
-        to = (self._draft_ids[:num_reqs, idx], kept)
-        draw_drafts(logits, batch.rows, *own, noise, self._purpose, self._target_ids, *to)
+        drawn = DrawnDrafts(self._draft_ids[:num_reqs, idx], kept)
+        draw_drafts(logits, batch.rows, keys, noise, self._purpose, self._target_ids, drawn)
 
     def _context(
         self, batch: DraftBatch, num_tokens: int, starts: Tensor, starts_cpu: Int32s, query_len: int, bounds: Int32s
     ) -> AttentionContext:
-        """The attention of a pass over the drafter's own inputs."""
+        """The attention context of a pass over the drafter's own inputs."""
         num_reqs, slot_mapping = batch.padded_reqs, self._slot_mapping[:num_tokens]
         common = CommonAttentionMetadata(
             num_reqs=batch.num_reqs,

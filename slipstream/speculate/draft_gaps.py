@@ -1,7 +1,7 @@
-"""Gaps in a drafter's cache: tokens that it was not shown, because nobody wanted drafts behind them.
+"""Gaps in a drafter's cache: tokens that it missed, because no drafts were proposed after them.
 
-What lies in a row's slots there is of others, or of nobody. The drafter's attention begins behind the last gap. One
-that needs no more than tokens goes over those it has missed, as far as its pass has room, and closes the gap.
+The slots there hold keys of other requests, or none. The drafter's attention begins after the last gap. A drafter that
+needs only tokens processes those it has missed, as far as its pass has room, and closes the gap.
 """
 
 from __future__ import annotations
@@ -9,40 +9,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
+from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 
 
-@operation(writes_only, writes=("draft_start", "draft_end", "seq_starts", "first_slots"))
+@operation(writes=("rows.draft_start", "rows.draft_end", "seq_starts", "first_slots"))
 def mark_gaps(
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
-    num_computed: Tensor,  # [num_rows] int32: after the step
-    ran: Tensor,  # [num_rows] int32: 1 + where the step began; 0: it did not run
-    goes_over_all: bool,  # the drafter's pass goes over all of the step's tokens, and not only over the last of them
-    num_caught_up: int,  # where it does not: so many tokens before the last have room in it
-    # written:
-    draft_start: Tensor,  # [num_rows] int32: from where on the row has the drafter's keys
-    draft_end: Tensor,  # [num_rows] int32: up to where the last step that drafted has brought them
-    seq_starts: Tensor,  # [padded_reqs] int32: draft_start of the batch
-    first_slots: Tensor,  # [padded_reqs] int32: where a pass begins that is to close a gap; -1: where the step did
+    rows: RowState,  # after the step; written in part
+    goes_over_all: bool,  # whether the drafter's pass processes all of the step's tokens, or only the last of them
+    num_caught_up: int,  # if only the last: the pass has room for this many tokens before it
+    seq_starts: Tensor,  # written: [padded_reqs] int32: draft_start of the batch
+    first_slots: Tensor,  # written: [padded_reqs] int32: first slot of a pass that closes a gap; -1: the step's own
 ) -> None:
-    """A step that begins where the last one that drafted ended leaves no gap."""
+    """A step that begins where the last drafting step ended leaves no gap."""
     if runs_triton(batch_rows):
         _gaps_kernel[(batch_rows.shape[0],)](
-            *(batch_rows, num_computed, ran, draft_start, draft_end, seq_starts, first_slots, num_caught_up),
+            batch_rows,
+            rows.num_computed,
+            rows.step_start,
+            rows.draft_start,
+            rows.draft_end,
+            seq_starts,
+            first_slots,
+            num_caught_up,
             ALL=goes_over_all,
             num_warps=1,
             **early_start(batch_rows),
         )
         return
-    rows, first = batch_rows.long(), ran[batch_rows.long()] - 1
-    computed, end, runs = num_computed[rows], draft_end[rows], first >= 0
+    own = batch_rows.long()
+    first = rows.step_start[own] - 1
+    computed, end, runs = rows.num_computed[own], rows.draft_end[own], first >= 0
     gap = runs & (first > end)
     if not goes_over_all:
         first = torch.maximum(end, computed - 1 - num_caught_up)
-    starts = torch.where(gap & (first > end), first, draft_start[rows])
-    draft_start[rows] = starts
-    draft_end[rows] = torch.where(runs, computed, end)
+    starts = torch.where(gap & (first > end), first, rows.draft_start[own])
+    rows.draft_start[own] = starts
+    rows.draft_end[own] = torch.where(runs, computed, end)
     seq_starts.copy_(starts)
     first_slots.copy_(torch.where(gap, first, -1))
 
@@ -51,7 +56,7 @@ def mark_gaps(
 def _gaps_kernel(
     batch_rows,
     num_computed,
-    ran,
+    step_start,
     draft_start,
     draft_end,
     seq_starts,
@@ -60,12 +65,12 @@ def _gaps_kernel(
     ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program a request. Padding shares the scratch row, which does not run, so nobody writes to it."""
+    """One program per request. Padding shares the scratch row, which does not run and is not written."""
     wait_for_last(EARLY)
     let_next_start(EARLY)
     i = tl.program_id(0)
     row = tl.load(batch_rows + i).to(tl.int64)
-    first = tl.load(ran + row) - 1
+    first = tl.load(step_start + row) - 1
     computed, start, end = tl.load(num_computed + row), tl.load(draft_start + row), tl.load(draft_end + row)
     runs = first >= 0
     gap = runs & (first > end)

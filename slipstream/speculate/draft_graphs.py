@@ -1,7 +1,7 @@
-"""Graphs of a draft model's passes, for steps whose own graph does not hold them.
+"""Graphs of a draft model's passes, for steps whose own graph does not contain them.
 
-The first pass may run in any mode that the target may. The others are decodes: in one full graph, which holds all of
-them, or launched, never in pieces. All share the memory of the target's graphs, for they never run at the same time.
+The first pass may run in any mode of the target. The others are decodes: in one full graph, which contains all of them,
+or launched, never piecewise. All share the memory of the target's graphs, since they never run at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.speculate.speculator import DraftBatch, GraphSetting, TargetAtte
 
 
 class FirstSize(NamedTuple):
-    """Tokens of a first pass, and those of each request where all have the same."""
+    """Tokens of a first pass, and those of each request if they are equal."""
 
     num_tokens: int
     query_len: int | None
@@ -32,7 +32,7 @@ class FirstSize(NamedTuple):
 class DraftPasses(Protocol):
     """The launches of a drafter, in this order."""
 
-    shares_states: bool  # the first pass goes over the target's tokens
+    shares_states: bool  # the first pass processes the target's tokens
     caches: CacheGroups
 
     def first_size(self, batch: DraftBatch) -> FirstSize: ...
@@ -74,7 +74,11 @@ class DraftGraphs:
             return None if is_adaptive and size & (size - 1) else 1
 
         return CudaGraphManager(
-            *(setting.device, mode, setting.sizes, setting.max_num_reqs, kinds),
+            setting.device,
+            mode,
+            setting.sizes,
+            setting.max_num_reqs,
+            kinds,
             pool=setting.pool,
             order=order,
             memory=setting.memory,
@@ -84,7 +88,7 @@ class DraftGraphs:
         passes, num_reqs = self._passes, batch.num_reqs
         desc = self._find_first(batch)
         rest = self.rest.dispatch(num_reqs, num_reqs, 1, "full", batch.num_drafts)
-        # What the later passes read of a request, padding included, the first one has to write.
+        # The first pass writes everything that later passes read of a request, padding included.
         fits = desc.mode is CUDAGraphMode.NONE or rest.num_reqs <= desc.num_reqs
         padded = batch.pad(max(desc.num_reqs, rest.num_reqs) if fits else desc.num_reqs, desc.num_tokens)
         if desc.mode is CUDAGraphMode.FULL:
@@ -100,7 +104,7 @@ class DraftGraphs:
         return passes.finish(batch.pad(num_reqs, batch.num_tokens), noise)
 
     def follow(self, batch: DraftBatch) -> bool:
-        """By the first pass, if it is recorded: more than is asked for, in one launch. Its draft is not placed."""
+        """By the captured first pass, if there is one: more than necessary, in one launch. Its draft is not placed."""
         desc = self._find_first(batch)
         if desc.mode is not CUDAGraphMode.FULL:
             return False
@@ -111,8 +115,8 @@ class DraftGraphs:
         num_reqs, size, target = batch.num_reqs, self._passes.first_size(batch), batch.step.graph
         if not self._passes.shares_states and not batch.num_caught_up:
             return self.first.dispatch(num_reqs, *size)
-        # A pass over the target's tokens reads what the target's own graph has written, up to its padded size, and the
-        # attention state it has left. A larger one, where that size is not recorded yet, would read older steps'.
+        # A pass over the target's tokens reads what the target's own graph has written, up to its padded size, and its
+        # attention state. A larger graph, if that size is not captured yet, would read values of older steps.
         own = None if target is None or batch.num_caught_up else replace(target, tier="full", num_drafts=0)
         if own is not None and own in self.first.states:
             return own
@@ -125,8 +129,8 @@ class DraftGraphs:
 
     def _create_first(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         passes, batch = self._passes, self._passes.static_batch(desc, self._setting)
-        # A pass over the target's tokens takes its attention state from the target's recording, that of the warm-up
-        # for the warm-up: one that initialises itself when first run must do so in the recording as well.
+        # A pass over the target's tokens takes its attention state from the target's capture, and the warm-up from its
+        # warm-up: lazily initialised state must be initialised in the capture as well.
         is_shared = passes.shares_states and passes.caches.can_share(self._setting.caches)
         pair = self._setting.states(desc) if is_shared else None
         state = AttentionState(batch) if pair is None else pair.warmup if warmup else pair.captured
@@ -151,15 +155,13 @@ class DraftGraphs:
         return Forward(run, state)
 
     def _clear(self) -> None:
-        """Before a warm-up, which really runs: it must not go over what the last step has left, nor write there."""
+        """Before a warm-up, which really runs: it must not read the last step's values, nor write to its slots."""
         for buffer in self._passes.step_buffers():
             buffer.zero_()
 
     def _create_rest(self, desc: BatchExecutionDescriptor, *, warmup: bool) -> Forward:
         setting, passes = self._setting, self._passes
-        batch = setting.batch.static(
-            *(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len, desc.num_drafts)
-        )
+        batch = setting.batch.static(desc.num_reqs, desc.num_tokens, desc.query_len, setting.max_len, desc.num_drafts)
 
         def run() -> None:
             if warmup:

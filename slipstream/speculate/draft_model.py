@@ -1,12 +1,12 @@
-"""A smaller model with the same vocabulary drafts, token after token.
+"""A smaller model with the same vocabulary drafts, token by token.
 
-It takes nothing from the target but the tokens. Its keys and values lie in tensors of its own under the target's page
-ids, so pages that are shared, found again or given back are so for both. After every step it goes over what the target
-computed, unshifted, with the new token, which gives the first draft; each further draft is a pass over the one before.
+Its only input from the target is the tokens. Its keys and values are in its own tensors under the target's page ids, so
+sharing, caching and releasing pages applies to both. After every step it processes what the target computed, unshifted,
+with the new token, which gives the first draft; each further draft is a pass over the one before.
 
-The token that the target has just drawn is not among those it computed, hence one slot more a request in the first
-pass. Under ``match`` drafts are drawn with the target's noise, for then equal distributions draw equal tokens; under
-``rejection`` with noise of their own, as speculative sampling demands.
+The token that the target has just sampled is not among those it computed, hence one more slot per request in the first
+pass. With ``match`` drafts are sampled with the target's noise, since equal distributions then sample equal tokens;
+with ``rejection`` with their own noise, as speculative sampling requires.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from slipstream.attention.groups import CacheGroups
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
+from slipstream.kernels.request_rows import RowState
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
-from slipstream.speculate.draft_inputs import prepare_first_pass
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, TargetAttention
+from slipstream.speculate.draft_inputs import FirstPassInputs, prepare_first_pass
+from slipstream.speculate.speculator import DraftBatch, GraphSetting, TargetAttention
 
-# Tokens in the first pass of a request that decodes: the one before the new token, and the new one.
+# Tokens of a decoding request in the first pass: the one before the new token, and the new one.
 _FIRST_QUERY_LEN = 2
 
 
@@ -38,11 +39,9 @@ class Model(Protocol):
 
 
 class DraftModelSpeculator(AutoRegressiveSpeculator):
-    """It needs no more than tokens. Those it has missed it goes over when it is asked again: nothing to follow."""
+    """It needs only tokens. Those it has missed it processes in its next pass: it has no follower."""
 
-    def __init__(
-        self, config: EngineConfig, device: Device, model: Model, caches: CacheGroups, rows: DraftRows
-    ) -> None:
+    def __init__(self, config: EngineConfig, device: Device, model: Model, caches: CacheGroups, rows: RowState) -> None:
         super().__init__(config, device, caches, rows)
         assert config.draft_model is not None
         self._model = model
@@ -51,7 +50,7 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
 
     def _num_columns(self, config: EngineConfig) -> int:
         assert config.draft_model is not None
-        return min(config.model.vocab_size, config.draft_model.vocab_size)  # tokens that both know
+        return min(config.model.vocab_size, config.draft_model.vocab_size)  # tokens that both have
 
     def first_size(self, batch: DraftBatch) -> FirstSize:
         return FirstSize(int(batch.start_loc_cpu[-1]), batch.query_len)
@@ -64,16 +63,26 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
 
     def first_ids(self, batch: DraftBatch) -> Tensor:
         self._find_gaps(batch)
-        rows, n, num_reqs = self._rows, batch.num_tokens, batch.padded_reqs
-        prepare_first_pass(
-            *(batch.rows, batch.start_loc, rows.token_ids, rows.page_table, rows.num_computed, rows.num_tokens),
-            *(rows.max_drafts, rows.ran, self._first_slots[:num_reqs], batch.num_caught_up),
-            *(self._page_size, self._draft_vocab_size),
-            *(self._input_ids[:n], self._positions[:n], self._slot_mapping[:n]),
-            *(self._query_lens[:num_reqs], self._seq_lens[:num_reqs], self._last_indices[:num_reqs]),
-            *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),
+        num_reqs = batch.padded_reqs
+        inputs = FirstPassInputs(
+            tokens=self._tokens(batch.num_tokens),
+            query_lens=self._query_lens[:num_reqs],
+            seq_lens=self._seq_lens[:num_reqs],
+            draft_positions=self._draft_positions[:num_reqs],
+            last_indices=self._last_indices[:num_reqs],
+            block_table=self._block_table[:num_reqs],
         )
-        return self._input_ids[:n]
+        prepare_first_pass(
+            self._rows,
+            batch.rows,
+            batch.start_loc,
+            self._first_slots[:num_reqs],
+            batch.num_caught_up,
+            self._page_size,
+            self._draft_vocab_size,
+            inputs,
+        )
+        return inputs.tokens.input_ids
 
     def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
         starts, bounds = batch.start_loc_cpu, np.minimum(batch.seq_lens_bound, self._max_len)

@@ -1,17 +1,18 @@
-"""Notes of steps that a head makes no drafts behind: what it would have been shown, for many steps at once.
+"""Notes of steps after which a head proposes nothing: the inputs it would have processed, for many steps at once.
 
-A head that keeps up with every step reads its weights in every step. With notes it reads them once in a while: when the
-notes are full, or a step is to come that wants the head's keys.
+A head that processes every step reads its weights in every step. With notes it reads them once in a while: when the
+notes are full, or before the next step that reads the head's keys.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
+from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -23,82 +24,100 @@ from slipstream.kernels.triton_jit import (
 )
 from slipstream.speculate.methods.heads import NUM_NOTED_STEPS
 
-if TYPE_CHECKING:
-    from slipstream.speculate.speculator import DraftRows
-
 
 class DraftNotes:
-    """A place on the device for each of so many steps and each request, and those of padding."""
+    """Memory for a number of steps of each request, and for those of padding."""
 
-    def __init__(self, max_reqs: int, width: int, dtype: torch.dtype, place: torch.device) -> None:
-        # A step too many, which nobody takes, would go behind the end.
+    def __init__(self, max_reqs: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        # One more step, which is never read, is written after the last.
         size = (NUM_NOTED_STEPS + 1) * max_reqs
-        self._first = torch.full((max_reqs,), -1, dtype=torch.int32, device=place)
-        self.input_ids = torch.zeros(size, dtype=torch.int32, device=place)
-        self.positions = torch.zeros(size, dtype=torch.int64, device=place)
-        self.slots = torch.full((size,), -1, dtype=torch.int64, device=place)
-        self.features = torch.zeros(size, width, dtype=dtype, device=place)
+        self._first = torch.full((max_reqs,), -1, dtype=torch.int32, device=device)
+        self.input_ids = torch.zeros(size, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.slots = torch.full((size,), -1, dtype=torch.int64, device=device)
+        self.features = torch.zeros(size, width, dtype=dtype, device=device)
 
     def clear(self) -> None:
         self._first.fill_(-1)
         self.slots.fill_(-1)
 
-    def add(self, batch_rows: Tensor, rows: DraftRows, positions: Tensor, slots: Tensor, features: Tensor) -> None:
-        write_notes(
-            *(batch_rows, rows.token_ids, rows.num_computed, rows.num_tokens, rows.ran, positions, slots, features),
-            *(NUM_NOTED_STEPS, self._first[: len(batch_rows)], rows.draft_start, rows.draft_end),
-            *(self.input_ids, self.positions, self.slots, self.features),
-        )
+    def add(self, batch_rows: Tensor, rows: RowState, step: NotedStep) -> None:
+        notes = Notes(self._first[: len(batch_rows)], self.input_ids, self.positions, self.slots, self.features)
+        write_notes(batch_rows, rows, step, NUM_NOTED_STEPS, notes)
 
 
-@operation(
-    writes_only,
-    writes=("first", "draft_start", "draft_end", "noted_ids", "noted_positions", "noted_slots", "noted_features"),
-)
+class NotedStep(NamedTuple):
+    """A step's tokens, one per request."""
+
+    positions: Tensor  # [n] int64
+    slots: Tensor  # [n] int64; -1 for padding
+    features: Tensor  # [n, width]
+
+
+class Notes(NamedTuple):
+    """Notes of several steps: [step, n], one step after another."""
+
+    first: Tensor  # [n] int32: the position of a request's first note; -1: it has none
+    noted_ids: Tensor  # the token after the step's
+    noted_positions: Tensor
+    noted_slots: Tensor
+    noted_features: Tensor
+
+
+@operation(writes=("rows.draft_start", "rows.draft_end", "notes"))
 def write_notes(
     batch_rows: Tensor,  # [n] int32; padding names the scratch row, which never runs
-    token_ids: Tensor,  # [num_rows, max_len] int32
-    num_computed: Tensor,  # [num_rows] int32: after the step
-    num_tokens: Tensor,  # [num_rows] int32
-    ran: Tensor,  # [num_rows] int32: 1 + where the step began; 0: it did not run
-    positions: Tensor,  # [n] int64: of the step, one token a request
-    slots: Tensor,  # [n] int64; -1 for tokens that do not exist
-    features: Tensor,  # [n, width]
+    rows: RowState,  # after the step; written: up to where they have the drafter's keys, or notes
+    step: NotedStep,
     most: int,  # steps
-    # written; of notes, [step, n] one behind the other:
-    first: Tensor,  # [n] int32: the position of a request's first note; -1: it has none
-    draft_start: Tensor,  # [num_rows] int32: from where on the row has the drafter's keys, or notes
-    draft_end: Tensor,  # [num_rows] int32: up to where
-    noted_ids: Tensor,  # the token behind the step's
-    noted_positions: Tensor,
-    noted_slots: Tensor,
-    noted_features: Tensor,
+    notes: Notes,  # written
 ) -> None:
-    """From one step to the next a request moves on by one: its position says which note this is."""
-    n, width = features.shape
-    if runs_triton(features):
-        assert features.is_contiguous() and noted_features.is_contiguous()
-        block = min(4096, next_power_of_2(width))
-        _notes_kernel[(n, -(-width // block))](
-            *(batch_rows, token_ids, num_computed, num_tokens, ran, positions, slots, features, most),
-            *(first, draft_start, draft_end, noted_ids, noted_positions, noted_slots, noted_features),
-            *(n, token_ids.stride(0), width),
-            BLOCK=block,
-            num_warps=max(1, block // 512),
-            **early_start(features),
-        )
+    """From one step to the next a request advances by one: its position gives the index of the note."""
+    n = step.features.shape[0]
+    if runs_triton(step.features):
+        _launch(batch_rows, rows, step, most, notes)
         return
-    rows = batch_rows.long()
-    begun, runs = ran[rows] - 1, ran[rows] > 0
-    draft_start[rows] = torch.where(runs & (begun > draft_end[rows]), begun, draft_start[rows])
-    draft_end[rows] = torch.where(runs, num_computed[rows], draft_end[rows])
+    own, (positions, slots, features) = batch_rows.long(), step
+    begun, runs = rows.step_start[own] - 1, rows.step_start[own] > 0
+    rows.draft_start[own] = torch.where(runs & (begun > rows.draft_end[own]), begun, rows.draft_start[own])
+    rows.draft_end[own] = torch.where(runs, rows.num_computed[own], rows.draft_end[own])
     noted = slots >= 0
-    first.copy_(torch.where(noted & (first < 0), positions.int(), first))
-    places = ((positions - first).clamp(0, most) * n + torch.arange(n))[noted]
-    is_known = runs & (positions + 1 < num_tokens[rows])
-    behind = torch.where(is_known, token_ids[rows, torch.where(is_known, positions + 1, 0)], 0)
-    noted_ids[places], noted_positions[places] = behind[noted], positions[noted]
-    noted_slots[places], noted_features[places] = slots[noted], features[noted]
+    notes.first.copy_(torch.where(noted & (notes.first < 0), positions.int(), notes.first))
+    indices = ((positions - notes.first).clamp(0, most) * n + torch.arange(n))[noted]
+    is_known = runs & (positions + 1 < rows.num_tokens[own])
+    next_ids = torch.where(is_known, rows.token_ids[own, torch.where(is_known, positions + 1, 0)], 0)
+    notes.noted_ids[indices], notes.noted_positions[indices] = next_ids[noted], positions[noted]
+    notes.noted_slots[indices], notes.noted_features[indices] = slots[noted], features[noted]
+
+
+def _launch(batch_rows: Tensor, rows: RowState, step: NotedStep, most: int, notes: Notes) -> None:
+    n, width = step.features.shape
+    assert step.features.is_contiguous() and notes.noted_features.is_contiguous()
+    block = min(4096, next_power_of_2(width))
+    _notes_kernel[(n, -(-width // block))](
+        batch_rows,
+        rows.token_ids,
+        rows.num_computed,
+        rows.num_tokens,
+        rows.step_start,
+        step.positions,
+        step.slots,
+        step.features,
+        most,
+        notes.first,
+        rows.draft_start,
+        rows.draft_end,
+        notes.noted_ids,
+        notes.noted_positions,
+        notes.noted_slots,
+        notes.noted_features,
+        n,
+        rows.token_ids.stride(0),
+        width,
+        BLOCK=block,
+        num_warps=max(1, block // 512),
+        **early_start(step.features),
+    )
 
 
 @jit
@@ -107,7 +126,7 @@ def _notes_kernel(
     token_ids,
     num_computed,
     num_tokens,
-    ran,
+    step_start,
     positions,
     slots,
     features,
@@ -131,21 +150,21 @@ def _notes_kernel(
     row = tl.load(batch_rows + i).to(tl.int64)
     position, slot, begin = tl.load(positions + i), tl.load(slots + i), tl.load(first + i)
     is_noted = slot >= 0
-    # Whether another program has written the first position already or not: the place is the first.
+    # If another program has not yet written the first position, this is the first note.
     step = tl.where(begin < 0, 0, tl.minimum(tl.maximum(position - begin, 0), most))
-    place = step * n + i
+    idx = step * n + i
     if part == 0:
-        begun = tl.load(ran + row) - 1
+        begun = tl.load(step_start + row) - 1
         runs = begun >= 0
         computed, end = tl.load(num_computed + row), tl.load(draft_end + row)
         tl.store(draft_start + row, begun, mask=runs & (begun > end))
         tl.store(draft_end + row, computed, mask=runs)
         tl.store(first + i, position.to(tl.int32), mask=is_noted & (begin < 0))
         is_known = runs & (position + 1 < tl.load(num_tokens + row))
-        behind = tl.load(token_ids + row * max_len + position + 1, mask=is_known, other=0)
-        tl.store(noted_ids + place, behind, mask=is_noted)
-        tl.store(noted_positions + place, position, mask=is_noted)
-        tl.store(noted_slots + place, slot, mask=is_noted)
+        next_id = tl.load(token_ids + row * max_len + position + 1, mask=is_known, other=0)
+        tl.store(noted_ids + idx, next_id, mask=is_noted)
+        tl.store(noted_positions + idx, position, mask=is_noted)
+        tl.store(noted_slots + idx, slot, mask=is_noted)
     column = part * BLOCK + tl.arange(0, BLOCK)
     exists = is_noted & (column < width)
-    tl.store(noted_features + place * width + column, tl.load(features + i * width + column, mask=exists), mask=exists)
+    tl.store(noted_features + idx * width + column, tl.load(features + i * width + column, mask=exists), mask=exists)

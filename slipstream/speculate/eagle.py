@@ -1,13 +1,13 @@
 """EAGLE, EAGLE-3 and MTP: a small head drafts from the target's own hidden states.
 
 At slot p the head takes the token at p + 1 and the target's hidden state at p: after the final norm, or the residual
-stream behind a few layers, tapped while the target runs. So its first pass goes over the target's tokens, moved on by
-one, in the target's shape, rejected drafts included; what it leaves behind those is overwritten when their places are
-computed again. For the drafts after the first there is no hidden state of the target: the head's own takes its place.
+stream after some layers, tapped while the target runs. So its first pass processes the target's tokens, shifted by one,
+in the target's shape, rejected drafts included; its keys after those are overwritten when the positions are computed
+again. Drafts after the first have no hidden state of the target: the head's own replaces it.
 
-A head may be made of modules, one for each draft, with keys of their own. Module m at slot p takes the token at p + 1
-and what module m - 1 has made at p - 1, so the first pass goes through all of them, and what each makes is kept beside
-the keys: the next step goes on from there.
+A head may have several modules, one per draft, each with its own keys. Module m at slot p takes the token at p + 1 and
+the output of module m - 1 at p - 1, so the first pass runs all of them, and their outputs are kept beside the keys for
+the next step.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.kernels.draft_states import keep_states
+from slipstream.kernels.request_rows import RowState
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
-from slipstream.speculate.draft_inputs import find_slots_before, prepare_shifted_pass
-from slipstream.speculate.draft_notes import DraftNotes
+from slipstream.speculate.draft_inputs import ShiftedPassInputs, find_slots_before, prepare_shifted_pass
+from slipstream.speculate.draft_notes import DraftNotes, NotedStep
 from slipstream.speculate.head_follower import HeadFollower
-from slipstream.speculate.speculator import DraftBatch, DraftRows, GraphSetting, TargetAttention
+from slipstream.speculate.speculator import DraftBatch, GraphSetting, TargetAttention
 
 
 class Head(Protocol):
-    """What the drafter asks of a head; those that exist are in ``models``."""
+    """The drafter's interface to a head; implementations are in ``models``."""
 
     config: ModelConfig  # of its own layers; the vocabulary is that of the drafts
-    taps: tuple[int, ...]  # after how many layers it looks at the target; empty: behind the final norm
-    target_ids: Tensor | None  # [vocab] int32: the target's tokens of its own; None: the same
+    taps: tuple[int, ...]  # numbers of target layers before each tap; empty: after the final norm
+    target_ids: Tensor | None  # [vocab] int32: the target's id of each token; None: the same
 
     def combine(self, features: Tensor) -> Tensor: ...
 
     def forward(self, module_idx: int, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor: ...
 
     @property
-    def keeps_keys_alone(self) -> bool: ...  # of a token; otherwise what it keeps of one depends on those before
+    def keeps_keys_alone(self) -> bool: ...  # whether keys of a token depend on that token alone
 
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None: ...
 
@@ -58,32 +59,32 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     slots_before: ClassVar[int] = 1
     shares_states = True
 
-    def __init__(self, config: EngineConfig, device: Device, head: Head, caches: CacheGroups, rows: DraftRows) -> None:
+    def __init__(self, config: EngineConfig, device: Device, head: Head, caches: CacheGroups, rows: RowState) -> None:
         super().__init__(config, device, caches, rows)
         self._head = head
-        place, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
+        device_, limits, size = device.torch_device, config.scheduler, config.model.hidden_size
         layers = head.taps or (NORMED,)
         width = len(layers) * size
-        self._features = torch.zeros(limits.max_num_batched_tokens, width, dtype=self._dtype, device=place)
+        self._features = torch.zeros(limits.max_num_batched_tokens, width, dtype=self._dtype, device=device_)
         self._parts = dict(zip(layers, torch.split(self._features, size, dim=1), strict=True))
         if head.target_ids is not None:
-            columns = torch.arange(len(head.target_ids), dtype=torch.int32, device=place)
-            self.draft_columns = torch.full((config.model.vocab_size,), -1, dtype=torch.int32, device=place)
+            columns = torch.arange(len(head.target_ids), dtype=torch.int32, device=device_)
+            self.draft_columns = torch.full((config.model.vocab_size,), -1, dtype=torch.int32, device=device_)
             self.draft_columns.index_copy_(0, head.target_ids.long(), columns)
-        # More modules than drafts are of no use.
+        # Modules beyond the draft length are not used.
         self._num_modules, self._size = config.num_draft_modules, head.config.hidden_size
         hidden_shape = (self._num_modules, limits.max_num_seqs, self._size)
-        self._hidden = torch.zeros(hidden_shape, dtype=self._dtype, device=place)
-        # What all modules but the last have made of each token, where its keys are.
+        self._hidden = torch.zeros(hidden_shape, dtype=self._dtype, device=device_)
+        # The outputs of all modules but the last for each token, under the pages of its keys.
         kept, sizes = TokenStates(self._size), CacheSizes.from_config(config)
-        self._kept = [allocate(kept, sizes, place)[0].flatten(0, 1) for _ in range(self._num_modules - 1)]
+        self._kept = [allocate(kept, sizes, device_)[0].flatten(0, 1) for _ in range(self._num_modules - 1)]
         is_recorded = CUDAGraphMode(config.cudagraph_mode).decode_mode() is CUDAGraphMode.FULL
         self.notes: DraftNotes | None = None
         if config.scheduler.needs.follows:
             self.follower = HeadFollower(self)
             if is_recorded and self._num_modules == 1 and head.keeps_keys_alone:
-                self.notes = DraftNotes(limits.max_num_seqs, width, self._dtype, place)
-        self._slots_before = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64, device=place)
+                self.notes = DraftNotes(limits.max_num_seqs, width, self._dtype, device_)
+        self._slots_before = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64, device=device_)
 
     def _num_columns(self, config: EngineConfig) -> int:
         assert config.draft_model is not None
@@ -110,20 +111,19 @@ class EagleSpeculator(AutoRegressiveSpeculator):
 
     def first_ids(self, batch: DraftBatch) -> Tensor:
         self._find_gaps(batch)
-        rows, step, num_reqs = self._rows, batch.step, batch.padded_reqs
-        ids = self._input_ids[: step.positions.shape[0]]
-        prepare_shifted_pass(
-            *(batch.rows, step.all_query_start_loc[: num_reqs + 1], step.positions, rows.token_ids, rows.page_table),
-            *(rows.num_computed, rows.num_tokens, rows.ran, ids, self._last_indices[:num_reqs]),
-            *(self._draft_positions[:num_reqs], self._block_table[:num_reqs]),
+        step, num_reqs, num_tokens = batch.step, batch.padded_reqs, batch.step.positions.shape[0]
+        starts, table = step.all_query_start_loc[: num_reqs + 1], self._block_table[:num_reqs]
+        inputs = ShiftedPassInputs(
+            input_ids=self._input_ids[:num_tokens],
+            last_indices=self._last_indices[:num_reqs],
+            draft_positions=self._draft_positions[:num_reqs],
+            block_table=table,
         )
+        prepare_shifted_pass(self._rows, batch.rows, starts, step.positions, inputs)
         if self._num_modules > 1:
-            starts, n = step.all_query_start_loc[: num_reqs + 1], step.positions.shape[0]
-            find_slots_before(
-                *(starts, step.positions, self._block_table[:num_reqs], self._seq_starts[:num_reqs], self._page_size),
-                self._slots_before[:n],
-            )
-        return ids
+            seq_starts, slots = self._seq_starts[:num_reqs], self._slots_before[:num_tokens]
+            find_slots_before(starts, step.positions, table, seq_starts, self._page_size, slots)
+        return inputs.input_ids
 
     def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
         step, starts = batch.step, self._seq_starts[: batch.step.attention.seq_lens.shape[0]]
@@ -137,7 +137,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         made = [head.forward(0, input_ids, head.combine(self._features[:num_tokens]), context)]
         for idx in range(1, self._num_modules):
             kept = self._kept[idx - 1]
-            # Who has no slot, which is -1, gets the last one, on the page that nobody reads.
+            # Tokens without a slot (-1) use the last one, on the page that is never read.
             kept.index_copy_(0, context.slot_mapping.remainder(kept.shape[0]), made[-1])
             before = kept.index_select(0, self._slots_before[:num_tokens])
             made.append(head.forward(idx, input_ids, before, context))
@@ -145,7 +145,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
 
     def follow(self, batch: DraftBatch) -> None:
         input_ids, context = self.first_ids(batch), self.first_context(batch)
-        if self._num_modules > 1:  # each takes what the one before has made
+        if self._num_modules > 1:  # each takes the output of the one before
             self.forward(input_ids, context)
         else:
             hidden = self._head.combine(self._features[: input_ids.shape[0]])
@@ -159,7 +159,7 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         step, num_reqs = batch.step, batch.padded_reqs
         assert step.positions.shape[0] == num_reqs
         features = self._features[:num_reqs]
-        self.notes.add(batch.rows, self._rows, step.positions, step.attention.slot_mapping, features)
+        self.notes.add(batch.rows, self._rows, NotedStep(step.positions, step.attention.slot_mapping, features))
 
     def follow_notes(self, padded_reqs: int, num_steps: int) -> None:
         assert self.notes is not None
@@ -171,19 +171,19 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         self, idx: int, num_drafts: int, input_ids: Tensor, left: Tensor | None, context: AttentionContext
     ) -> Tensor:
         made = list((self._hidden[:, : input_ids.shape[0]] if left is None else left).unbind())
-        before = [made[(idx - 1) % len(made)], *made[:-1]]  # the first goes on from whichever drafted last
-        # A module whose turn will not come again, or not at all, may leave its keys out.
+        before = [made[(idx - 1) % len(made)], *made[:-1]]  # the first continues from the module that drafted last
+        # A module that is not used again in this step need not write its keys.
         first = idx if num_drafts <= len(made) else 0
         for i in range(first, min(len(made), num_drafts)):
             made[i] = self._head.forward(i, input_ids, before[i], context)
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
-    def _chosen(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
+    def _select(self, hidden: Tensor, indices: Tensor | None = None) -> Tensor:
         """By module: [modules, n, size]."""
-        if places is None:
+        if indices is None:
             return hidden.view(-1, self._num_modules, self._size).transpose(0, 1)
-        kept = self._hidden[:, : places.shape[0]]
-        keep_states(hidden, places, kept)
+        kept = self._hidden[:, : indices.shape[0]]
+        keep_states(hidden, indices, kept)
         return kept
 
     def _logits(self, idx: int, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""How a head keeps up with steps after which it proposes nothing: at once, or later, by notes of several steps.
+"""How a head processes steps after which it proposes nothing: at once, or later, by notes of several steps.
 
-A head that goes over every step reads its weights in every step. In recorded steps it may take notes instead: what it
-would have been shown. It follows them when they are full, or before a step of another kind or another batch: pages may
-change hands between batches, so notes are of one.
+A head that processes every step reads its weights in every step. In captured steps it may take notes instead: the
+inputs that it would have processed. It follows them when they are full, or before a step of another kind or another
+batch: pages may be reassigned between batches, so notes belong to one batch.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from slipstream.speculate.speculator import DraftBatch
 class FollowingHead(Protocol):
     """The launches of a head that follows."""
 
-    notes: DraftNotes | None  # None where following cannot wait
+    notes: DraftNotes | None  # None if following cannot be deferred
 
     def follow(self, batch: DraftBatch) -> None:
-        """Go over the step's tokens."""
+        """Process the step's tokens."""
         ...
 
     def replay_first_pass(self, batch: DraftBatch) -> bool:
-        """The same by its recorded first pass; False where there is none."""
+        """The same by its captured first pass; False if there is none."""
         ...
 
     def note(self, batch: DraftBatch) -> None:
-        """In place of ``follow``, of a step in which every request has one token."""
+        """Replaces ``follow`` for a step in which every request has one token."""
         ...
 
     def follow_notes(self, padded_reqs: int, num_steps: int) -> None:
-        """Go over the noted steps of so many requests: so many or fewer, for notes that are not there have no slot."""
+        """Process the noted steps, at most this many of each request: missing notes have no slot."""
         ...
 
 
 @dataclass(slots=True)
 class _Noted:
-    """Steps that there are notes of."""
+    """The steps that were noted."""
 
     batch: object
     padded_reqs: int
@@ -54,7 +54,7 @@ class HeadFollower:
         self._noted: _Noted | None = None
 
     def leaves_notes(self, graph: BatchExecutionDescriptor) -> bool:
-        """Whether a step that proposes nothing leaves notes when it is recorded whole."""
+        """Whether a step that proposes nothing takes notes when it is captured whole."""
         return self._head.notes is not None and graph.query_len == 1
 
     def begin_step(self, batch: object, graph: BatchExecutionDescriptor | None) -> None:
@@ -73,7 +73,7 @@ class HeadFollower:
             self._head.follow(batch)
             return
         self._head.note(batch)
-        for power in range(NUM_NOTED_STEPS.bit_length() if warmup else 0):  # those kernels too are compiled
+        for power in range(NUM_NOTED_STEPS.bit_length() if warmup else 0):  # so that those kernels are compiled as well
             self._head.follow_notes(graph.num_reqs, 1 << power)
 
     def run(self, batch: DraftBatch) -> None:
@@ -81,7 +81,7 @@ class HeadFollower:
             self._head.follow(batch)
 
     def catch_up(self) -> None:
-        """Follow what there are notes of."""
+        """Process the noted steps."""
         if self._noted is not None:
             self._head.follow_notes(self._noted.padded_reqs, next_power_of_2(self._noted.num_steps))
             self._noted = None
@@ -89,4 +89,4 @@ class HeadFollower:
     def settle(self) -> None:
         self.catch_up()
         if self._head.notes is not None:
-            self._head.notes.clear()  # a warm-up reads them: their slots may be others' by now
+            self._head.notes.clear()  # a warm-up reads them, and their slots may belong to other requests by now

@@ -1,4 +1,4 @@
-"""Methods that think on the host: what the scheduler asks them before a step, as plain Python."""
+"""Methods that draft on the host: the interface for the scheduler, in plain Python."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 
 class HostProposer(Protocol):
     def propose(self, request_id: str, token_ids: Sequence[int], count: int) -> Sequence[int]:
-        """What comes after these tokens, in the target's vocabulary: as many as ``count``, or fewer.
+        """The continuation of these tokens, in the target's vocabulary: up to ``count`` tokens.
 
-        It is asked while a step is planned, so it gives what it has: a method that needs long thinks in a thread of its
-        own. Steps in flight may bring tokens that are not among these. So more are asked for than a step checks, and
-        the device takes those after the tokens that it has by then, if it has come by the others.
+        It is called while a step is planned, so it returns what it has: a method that takes long works in its own
+        thread. Steps in flight may add tokens that are not among these. So more are requested than a step verifies, and
+        the device uses those after the row's tokens, if the ones before equal them.
         """
         ...

@@ -1,4 +1,4 @@
-"""A drafter that thinks on the host: a step proposes nothing, for drafts are staged before the one that checks them."""
+"""A drafter on the host: a step proposes nothing, since drafts are staged before the step that verifies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method of drafting says of itself. Its file imports torch only when the method is opened."""
+"""The declaration of a drafting method. Its file imports torch only when the method is opened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TargetFiles(NamedTuple):
-    """What is there of the target before any weight is read."""
+    """The target's files before any weight is read."""
 
     hf_config: dict[str, Any]
     checkpoint: Checkpoint | None  # None for a bare shape with random weights
@@ -39,22 +39,22 @@ class Drafter(Protocol):
         ...
 
     def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
-        """Read its weights; the target has its own, as they are in the checkpoint."""
+        """Read its weights; the target's are loaded, in the checkpoint's layout."""
         ...
 
 
 class DraftMethod(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs]
-    keys: ClassVar[Sequence[str]] = ()  # of its own in speculative_config
-    model_names: ClassVar[Sequence[str]] = ()  # that choose it where a model is asked for
+    keys: ClassVar[Sequence[str]] = ()  # its own keys in speculative_config
+    model_names: ClassVar[Sequence[str]] = ()  # model names that select it
 
     def read_model(self, given: Any) -> str | None:
-        """The checkpoint that drafts, from what the user says; refuses what does not fit."""
+        """The checkpoint of the drafter, from the user's options; refuses what does not fit."""
         return require_model(given, self.name)
 
     def read_settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Values of all its own keys, from what the user says."""
+        """Values of all its own keys, from the user's options."""
         return {}
 
     @abstractmethod
@@ -62,7 +62,7 @@ class DraftMethod(ABC):
         """Refuses what does not fit the target."""
 
     def rehearse(self, config: SpeculativeConfig, num_rows: int) -> Rehearsal | None:
-        """Drafts tried out on the host while none is proposed; for methods whose drafts follow from the text."""
+        """Drafts rehearsed on the host while none is proposed; for methods whose drafts follow from the text."""
         return None
 
     def think_on_host(self, config: SpeculativeConfig) -> HostProposer | None:

@@ -1,6 +1,6 @@
-"""N-gram drafts: what followed the last tokens when they occurred in the request before.
+"""N-gram drafts: the tokens that followed the last tokens when these occurred earlier in the request.
 
-Nothing is taken from the target and nothing is kept: the row's own tokens are searched anew after every step, on the
+Needs nothing from the target and keeps no state: the row's own tokens are searched after every step, on the
 device.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slipstream.kernels.request_rows import RowState
 from slipstream.speculate.methods.ngram import MAX_KEY, MIN_KEY
 from slipstream.speculate.ngram_search import find_continuation
-from slipstream.speculate.speculator import DraftBatch, DraftRows, NoSpeculator
+from slipstream.speculate.speculator import DraftBatch, NoSpeculator
 from slipstream.speculative_config import SpeculativeConfig
 
 
 class NgramSpeculator(NoSpeculator):
-    def __init__(self, config: SpeculativeConfig, rows: DraftRows) -> None:
+    def __init__(self, config: SpeculativeConfig, rows: RowState) -> None:
         self._min_match, self._max_match = config.settings[MIN_KEY], config.settings[MAX_KEY]
         self._rows = rows
 

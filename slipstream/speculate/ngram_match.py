@@ -1,4 +1,4 @@
-"""Where the last tokens of a text stood before, and what follows from that: on the host, one text at a time."""
+"""Earlier occurrences of the last tokens of a text and their continuation, on the host, one text at a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-_FEW = 16  # places that are looked at one by one, which is faster where one of them is as good as can be
+_FEW = 16  # positions that are compared one by one, which is faster if one of them has the maximum length
 
 
 def latest_longest_match(tokens: NDArray[np.int32], min_match: int, max_match: int) -> int | None:
-    """Where the match ends, which is before the last token."""
+    """The end of the match, which is before the last token."""
     last = len(tokens) - 1
     if last < min_match:
         return None
@@ -30,7 +30,7 @@ def latest_longest_match(tokens: NDArray[np.int32], min_match: int, max_match: i
 
 
 def _of_many(tokens: NDArray[np.int32], ends: NDArray[np.int64], min_match: int, max_match: int) -> int | None:
-    """One token more at a time: few positions are left after the first."""
+    """One more token at a time: few positions are left after the first."""
     last = len(tokens) - 1
     for matched in range(1, max_match):
         longer = ends[ends >= matched]
@@ -42,6 +42,6 @@ def _of_many(tokens: NDArray[np.int32], ends: NDArray[np.int64], min_match: int,
 
 
 def copied(tokens: NDArray[np.int32], end: int, count: int) -> list[int]:
-    """What stands behind a match. A copy that reaches the text's end goes on with what it has copied."""
-    behind: list[int] = tokens[end + 1 : end + 1 + count].tolist()
-    return behind if len(behind) == count else list(itertools.islice(itertools.cycle(behind), count))
+    """The tokens after a match. A copy that reaches the end of the text continues with what it has copied."""
+    following: list[int] = tokens[end + 1 : end + 1 + count].tolist()
+    return following if len(following) == count else list(itertools.islice(itertools.cycle(following), count))

@@ -1,4 +1,4 @@
-"""A second checkpoint that drafts: opened and checked before any weight is read, built when the target is there."""
+"""A second checkpoint as drafter: opened and checked before any weight is read, built once the target is loaded."""
 
 from __future__ import annotations
 

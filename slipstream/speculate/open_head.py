@@ -1,4 +1,4 @@
-"""Draft heads, opened and checked before any weight is read: a checkpoint of their own, or layers of the target's."""
+"""Draft heads, opened and checked before any weight is read: own checkpoints, or layers of the target's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ReadTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 class HeadFiles(NamedTuple):
     plan: HeadPlan
     tensors: ReadTensors | None = None  # None: random ones, for benchmarks of a shape
-    headers: Sequence[TensorHeader] | None = None  # of the tensors that the head will be loaded from
+    headers: Sequence[TensorHeader] | None = None  # of the tensors of the head
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class HeadDrafter:
 
 
 def read_trained_head(model: str, target: TargetFiles, kind: Kind) -> HeadFiles:
-    """A head with a checkpoint of its own, of the kind that the user named; or a bare shape over random weights."""
+    """A head with its own checkpoint, of the kind that the user named; or a bare shape with random weights."""
     config = _read_target(target)
     if target.checkpoint is None and model in HEAD_SHAPES:
         return HeadFiles(read_head(HEAD_SHAPES[model], config))
@@ -71,7 +71,7 @@ def read_trained_head(model: str, target: TargetFiles, kind: Kind) -> HeadFiles:
 
 
 def read_own_layers(checkpoint: Checkpoint, target: TargetFiles, kind: Kind) -> HeadFiles:
-    """Layers that the target's checkpoint carries after its own."""
+    """Layers in the target's checkpoint after its own."""
     config = _read_target(target)
     headers = [header for header in checkpoint.tensor_headers() if is_mtp_tensor(header.name, config.num_layers)]
 
@@ -92,7 +92,7 @@ def _read_target(target: TargetFiles) -> ModelConfig:
 
 
 def _describe(files: HeadFiles, architecture: Architecture, target: ModelConfig, placement: Placement) -> DraftModel:
-    """Checks the headers, where there are any."""
+    """Checks the headers, if there are any."""
     plan, headers = files.plan, files.headers
     if headers is not None:
         check_num_layers(plan, [header.name for header in headers])
@@ -103,7 +103,7 @@ def _describe(files: HeadFiles, architecture: Architecture, target: ModelConfig,
         adopted = head.count_adopted(header.name for header in headers or ())
         num_params = count_parameters(head) + adopted
         head.finish_weights(placement.device)
-    # A head may be trained on shorter texts than the target; its rope goes as far as the engine does.
+    # A head may be trained on shorter texts than the target; its rotary tables cover the engine's context.
     config = replace(plan.config, max_position=max(plan.config.max_position, target.max_position))
     size = NetworkSize(num_params, count_bytes(head) + adopted * placement.dtype.itemsize)
     return DraftModel(config, size, head.num_modules)

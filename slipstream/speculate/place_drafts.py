@@ -1,11 +1,12 @@
-"""Drafts move into their rows, behind the tokens: the next step checks them."""
+"""Writes drafts into their rows, after the tokens: the next step verifies them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
+from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -18,42 +19,45 @@ from slipstream.kernels.triton_jit import (
 from slipstream.types import RowStatus
 
 
-@operation(writes_only, writes=("token_ids", "num_drafts"))
+@operation(writes=("rows.token_ids", "rows.num_drafts"))
 def place_drafts(
-    draft_ids: Tensor,  # [padded_reqs, k] int32; -1 and what comes behind it is no draft
+    draft_ids: Tensor,  # [padded_reqs, k] int32; -1 and everything after it is no draft
     batch_rows: Tensor,  # [padded_reqs] int32; padding names the scratch row, which never runs
-    num_computed: Tensor,  # [num_rows] int32
-    num_tokens: Tensor,  # [num_rows] int32
-    max_drafts: Tensor,  # [num_rows] int32
-    max_total: Tensor,  # [num_rows] int32
-    status: Tensor,  # [num_rows] int32
-    # written:
-    token_ids: Tensor,  # [num_rows, max_len] int32
-    num_drafts: Tensor,  # [num_rows] int32
+    rows: RowState,  # written in part
 ) -> None:
     num_reqs, k = draft_ids.shape
     if runs_triton(batch_rows):
         _place_kernel[(num_reqs,)](
-            *(draft_ids, batch_rows, num_computed, num_tokens, max_drafts, max_total, status, token_ids, num_drafts),
-            *(token_ids.stride(0), draft_ids.stride(0), k),
+            draft_ids,
+            batch_rows,
+            rows.num_computed,
+            rows.num_tokens,
+            rows.max_drafts,
+            rows.max_total,
+            rows.status,
+            rows.token_ids,
+            rows.num_drafts,
+            rows.token_ids.stride(0),
+            draft_ids.stride(0),
+            k,
             RUNNING=int(RowStatus.RUNNING),
             WIDTH=next_power_of_2(k),
             num_warps=1,
             **early_start(batch_rows),
         )
         return
-    rows = batch_rows.long()
-    length = num_tokens[rows]
-    # Only a row whose next step reaches the end of its tokens has drafts checked.
-    ready = (status[rows] == RowStatus.RUNNING) & (num_computed[rows] + 1 == length)
-    # A last token that the target draws itself always has room.
-    most = torch.minimum(max_drafts[rows], max_total[rows] - length - 1)
+    own, token_ids = batch_rows.long(), rows.token_ids
+    length = rows.num_tokens[own]
+    # Only a row whose next step reaches the end of its tokens has drafts verified.
+    ready = (rows.status[own] == RowStatus.RUNNING) & (rows.num_computed[own] + 1 == length)
+    # There is always room for the last token, which the target samples itself.
+    most = torch.minimum(rows.max_drafts[own], rows.max_total[own] - length - 1)
     given = (draft_ids >= 0).int().cumprod(1).sum(1)
     count = torch.where(ready, torch.minimum(most, given).clamp(min=0), 0).int()
     for j in range(k):
         slot = (length + j).clamp(max=token_ids.shape[1] - 1).long()
-        token_ids[rows, slot] = torch.where(j < count, draft_ids[:, j], token_ids[rows, slot])
-    num_drafts[rows] = torch.where(ready, count, num_drafts[rows])
+        token_ids[own, slot] = torch.where(j < count, draft_ids[:, j], token_ids[own, slot])
+    rows.num_drafts[own] = torch.where(ready, count, rows.num_drafts[own])
 
 
 @jit

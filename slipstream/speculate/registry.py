@@ -1,4 +1,4 @@
-"""Methods of drafting by name. A method's file is imported when it is asked for, torch when the method is opened."""
+"""Drafting methods by name. A method's file is imported when it is used, torch when the method is opened."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _METHODS = {
     "eagle3": (f"{_FILES}.eagle3", "Eagle3"),
     "mtp": (f"{_FILES}.mtp", "Mtp"),
 }
-_METHOD_OF_A_MODEL = "draft_model"  # as in vLLM, a model alone names a method
+_METHOD_OF_A_MODEL = "draft_model"  # as in vLLM, a model without a method selects this one
 _registered: dict[str, DraftMethod] = {}
 
 
 def register(method: DraftMethod) -> None:
-    """Make a method known by its name."""
+    """Register a method under its name."""
     if method.name in _METHODS or _registered.get(method.name, method) is not method:
         raise ValueError(f"two methods are called {method.name}")
     _registered[method.name] = method
@@ -41,7 +41,7 @@ def find_method(name: str) -> DraftMethod:
 
 
 def read_method(given: Mapping[str, Any], where: str) -> DraftMethod:
-    """The method that the user names; ``where`` is what they said it in."""
+    """The method that the user named; ``where`` is the option in messages."""
     name, model, known = given.get("method"), given.get("model"), method_names()
     if name is None and model is not None:
         named = [method for method in known if model in find_method(method).model_names]
@@ -55,5 +55,5 @@ def read_method(given: Mapping[str, Any], where: str) -> DraftMethod:
 
 
 def keys_by_method() -> dict[str, str]:
-    """Keys that belong to one method, and which."""
+    """Keys that belong to one method, with its name."""
     return {key: name for name in method_names() for key in find_method(name).keys}

@@ -1,7 +1,7 @@
-"""Drafts that no step proposes, tried out on the host against the tokens that came.
+"""Drafts that no step proposes, compared on the host with the tokens that were collected.
 
-Where drafts follow from the text alone the host has all there is to them. So while nothing is drafted, what drafts
-would be worth is known while the device is busy: no step proposes one, none checks one.
+If drafts follow from the text alone, the host has all of their inputs. So while nothing is drafted, acceptance is
+estimated while the device is busy: no step proposes or verifies a draft.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Judged(NamedTuple):
 
 class Rehearsal(Protocol):
     def num_proposed(self, num_checked: int) -> int:
-        """Drafts that a step proposes, where the next one checks so many."""
+        """Drafts that a step proposes if the next one verifies ``num_checked``."""
         ...
 
     def move_in(self, row: int, token_ids: Sequence[int], num_drafts: int) -> None:
-        """A request's tokens, a list that grows as they are collected, and how many drafts it may have."""
+        """A request's tokens, a list that grows when they are collected, and its draft limit."""
         ...
 
     def forget(self) -> None:
-        """Drafts that are not yet judged: from now on others are checked."""
+        """Drop drafts that are not yet judged: from now on others are verified."""
         ...
 
     def judge(self, rows: Sequence[int]) -> list[Judged]:
-        """By the tokens that have come since it was last asked; of a large batch some at a time."""
+        """Judge by the tokens collected since the last call; of a large batch some requests at a time."""
         ...

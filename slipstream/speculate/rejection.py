@@ -1,10 +1,12 @@
-"""Rejection sampling: drafts are kept or replaced so that what comes out is distributed as the target's own tokens.
+"""Rejection sampling: drafts are accepted or replaced so that the result has the target's distribution.
 
-A draft x stays with probability min(1, target(x) / draft(x)). Where it does not, its place is taken by a draw from what
-the target has more of than the drafter, max(target - draft, 0), normalised.
+A draft x is accepted with probability min(1, target(x) / draft(x)). Otherwise it is replaced by a sample of the
+residual distribution max(target - draft, 0), normalised.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +15,13 @@ from torch.nn import functional as F
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.sampling.check_logits import row_max
+from slipstream.sampling.draw import DrawKeys
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_block, gumbel_noise
 from slipstream.sampling.philox import MASK, philox
 from slipstream.sampling.temperature import LEAST_TEMPERATURE, divisor
 
-# Three draws at one position, three noises. A drafter and a residual that share theirs bias the output: given that the
-# draft was rejected its noise is no longer fresh. An engine that shipped it was off by 0.02 to 0.04 in total variation.
+# Three draws at one position need independent noise. Sharing it between drafter and residual biases the output: given
+# that the draft was rejected its noise is no longer fresh. Total variation was then off by 0.02 to 0.04.
 DRAFT_NOISE = 1
 ACCEPT_NOISE = 2
 RESIDUAL_NOISE = 3
@@ -27,55 +30,49 @@ _BLOCK = 4096
 _NUM_WARPS = 16
 
 
-def _shape(
-    logits: Tensor,
-    draft_ids: Tensor,
-    logit_rows: Tensor,
-    draft_idx: Tensor,
-    draft_logits: Tensor | None,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    choice: Tensor,
-    draft_columns: Tensor | None = None,
-) -> tuple[TensorSpec, TensorSpec]:
-    return TensorSpec((logits.shape[0],), torch.bool), TensorSpec((logits.shape[0],), torch.int64)
+class DrawnFrom(NamedTuple):
+    """The distribution that drafts were sampled from, for speculative sampling."""
+
+    draft_logits: Tensor  # [num_rows, k, draft_vocab] float32, without temperature
+    # [vocab] int32: the column of each target token; -1: none. None: the columns are the first tokens.
+    draft_columns: Tensor | None = None
 
 
-@operation(_shape)
+class DraftTokens(NamedTuple):
+    """The drafts that the target's logits are compared with."""
+
+    draft_ids: Tensor  # [n] int32: the draft for the position that the logits are for; -1 if there is none
+    logit_rows: Tensor  # [n] int32
+    draft_idx: Tensor  # [n] int32: its index among the row's drafts; arbitrary if there is none
+
+
+@operation(lambda logits: (TensorSpec((logits.shape[0],), torch.bool), TensorSpec((logits.shape[0],), torch.int64)))
 def judge_drafts(
-    logits: Tensor,  # [n, vocab]: the target's, temperature in them; -inf is not allowed, NaN and +inf do not occur
-    draft_ids: Tensor,  # [n] int32: the draft for the position that the logits are for; -1 if there is none
-    logit_rows: Tensor,  # [n] int32
-    draft_idx: Tensor,  # [n] int32: which of its row's drafts; anything where there is none
-    draft_logits: Tensor | None,  # [num_rows, k, draft_vocab] float32, without temperature; None: one-hot at the draft
-    temperature: Tensor,  # [num_rows] float32; rows at 0 are greedy
-    seeds: Tensor,  # [num_rows, 2] int32
-    positions: Tensor,  # [n] int32: the position to be drawn
-    choice: Tensor,  # [num_rows] int32
-    draft_columns: Tensor | None = None,  # [vocab] int32: of a token in the draft logits, -1 if none; None: its own id
-) -> tuple[Tensor, Tensor]:  # [n] bool: the draft stays; [n] int64: the token if not, always inside the vocabulary
+    logits: Tensor,  # [n, vocab]: the target's after temperature; -inf: banned; no NaN or +inf
+    drafts: DraftTokens,
+    keys: DrawKeys,
+    drawn_from: DrawnFrom | None,  # None: the drafter is deterministic
+) -> tuple[Tensor, Tensor]:  # [n] bool: the draft is accepted; [n] int64: the replacement, inside the vocabulary
     if runs_triton(logits):
-        drafts = (draft_ids, logit_rows, draft_idx, draft_logits)
-        return _launch(logits, *drafts, temperature, seeds, positions, choice, draft_columns)
+        return _launch(logits, drafts, keys, drawn_from)
     largest, token_ids = row_max(logits)
-    accepted = (draft_ids == token_ids) & torch.isfinite(largest)
-    rows = logit_rows.long()
-    sampled, drafted = temperature[rows] > 0, draft_ids >= 0
-    seeds, choice = seeds[rows], choice[rows]
+    accepted = (drafts.draft_ids == token_ids) & torch.isfinite(largest)
+    rows = drafts.logit_rows.long()
+    sampled, drafted = keys.temperature[rows] > 0, drafts.draft_ids >= 0
+    seeds, positions, choice = keys.seeds[rows], keys.positions, keys.choice[rows]
 
-    # Without a draft this is the very draw that a step without speculation makes.
+    # Without a draft this equals the draw of a step without speculation.
     plain = sampled & ~drafted
     noise = gumbel_noise(seeds[plain], positions[plain], choice[plain], logits.shape[1])
     token_ids[plain] = row_max(logits[plain] + noise)[1]
 
     judged = sampled & drafted
-    at, ids, key = rows[judged], draft_ids[judged], (seeds[judged], positions[judged], choice[judged])
-    if draft_logits is None:
+    at, ids, key = rows[judged], drafts.draft_ids[judged], (seeds[judged], positions[judged], choice[judged])
+    if drawn_from is None:
         draft_log_probs = _one_hot(ids, logits)
     else:
-        drawn_from = draft_logits[at, draft_idx[judged].long()]
-        draft_log_probs = _draft_log_probs(drawn_from, temperature[at], logits, draft_columns)
+        draft_logits = drawn_from.draft_logits[at, drafts.draft_idx[judged].long()]
+        draft_log_probs = _draft_log_probs(draft_logits, keys.temperature[at], logits, drawn_from.draft_columns)
     accepted[judged], token_ids[judged] = _judge(logits[judged], ids, draft_log_probs, key)
     return accepted, token_ids
 
@@ -85,7 +82,7 @@ def _at_least_float32(logits: Tensor) -> torch.dtype:
 
 
 def _one_hot(draft_ids: Tensor, logits: Tensor) -> Tensor:
-    """Logarithms of the probabilities of a drafter that could have said nothing else."""
+    """Log probabilities of a deterministic drafter."""
     is_draft = torch.arange(logits.shape[1], device=logits.device) == draft_ids.unsqueeze(1)
     return torch.where(is_draft, 0.0, -torch.inf).to(_at_least_float32(logits))
 
@@ -96,12 +93,12 @@ def _draft_log_probs(
     logits: Tensor,  # [n, vocab]
     draft_columns: Tensor | None,  # [vocab] int32
 ) -> Tensor:  # [n, vocab]
-    """Of the target's whole vocabulary. Draft logits that are no numbers make all of a row NaN."""
+    """Over the target's whole vocabulary. NaN in draft logits makes the whole row NaN."""
     scaled = draft_logits.to(_at_least_float32(logits)) / divisor(temperature).unsqueeze(1)
     if draft_columns is not None:
         known = scaled.log_softmax(1)
-        # The last column is that of the tokens without one. Where all others are NaN it is NaN too: a residual of the
-        # tokens that a broken drafter does not know would be no residual.
+        # The last column is for tokens without one. If all others are NaN it is NaN too: tokens outside the vocabulary
+        # of a broken drafter must not form a residual.
         unknown = known[:, :1] - torch.inf
         return torch.cat([known, unknown], 1)[:, draft_columns.long()]
     missing = max(0, logits.shape[1] - scaled.shape[1])
@@ -114,11 +111,11 @@ def _judge(
     draft_log_probs: Tensor,  # [n, vocab]
     key: tuple[Tensor, Tensor, Tensor],  # seeds, positions and choice
 ) -> tuple[Tensor, Tensor]:
-    # Logarithms, because probabilities vanish where ratios of them still count. NaN compares as false: a drafter that
-    # broke has its drafts rejected, leaves no residual, and the token comes from the target alone.
+    # In logarithms, because probabilities underflow where their ratios still matter. NaN compares as false: the drafts
+    # of a broken drafter are rejected, there is no residual, and the token comes from the target alone.
     target_log_probs = logits.log_softmax(1, dtype=_at_least_float32(logits))
     gap = draft_log_probs - target_log_probs
-    # A draft from outside the target's vocabulary is nothing the target could say.
+    # A draft from outside the target's vocabulary is rejected.
     of_draft = gap.gather(1, draft_ids.long().clamp(max=logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
     accepted = (_uniform(*key) * of_draft.exp() < 1.0) & (draft_ids < logits.shape[1])
 
@@ -143,33 +140,37 @@ def _uniform(
     return ((bits + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
 
 
-def _launch(
-    logits: Tensor,
-    draft_ids: Tensor,
-    logit_rows: Tensor,
-    draft_idx: Tensor,
-    draft_logits: Tensor | None,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    choice: Tensor,
-    draft_columns: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _launch(logits: Tensor, drafts: DraftTokens, keys: DrawKeys, drawn_from: DrawnFrom | None) -> tuple[Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     n, vocab_size = logits.shape
     accepted = torch.empty(n, dtype=torch.bool, device=logits.device)
     token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n == 0:
         return accepted, token_ids
+    draft_logits, columns = (None, None) if drawn_from is None else drawn_from
     if draft_logits is not None and draft_logits.stride(2) != 1:
         draft_logits = draft_logits.contiguous()
     row_stride, idx_stride, _ = (0, 0, 0) if draft_logits is None else draft_logits.stride()
     _judge_kernel[(n,)](
-        *(logits, logits.stride(0), draft_ids, logit_rows, draft_idx, draft_logits, row_stride, idx_stride),
-        *(draft_columns, temperature, seeds, positions, choice, accepted, token_ids),
-        *(vocab_size, 0 if draft_logits is None else draft_logits.shape[2]),
+        logits,
+        logits.stride(0),
+        drafts.draft_ids,
+        drafts.logit_rows,
+        drafts.draft_idx,
+        draft_logits,
+        row_stride,
+        idx_stride,
+        columns,
+        keys.temperature,
+        keys.seeds,
+        keys.positions,
+        keys.choice,
+        accepted,
+        token_ids,
+        vocab_size,
+        0 if draft_logits is None else draft_logits.shape[2],
         HAS_DRAFT_LOGITS=draft_logits is not None,
-        HAS_COLUMNS=draft_columns is not None,
+        HAS_COLUMNS=columns is not None,
         LEAST=LEAST_TEMPERATURE,
         TARGET=TARGET_NOISE,
         ACCEPT=ACCEPT_NOISE,
@@ -207,7 +208,7 @@ def _judge_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row of logits."""
+    """One program per row of logits."""
     i = tl.program_id(0).to(tl.int64)
     own = tl.load(logit_rows + i).to(tl.int64)
     draft, own_temperature = tl.load(draft_ids + i), tl.load(temperature + own)
@@ -221,9 +222,21 @@ def _judge_kernel(
                 source = draft_logits + own * row_stride + tl.load(draft_idx + i).to(tl.int64) * idx_stride
                 scale = tl.maximum(own_temperature, LEAST)
             stays, token = _judge_row(
-                *(values, vocab_size, source, draft_vocab_size, draft_columns, scale),
-                *(draft, seeds, position, own_choice),
-                *(HAS_DRAFT_LOGITS, HAS_COLUMNS, ACCEPT, RESIDUAL, BLOCK),
+                values,
+                vocab_size,
+                source,
+                draft_vocab_size,
+                draft_columns,
+                scale,
+                draft,
+                seeds,
+                position,
+                own_choice,
+                HAS_DRAFT_LOGITS,
+                HAS_COLUMNS,
+                ACCEPT,
+                RESIDUAL,
+                BLOCK,
             )
         else:
             stays = drafted
@@ -284,7 +297,7 @@ def _judge_row(
 
 @jit
 def _draft_logit(source, draft_size, columns, token, size, scale, HAS_COLUMNS: tl.constexpr):
-    """Of tokens that the drafter does not know it is -inf."""
+    """-inf for tokens outside the drafter's vocabulary."""
     column = token
     if HAS_COLUMNS:
         column = tl.load(columns + token, mask=token < size, other=-1)
@@ -305,7 +318,7 @@ def _log_sum(values, size, scale, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, size, BLOCK):
         x = _scaled(values, start + tl.arange(0, BLOCK), size, scale, DIVIDE)
         before, tops = tops, tl.maximum(tops, x)
-        # What has seen nothing but -inf is measured from 0, because -inf less itself is no number.
+        # A row of only -inf is measured from 0, because -inf minus itself is NaN.
         base = tl.where(tops == float("-inf"), 0.0, tops)
         sums = sums * tl.exp(before - base) + tl.exp(x - base)
     top = tl.max(tops, 0)

@@ -1,4 +1,4 @@
-"""Forced acceptance, for benchmarks: drafts stand at given rates, whatever they say. The text means nothing."""
+"""Forced acceptance, for benchmarks: drafts are accepted at given rates, whatever they are. The text is meaningless."""
 
 from __future__ import annotations
 
@@ -9,27 +9,21 @@ from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 from slipstream.sampling.philox import MASK, philox
 
-# Purpose of the noise, beside those of drawing and of rejection.
+# Purpose of the noise, besides those of sampling and of rejection.
 SYNTHETIC_NOISE = 4
 _BLOCK = 128
 
 
-def _shape(
-    logit_rows: Tensor, positions: Tensor, num_tokens: Tensor, seeds: Tensor, choice: Tensor, rates: Tensor
-) -> TensorSpec:
-    return TensorSpec((logit_rows.shape[0],), torch.bool)
-
-
-@operation(_shape)
+@operation(lambda logit_rows: TensorSpec((logit_rows.shape[0],), torch.bool))
 def force_acceptance(
     logit_rows: Tensor,  # [n] int32: the request row
-    positions: Tensor,  # [n] int32: where the draft stands
-    num_tokens: Tensor,  # [num_rows] int32: where the row's first draft stands
+    positions: Tensor,  # [n] int32: position of the draft
+    num_tokens: Tensor,  # [num_rows] int32: position of the row's first draft
     seeds: Tensor,  # [num_rows, 2] int32
     choice: Tensor,  # [num_rows] int32
     rates: Tensor,  # [k] float32: the probability that the drafts up to this one are all accepted
 ) -> Tensor:  # [n] bool
-    """One number for all drafts of a row: a draft stands while it is below the falling rates."""
+    """One random number for all drafts of a row: a draft is accepted if it is below the draft's rate."""
     k = rates.shape[0]
     if runs_triton(logit_rows):
         n = logit_rows.shape[0]

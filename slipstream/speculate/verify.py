@@ -1,10 +1,11 @@
-"""Checking drafts, for every method: which of them stand, and which token follows the last of those.
+"""Verification of drafts, for every method: which are accepted, and which token follows the last accepted one.
 
-Behind the last known token and behind every draft the target gives logits, and all of a step are looked at together.
-Three modes. ``match`` draws the target's token at each position with the request's own noise for it, and drafts stand
-while they equal it, so the text is the one without drafts. ``rejection`` is speculative sampling: the distribution is
-the same, and more drafts are accepted where both models are unsure. ``synthetic`` accepts at given rates, for
-benchmarks.
+The target computes logits after the last known token and after every draft, and all of a step are processed together.
+Three modes. ``match`` samples the target's token at each position with the request's own noise for it, and accepts
+drafts while they equal it, so the text is the one without drafts. ``rejection`` is speculative sampling: the
+distribution is the same, and more drafts are accepted where both models are uncertain. ``synthetic`` accepts at given
+rates, for benchmarks.
+
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.commit import CheckedTokens
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -26,30 +28,27 @@ from slipstream.kernels.triton_jit import (
     wait_for_last,
 )
 from slipstream.sampling.check_logits import check_logits
+from slipstream.sampling.draw import DrawKeys
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.operation import Positions, SamplingRows
 from slipstream.sampling.sampler import Sampled, SamplingNeeds, process, sample
-from slipstream.speculate.rejection import judge_drafts
+from slipstream.speculate.rejection import DraftTokens, DrawnFrom, judge_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculative_config import SpeculativeConfig
 
 
 class Drafted(NamedTuple):
-    """The drafts of a step where the logits look for them."""
+    """The drafts of a step, aligned with the logits."""
 
     at: Positions
-    draft_ids: Tensor  # [n] int32: the draft that stands where the token would; -1 where there is none
+    draft_ids: Tensor  # [n] int32: the draft for the position that the logits are for; -1 if there is none
     logit_start_loc: Tensor  # [padded_reqs + 1] int32
-    are_none: bool = False  # one logit a request, and no room for a draft
+    are_none: bool = False  # one logit per request, and no draft slots
 
 
 class Verified(NamedTuple):
-    new_ids: Tensor  # [padded_reqs, k + 1] int, or without drafts one: accepted drafts, then the target's own token
-    num_accepted: Tensor  # [padded_reqs] int32
-    failed: Tensor  # [padded_reqs] bool: the logits of the target's own token held no usable number
+    tokens: CheckedTokens  # [padded_reqs, k + 1], or one token without drafts
     logprobs: Tensor | None  # [n, LOGPROB_WIDTH] int32, packed
-    # [n] bool: whether a draft that was not checked would have stood; None: if it is the token that was drawn.
-    would_stand: Tensor | None = None
 
 
 class Verifier:
@@ -58,19 +57,18 @@ class Verifier:
         config: SpeculativeConfig | None,
         max_reqs: int,
         num_tokens: Tensor,  # [num_rows] int32
-        draft_logits: Tensor | None = None,  # [num_rows, k, draft_vocab]: what drafts were drawn from
-        draft_columns: Tensor | None = None,  # [vocab] int32: where a token stands in them
+        drawn_from: DrawnFrom | None = None,
     ) -> None:
         self._mode = "none" if config is None else config.verify
         self._width = 1 if config is None else 1 + config.num_drafts
         self._num_tokens = num_tokens
-        self._draft_logits, self._draft_columns = draft_logits, draft_columns
+        self._drawn_from = drawn_from
         self._nothing_accepted = torch.zeros(max_reqs, dtype=torch.int32, device=num_tokens.device)
         rates = () if config is None else config.acceptance_rates
         self._rates = torch.tensor(rates, dtype=torch.float32).to(num_tokens.device)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Of ``synthetic``, for benchmarks whose acceptance changes; recorded steps follow."""
+        """For ``synthetic`` in benchmarks whose acceptance changes; captured steps follow."""
         self._rates.copy_(torch.tensor(rates, dtype=torch.float32))
 
     def verify(
@@ -79,7 +77,7 @@ class Verifier:
         rows: SamplingRows,
         drafted: Drafted,
         needs: SamplingNeeds,
-        mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of positions that a grammar watches
+        mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of allowed tokens, for positions with a grammar
     ) -> Verified:
         if self._mode == "rejection":
             sampled, accepted = self._judge(logits, rows, drafted, needs, mask)
@@ -90,36 +88,34 @@ class Verifier:
             accepted = forced = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
         if self._width == 1 or drafted.are_none:
             none = self._nothing_accepted[: sampled.token_ids.shape[0]]
-            new = (sampled.token_ids.unsqueeze(1), none, sampled.failed, sampled.logprobs)
-            return Verified(*new, would_stand=forced)
+            return Verified(
+                CheckedTokens(sampled.token_ids.unsqueeze(1), none, sampled.failed, forced), sampled.logprobs
+            )
         if forced is not None and needs.logprobs:
             taken_ids = torch.where(forced & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
             sampled = sampled._replace(logprobs=pack_logprobs(check_logits(logits)[0], taken_ids))
         taken = accept_drafts(
             sampled.token_ids, drafted.draft_ids, accepted, sampled.failed, drafted.logit_start_loc, self._width
         )
-        return Verified(*taken, sampled.logprobs, would_stand=forced)
+        return Verified(CheckedTokens(*taken, forced), sampled.logprobs)
 
     def _judge(
         self, logits: Tensor, rows: SamplingRows, drafted: Drafted, needs: SamplingNeeds, mask: Tensor | None
     ) -> tuple[Sampled, Tensor]:
-        """Speculative sampling: which drafts are accepted, and what stands in for those that are not."""
+        """Speculative sampling: which drafts are accepted, and the replacements of the others."""
         at, draft_ids = drafted.at, drafted.draft_ids
         raw, failed = check_logits(logits)
         processed = process(raw, rows, at, needs, mask)
-        draft_idx = at.positions - self._num_tokens[at.rows]
-        own = (rows.temperature, rows.seeds, at.positions, rows.choice)
-        drafted_from = (at.rows, draft_idx, self._draft_logits)
-        accepted, token_ids = judge_drafts(processed, draft_ids, *drafted_from, *own, self._draft_columns)
+        drafts = DraftTokens(draft_ids, at.rows, at.positions - self._num_tokens[at.rows])
+        keys = DrawKeys(rows.temperature, rows.seeds, at.positions, rows.choice)
+        accepted, token_ids = judge_drafts(processed, drafts, keys, self._drawn_from)
         logprobs = None
         if needs.logprobs:
             logprobs = pack_logprobs(raw, torch.where(accepted, draft_ids.long(), token_ids))
         return Sampled(token_ids, failed, logprobs), accepted
 
 
-def _shape(
-    target_ids: Tensor, draft_ids: Tensor, accepted: Tensor | None, failed: Tensor, logit_start_loc: Tensor, width: int
-) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+def _shape(logit_start_loc: Tensor, width: int) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     num_reqs = logit_start_loc.shape[0] - 1
     return (
         TensorSpec((num_reqs, width), torch.int32),
@@ -130,12 +126,12 @@ def _shape(
 
 @operation(_shape)
 def accept_drafts(
-    target_ids: Tensor,  # [n] int64: the token to take where no draft stands
+    target_ids: Tensor,  # [n] int64: the token to use if the draft is not accepted
     draft_ids: Tensor,  # [n] int32, -1 where there is none
-    accepted: Tensor | None,  # [n] bool; None: where draft and target are the same
-    failed: Tensor,  # [n] bool: no draft stands on logits without a usable number
+    accepted: Tensor | None,  # [n] bool; None: accepted are drafts that equal the target's token
+    failed: Tensor,  # [n] bool: no draft is accepted on logits without a usable number
     logit_start_loc: Tensor,  # [padded_reqs + 1] int32
-    width: int,  # most logits of a request
+    width: int,  # maximum logits of a request
 ) -> tuple[Tensor, Tensor, Tensor]:  # [padded_reqs, width] new tokens, [padded_reqs] accepted, [padded_reqs] failed
     num_reqs = logit_start_loc.shape[0] - 1
     if runs_triton(target_ids):
@@ -143,8 +139,15 @@ def accept_drafts(
         num_accepted = torch.empty(num_reqs, dtype=torch.int32, device=target_ids.device)
         fails = torch.empty(num_reqs, dtype=torch.bool, device=target_ids.device)
         _accept_kernel[(num_reqs,)](
-            *(target_ids, draft_ids, target_ids if accepted is None else accepted, failed, logit_start_loc),
-            *(new_ids, num_accepted, fails, width),
+            target_ids,
+            draft_ids,
+            target_ids if accepted is None else accepted,
+            failed,
+            logit_start_loc,
+            new_ids,
+            num_accepted,
+            fails,
+            width,
             MATCH=accepted is None,
             WIDTH=next_power_of_2(width),
             num_warps=1,
@@ -154,9 +157,9 @@ def accept_drafts(
     idx = torch.arange(width)
     exists = idx < logit_start_loc.diff().unsqueeze(1)
     at = torch.where(exists, logit_start_loc[:-1].unsqueeze(1) + idx, 0).long()
-    stands = draft_ids == target_ids if accepted is None else accepted
-    stands = exists & (stands & (draft_ids >= 0) & ~failed)[at]
-    count = stands.int().cumprod(1).sum(1)
+    is_accepted = draft_ids == target_ids if accepted is None else accepted
+    is_accepted = exists & (is_accepted & (draft_ids >= 0) & ~failed)[at]
+    count = is_accepted.int().cumprod(1).sum(1)
     new_ids = torch.where(idx < count.unsqueeze(1), draft_ids[at], target_ids[at].int())
     last = at.gather(1, count.clamp(max=width - 1).unsqueeze(1)).squeeze(1)
     return torch.where(exists, new_ids, -1), count.int(), failed[last] & exists[:, 0]
@@ -186,9 +189,9 @@ def _accept_kernel(
     target = tl.load(target_ids + start + idx, mask=exists, other=-1).to(tl.int32)
     draft = tl.load(draft_ids + start + idx, mask=exists, other=-1)
     bad = tl.load(failed + start + idx, mask=exists, other=0) != 0
-    stands = draft == target if MATCH else tl.load(accepted + start + idx, mask=exists, other=0) != 0
-    stands = stands & exists & (draft >= 0) & (bad == 0)
-    count = tl.min(tl.where(stands, WIDTH, idx), 0)
+    is_accepted = draft == target if MATCH else tl.load(accepted + start + idx, mask=exists, other=0) != 0
+    is_accepted = is_accepted & exists & (draft >= 0) & (bad == 0)
+    count = tl.min(tl.where(is_accepted, WIDTH, idx), 0)
     count = tl.minimum(count, width)
     tl.store(new_ids + i.to(tl.int64) * width + idx, tl.where(idx < count, draft, target), mask=idx < width)
     tl.store(num_accepted + i, count)

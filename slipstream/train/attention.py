@@ -79,9 +79,7 @@ class _Joined(torch.autograd.Function):
         q, keys, values, own_keys, own_values, out, joint, weights = ctx.saved_tensors
         own_k, own_v = own_keys.flatten(0, 2), own_values.flatten(0, 2)
         log_sums = joint.view(q.shape[:3]).transpose(1, 2).contiguous()
-        q_grad, key_grad, value_grad = _causal_backward(
-            *(grads[0], q, keys, values, out, log_sums), ctx.scale, ctx.rest
-        )
+        q_grad, key_grad, value_grad = _causal_backward(grads[0], q, keys, values, out, log_sums, ctx.scale, ctx.rest)
         grad = _by_group(grads[0], own_keys)
         centre = (grad * _by_group(out, own_keys)).sum(dim=-1, keepdim=True, dtype=joint.dtype)
         score_grads = (weights * (grad @ own_v.transpose(1, 2) - centre) * ctx.scale).to(q.dtype)

@@ -43,6 +43,6 @@ def _card(about: dict[str, Any], name: str) -> str:
         "",
         "| | |",
         "| --- | --- |",
-        *(f"| {name} | {text} |" for name, text in rows.items()),
     ]
+    lines += [f"| {name} | {text} |" for name, text in rows.items()]
     return "\n".join(lines) + "\n"

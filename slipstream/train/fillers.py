@@ -10,13 +10,9 @@ import string
 from collections.abc import Sequence
 
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.train.prompt_templates import NAMES
 
 _LEAST_LETTERS = 4
-_NAMES = (
-    *("Anna", "Ben", "Carlos", "Diana", "Elena", "Farid", "Grace", "Hiro", "Ingrid", "James", "Kofi", "Lena", "Maria"),
-    *("Nina", "Omar", "Priya", "Rosa", "Sam", "Tom", "Uma", "Victor", "Wei", "Yusuf", "Zoe", "Jack", "Emily", "David"),
-    *("Sarah", "Mr. Brown", "Mrs. Garcia", "Alex", "Olivia", "Lucas", "Fatima", "Chen", "Aisha", "Peter", "Julia"),
-)
 _WORD_FIELDS = frozenset({"word", "Word"})
 
 
@@ -67,7 +63,7 @@ class _RandomFields(dict[str, str]):
             word = self._generator.choice(self._words)
             return word if field == "word" else word[0].upper() + word[1:]
         if field == "name":
-            return self._generator.choice(_NAMES)
+            return self._generator.choice(NAMES)
         if field == "year":
             return str(self._generator.randint(1700, 2025))
         if field == "number":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.attention.flashinfer_library import LayerShape, PlanPages
+from slipstream.attention.flashinfer_library import ContextKeys, DecodeKeys, LayerShape, PassSizes, PlanPages
 from slipstream.attention.flashinfer_paths import Choice, Paths
 
 
@@ -97,19 +97,8 @@ class FakeLibrary:
     def plan_cascade(self, shape: LayerShape, levels: tuple[PlanPages, ...]) -> FakePlan:
         return self._plan("plan_cascade", shape, *levels)
 
-    def trtllm_decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        key_lens: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
-    ) -> None:
+    def trtllm_decode(self, q: Tensor, kv_cache: Tensor, keys: DecodeKeys, out: Tensor, sizes: PassSizes) -> None:
+        (block_table, key_lens, mask), (query_len, max_seq_len, scale, window_left) = keys, sizes
         assert (mask is not None) == (self._decode == "xqa" and query_len > 1)
         for i, num_keys in enumerate(key_lens.tolist()):
             tokens = slice(i * query_len, (i + 1) * query_len)
@@ -122,20 +111,9 @@ class FakeLibrary:
                 visible = torch.cat([torch.ones(query_len, num_keys - query_len), bits], 1) > 0
             out[tokens] = attend(q[tokens], kv_cache, block_table[i], visible, scale)
 
-    def trtllm_context(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        key_lens: Tensor,
-        query_starts: Tensor,
-        page_starts: Tensor,
-        out: Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-        scale: float,
-        window_left: int,
-    ) -> None:
+    def trtllm_context(self, q: Tensor, kv_cache: Tensor, keys: ContextKeys, out: Tensor, sizes: PassSizes) -> None:
+        block_table, key_lens, query_starts, page_starts = keys
+        max_query_len, max_seq_len, scale, window_left = sizes
         page_size = kv_cache.shape[3]
         for i, (begin, end) in enumerate(itertools.pairwise(query_starts.tolist())):
             # A row's pages lie where the counts before it say, as in a kernel that walks them in a row.

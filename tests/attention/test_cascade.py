@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.attention import cascade
 from slipstream.attention import triton as triton_backend
-from slipstream.attention.backend import AttentionLayer, HeadNorms
+from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.cascade import least_saved, pays
 from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
@@ -21,6 +21,7 @@ from slipstream.attention.triton import TritonBackend
 from slipstream.kernels import triton_jit
 from slipstream.kernels.cascade_attention import cascade_attention
 from slipstream.kernels.rms_norm import rms_norm
+from slipstream.kernels.rope_cache import HeadNorms
 from tests.contexts import context_of
 from tests.kernels.dense_attention import dense_attention
 from tests.kernels.triton_check import quietly_interpreted

@@ -14,7 +14,14 @@ import torch
 from slipstream.attention import flashinfer_library
 from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.flashinfer import FlashInferBackend
-from slipstream.attention.flashinfer_library import FlashInferLibrary, LayerShape, PlanPages
+from slipstream.attention.flashinfer_library import (
+    ContextKeys,
+    DecodeKeys,
+    FlashInferLibrary,
+    LayerShape,
+    PassSizes,
+    PlanPages,
+)
 from slipstream.attention.flashinfer_paths import Choice, Features, HeadShape, Paths, choose_paths
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.attention.reference import ReferenceBackend
@@ -145,20 +152,21 @@ def test_a_cascade_has_levels(package: Package) -> None:
 def test_decodes_of_lengths_on_the_device(package: Package) -> None:
     table, lens = torch.ones(3, 5, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     library = make_library()
-    library.trtllm_decode(Q, KV, table, lens, None, OUT, 1, 77, 0.5, -1)
+    library.trtllm_decode(Q, KV, DecodeKeys(table, lens, None), OUT, PassSizes(1, 77, 0.5, -1))
     args = dict(package.calls)["trtllm_decode"]
     assert args["block_tables"] is table and args["seq_lens"] is lens and args["out"] is OUT
     assert (args["max_seq_len"], args["bmm1_scale"], args["bmm2_scale"], args["window_left"]) == (77, 0.5, 1.0, -1)
     assert (args["kv_layout"], args["q_len_per_req"]) == ("HND", 1) and "mask" not in args
     mask = torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
-    library.trtllm_decode(Q, KV, table[:1], lens[:1], mask, OUT, 3, 77, 0.5, -1)
+    library.trtllm_decode(Q, KV, DecodeKeys(table[:1], lens[:1], mask), OUT, PassSizes(3, 77, 0.5, -1))
     mask = package.calls[-1][1]["mask"]
     assert mask.dtype == torch.uint16 and mask.shape == (1, 3, 2) and mask.tolist() == [[[1, 0], [3, 0], [7, 0]]]
 
 
 def test_prefills_of_lengths_on_the_device(package: Package) -> None:
     table, lens, starts, counts = (torch.ones(n, dtype=torch.int32) for n in (5, 2, 3, 3))
-    make_library("trtllm", "trtllm").trtllm_context(Q, KV, table, lens, starts, counts, OUT, 9, 77, 0.5, 3)
+    keys, sizes = ContextKeys(table, lens, starts, counts), PassSizes(9, 77, 0.5, 3)
+    make_library("trtllm", "trtllm").trtllm_context(Q, KV, keys, OUT, sizes)
     args = dict(package.calls)["trtllm_context"]
     assert args["seq_lens"] is lens and args["cum_seq_lens_q"] is starts and args["cum_seq_lens_kv"] is counts
     assert (args["max_q_len"], args["max_kv_len"], args["batch_size"], args["window_left"]) == (9, 77, 2, 3)

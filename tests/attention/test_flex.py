@@ -329,11 +329,11 @@ def test_blocks_that_meet(seed: int, num_reqs: int, name: str, window: int, star
     }
     for token, request, position in step.living():
         seen = {gathered[request, key] for key in step.slots(request, position, window)}
-        place = int(plan.places[token])
-        assert (place >= 0) or not seen
+        at_query = int(plan.grid_indices[token])
+        assert (at_query >= 0) or not seen
         if seen:
-            assert plan.tokens[place] == token
-            wanted.setdefault(place // shape.query_block, []).append(seen)
+            assert plan.tokens[at_query] == token
+            wanted.setdefault(at_query // shape.query_block, []).append(seen)
     for block in range(shape.num_query_blocks):
         num_asked, num_full = int(plan.kv_num_blocks[block]), int(plan.full_kv_num_blocks[block])
         asked = plan.kv_indices[block, 0, 0, :num_asked].tolist()
@@ -348,7 +348,7 @@ def test_blocks_that_meet(seed: int, num_reqs: int, name: str, window: int, star
             assert all(set(range(idx * size, idx * size + size)) <= seen for seen in wanted[block])
     for ids in (plan.kv_indices, plan.full_kv_indices):
         assert ids.min() >= 0 and ids.max() < shape.num_key_blocks
-    assert sum(map(len, wanted.values())) == (plan.places >= 0).sum()
+    assert sum(map(len, wanted.values())) == (plan.grid_indices >= 0).sum()
 
 
 def test_whole_blocks_are_found() -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.device.operation import TensorSpec, operation, spec_of, writes_only
+from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.device.sim import DeviceFaultError, RaceError, SimDevice, SimTensor, StaleReadError
 from slipstream.device.sync_guard import HostSyncError
 from tests.device.sim_setup import SEEDS, marked, order, pinned, upload
@@ -22,7 +25,7 @@ def sim_scale_and_choose(x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]
     return torch.from_numpy(values).to(x.dtype), x.argmax(1)
 
 
-@operation(writes_only, writes=("target",))
+@operation(writes=("target",))
 def sim_store(source: Tensor, target: Tensor, offset: int) -> None:
     target[offset : offset + source.shape[0]] = source
 
@@ -220,5 +223,107 @@ def test_an_operation_may_write_and_return(device: SimDevice) -> None:
 def test_tensors_of_the_host_are_no_arguments(device: SimDevice) -> None:
     x = torch.zeros(4, device="sim")
     for host in (torch.ones(4), pinned(device, [1.0] * 4)):
-        with pytest.raises(HostSyncError, match="a host tensor among the arguments"):
+        with pytest.raises(HostSyncError, match="others, a host tensor among the arguments"):
             sim_sum_of(x, [host])
+
+
+class SimRows(NamedTuple):
+    num_tokens: Tensor
+    status: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SimBatch:
+    rows: SimRows
+    starts: Tensor
+    mask: Tensor | None
+    page_size: int
+
+
+@operation(like="batch.starts", writes=("batch.rows.num_tokens",))
+def sim_advance(batch: SimBatch, by: int) -> Tensor:
+    """Rows that run get tokens; gives where their next ones begin."""
+    assert type(batch.rows.num_tokens) is Tensor and type(batch.starts) is Tensor, "the body sees plain memory"
+    assert isinstance(batch, SimBatch) and isinstance(batch.rows, SimRows) and batch.page_size == 16
+    batch.rows.num_tokens.add_(by * batch.rows.status)
+    return batch.starts + batch.rows.num_tokens
+
+
+@operation(writes=("rows",))
+def sim_reset(rows: SimRows) -> None:
+    rows.num_tokens.zero_()
+    rows.status.zero_()
+
+
+@operation(like=("batch.starts", "other"))
+def sim_look(batch: SimBatch, other: Tensor) -> tuple[Tensor, Tensor]:
+    return batch.starts.clone(), other.clone()
+
+
+def _bundle() -> SimBatch:
+    rows = SimRows(torch.full((3,), 5.0, device="sim"), torch.ones(3, device="sim"))
+    return SimBatch(rows, torch.ones(3, device="sim"), None, 16)
+
+
+def test_a_bundle_is_taken_apart_for_the_device_and_comes_whole_to_the_body(device: SimDevice) -> None:
+    batch = _bundle()
+    before = device.num_launched
+    next_starts = sim_advance(batch, 2)
+    assert device.num_launched == before + 1
+    assert device.peek(next_starts).tolist() == [8.0] * 3
+    assert device.peek(batch.rows.num_tokens).tolist() == [7.0] * 3
+    one, two = sim_look(batch, torch.zeros(2, 4, device="sim"))
+    assert (one.shape, two.shape) == ((3,), (2, 4))
+    sim_reset(batch.rows)
+    assert device.peek(batch.rows.status).tolist() == [0.0] * 3
+
+
+def test_a_field_is_written_or_read_by_its_own_name() -> None:
+    for seed in SEEDS:
+        device = SimDevice(seed)
+        batch = _bundle()
+        order(device, device.compute_stream, device.copy_stream)
+        with device.use_stream(device.copy_stream):
+            held = batch.rows.status + 1, batch.rows.num_tokens + 1
+        with pytest.raises(RaceError, match=r"write by sim_advance .* read by add"):
+            sim_advance(batch, 1)
+        fresh = replace(batch, rows=batch.rows._replace(num_tokens=torch.zeros(3, device="sim")))
+        sim_advance(fresh, 1)  # the status is read by both
+        order(device, device.copy_stream, device.compute_stream)
+        assert device.peek(held[0]).tolist() == [2.0] * 3
+
+
+def test_a_field_that_was_never_written_is_named(device: SimDevice) -> None:
+    batch = _bundle()
+    stale = replace(batch, rows=batch.rows._replace(status=torch.empty(3, device="sim")))
+    with pytest.raises(StaleReadError, match=r"sim_advance .* reads batch\.rows\.status, .* never written"):
+        sim_advance(stale, 1)
+    device.poison(batch.starts)
+    with pytest.raises(StaleReadError, match=r"reads batch\.starts, .* poisoned for this step"):
+        sim_look(batch, batch.rows.status)
+
+
+def test_a_recording_replays_over_the_fields_of_a_bundle(device: SimDevice) -> None:
+    batch = _bundle()
+    with device.record(device.graph_pool()) as capture:
+        sim_advance(batch, 1)
+    assert capture.graph is not None
+    for _ in range(3):
+        capture.graph.replay()
+    assert device.peek(batch.rows.num_tokens).tolist() == [8.0] * 3
+    device.poison(batch.rows.status)
+    with pytest.raises(StaleReadError, match=r"sim_advance .* reads batch\.rows\.status"):
+        capture.graph.replay()
+
+
+def test_the_host_may_not_read_a_field(device: SimDevice) -> None:
+    batch = _bundle()
+    sim_advance(batch, 1)
+    with pytest.raises(HostSyncError, match="test_sim_operation"):
+        batch.rows.num_tokens[0].item()
+
+
+def test_a_host_tensor_in_a_bundle_is_named(device: SimDevice) -> None:
+    batch = replace(_bundle(), mask=torch.ones(3))
+    with pytest.raises(HostSyncError, match=r"batch\.mask, a host tensor among the arguments"):
+        sim_advance(batch, 1)

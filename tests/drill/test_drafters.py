@@ -24,6 +24,7 @@ from slipstream.speculate.options import fill_help, read_speculation
 from slipstream.speculate.place_host_drafts import place_host_drafts
 from slipstream.speculate.speculator import DraftBatch
 from slipstream.types import RowStatus
+from tests.bundles import make_rows
 from tests.drill.toy_block import Block, BlockSpeculator
 from tests.drill.toy_drafters import HostRepeat, Repeat
 from tests.drill.toy_model import Twin
@@ -177,8 +178,16 @@ def test_drafts_that_steps_in_flight_have_refuted_are_not_checked() -> None:
     staged = ints([[5, 4, 5, 6, 7, 8], [5, 4, 5, 9, 7, 8], [5, 4, 5, 6, 7, 8], [8, 1, 3, 3, 3, 3], [9, 2, 1, 1, 1, 1]])
     staged = torch.cat([staged, ints([[7, 4, 30, 31, 32, 33]])])
     num_tokens, num_drafts = ints([6, 7, 9, 8, 8, 7]), torch.full((6,), 9, dtype=torch.int32)
-    limits = (ints([3, 3, 3, 3, 3, 2]), ints([20] * 6), torch.full((6,), int(RowStatus.RUNNING), dtype=torch.int32))
-    place_host_drafts(staged, num_tokens - 1, num_tokens, *limits, 3, tokens, num_drafts)
+    rows = make_rows(
+        token_ids=tokens,
+        num_computed=num_tokens - 1,
+        num_tokens=num_tokens,
+        num_drafts=num_drafts,
+        max_drafts=ints([3, 3, 3, 3, 3, 2]),
+        max_total=ints([20] * 6),
+        status=ints([int(RowStatus.RUNNING)] * 6),
+    )
+    place_host_drafts(staged, rows, 3)
     # Three after one that came; one came otherwise; all came; one; none that begins there; as many as it may have.
     assert num_drafts.tolist() == [3, 9, 9, 1, 9, 2]
     known[3, 8], known[5, 7:9] = 3, ints([30, 31])
@@ -200,7 +209,7 @@ def test_a_block_is_what_the_definition_says(written: Written, backend: str) -> 
                 continue
             text = rows.token_ids[row, : rows.num_tokens[row]].tolist()
             count = min(3, int(rows.max_total[row]) - len(text) + 1)
-            start = int(rows.drafting.draft_start[row])
+            start = int(rows.state.draft_start[row])
             compared.append(found == speculator.net.propose(text, start, count) + [-1] * (3 - count))
             others.append(found[:count] == speculator.net.propose(text, start, count, causal=True))
         return drafts

@@ -23,11 +23,12 @@ from slipstream.config import DraftModel, EngineConfig, NetworkSize
 from slipstream.device.interface import Device
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.errors import ConfigError
+from slipstream.kernels.request_rows import RowState
 from slipstream.models.decoder import Decoder
 from slipstream.models.registry import architecture_of
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.method import Drafter, DraftMethod, TargetFiles
-from slipstream.speculate.speculator import DraftBatch, DraftRows, MakeSpeculator, NoSpeculator
+from slipstream.speculate.speculator import DraftBatch, MakeSpeculator, NoSpeculator
 from slipstream.speculative_config import Needs, SpeculativeConfig
 from slipstream.types import RowStatus
 from tests.sim.tiny_engines import LIKELY
@@ -70,18 +71,18 @@ class BlockDrafter:
 
 class BlockNet(NamedTuple):
     embed: Tensor  # [vocab, size]
-    marks: Tensor  # [MOST - 1, size]: in place of tokens that are to be drafted
+    marks: Tensor  # [MOST - 1, size]: instead of the tokens to draft
     qkv: Tensor  # [size, (heads + 2) * dim]
     out: Tensor  # [heads * dim, size]
     head: Tensor  # [size, len(LIKELY)]
 
     @classmethod
-    def draw(cls, dtype: torch.dtype, place: torch.device) -> BlockNet:
+    def draw(cls, dtype: torch.dtype, on: torch.device) -> BlockNet:
         generator = torch.Generator().manual_seed(11)
         shapes = ((VOCAB_SIZE, SIZE), (MOST - 1, SIZE), (SIZE, (HEADS + 2) * DIM), (HEADS * DIM, SIZE))
         shapes = (*shapes, (SIZE, len(LIKELY)))
         drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        return cls(*(tensor.to(dtype).to(place) for tensor in drawn))
+        return cls(*(tensor.to(dtype).to(on) for tensor in drawn))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values: [n, heads, dim] each."""
@@ -102,25 +103,22 @@ class BlockNet(NamedTuple):
 
 class BlockSpeculator(NoSpeculator):
     def __init__(
-        self, config: EngineConfig, device: Device, net: BlockNet, caches: CacheGroups, rows: DraftRows
+        self, config: EngineConfig, device: Device, net: BlockNet, caches: CacheGroups, rows: RowState
     ) -> None:
         self.net, self._caches, self._rows = net, caches, rows
         self._page_size, self._max_len = config.cache.page_size, config.scheduler.max_model_len
-        place, most = device.torch_device, config.scheduler.max_num_seqs
-        self._words = torch.tensor(LIKELY, dtype=torch.int32).to(place)
-        self._starts = {k: (torch.arange(most + 1, dtype=torch.int32) * k).to(place) for k in range(1, MOST + 1)}
-        self._seq_starts = torch.zeros(most, dtype=torch.int32, device=place)
-        self._first_slots = torch.zeros(most, dtype=torch.int32, device=place)
+        on, most = device.torch_device, config.scheduler.max_num_seqs
+        self._words = torch.tensor(LIKELY, dtype=torch.int32).to(on)
+        self._starts = {k: (torch.arange(most + 1, dtype=torch.int32) * k).to(on) for k in range(1, MOST + 1)}
+        self._seq_starts = torch.zeros(most, dtype=torch.int32, device=on)
+        self._first_slots = torch.zeros(most, dtype=torch.int32, device=on)
         turns = torch.stack([torch.ones(self._max_len, DIM // 2), torch.zeros(self._max_len, DIM // 2)], dim=1)
-        self._cos_sin = turns.to(place)  # no rotation
+        self._cos_sin = turns.to(on)  # no rotation
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         self._store(batch)
         rows, net, k, n = self._rows, self.net, batch.num_drafts, batch.padded_reqs
-        ids, positions, slots, query_lens, seq_lens, table = toy_block(
-            *(batch.rows, rows.page_table, rows.token_ids, rows.num_computed, rows.num_tokens, rows.max_drafts),
-            *(rows.max_total, rows.status, self._page_size, k),
-        )
+        ids, positions, slots, query_lens, seq_lens, table = toy_block(batch.rows, rows, self._page_size, k)
         first = net.embed.index_select(0, ids).unsqueeze(1)
         x = torch.cat([first, net.marks[: k - 1].unsqueeze(0).expand(n, k - 1, SIZE)], dim=1).view(n * k, SIZE)
         starts_cpu = np.arange(batch.num_reqs + 1, dtype=np.int32) * k
@@ -150,12 +148,9 @@ class BlockSpeculator(NoSpeculator):
 
         Steps without drafts leave a gap: what is before it is not read.
         """
-        step, n, rows = batch.step, batch.padded_reqs, self._rows
+        step, n = batch.step, batch.padded_reqs
         goes_over_all, num_caught_up = True, 0
-        mark_gaps(
-            *(batch.rows, rows.num_computed, rows.ran, goes_over_all, num_caught_up),
-            *(rows.draft_start, rows.draft_end, self._seq_starts[:n], self._first_slots[:n]),
-        )
+        mark_gaps(batch.rows, self._rows, goes_over_all, num_caught_up, self._seq_starts[:n], self._first_slots[:n])
         ids = toy_known_ids(batch.rows, step.all_query_start_loc[: n + 1], step.positions, self._rows.token_ids)
         _, keys, values = self.net.heads(self.net.embed.index_select(0, ids))
         context = self._caches.begin(StepTokens(step.positions, step.attention.slot_mapping, None))
@@ -165,57 +160,41 @@ class BlockSpeculator(NoSpeculator):
 # --- operations -------------------------------------------------------------------------------------
 
 
-def _ids_shape(rows: Tensor, starts: Tensor, positions: Tensor, token_ids: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(positions.shape), torch.int32)
-
-
-@operation(_ids_shape)
+@operation(lambda positions: TensorSpec(tuple(positions.shape), torch.int32))
 def toy_known_ids(rows: Tensor, starts: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    places = torch.arange(positions.shape[0], dtype=torch.int32)
-    request = torch.searchsorted(starts[1:], places, right=True).clamp(max=len(rows) - 1)
+    indices = torch.arange(positions.shape[0], dtype=torch.int32)
+    request = torch.searchsorted(starts[1:], indices, right=True).clamp(max=len(rows) - 1)
     return token_ids[rows.long()[request], positions]
 
 
-def _block_shape(rows: Tensor, page_table: Tensor, *others: Any) -> tuple[TensorSpec, ...]:
-    n, count = rows.shape[0], others[-1]
+def _block_shape(batch_rows: Tensor, rows: RowState, count: int) -> tuple[TensorSpec, ...]:
+    n = batch_rows.shape[0]
     wide, each = TensorSpec((n * count,), torch.int64), TensorSpec((n,), torch.int32)
-    return each, wide, wide, each, each, TensorSpec((n, page_table.shape[1]), torch.int32)
+    return each, wide, wide, each, each, TensorSpec((n, rows.page_table.shape[1]), torch.int32)
 
 
 @operation(_block_shape)
 def toy_block(
     batch_rows: Tensor,  # [n] int32
-    page_table: Tensor,
-    token_ids: Tensor,
-    num_computed: Tensor,
-    num_tokens: Tensor,
-    max_drafts: Tensor,
-    max_total: Tensor,
-    status: Tensor,
+    rows: RowState,
     page_size: int,
     count: int,
-) -> tuple[
-    Tensor, ...
-]:  # last tokens; positions and slots of the blocks; query_lens, seq_lens, block_table, seq_starts
-    rows, idx = batch_rows.long(), torch.arange(count)
-    length = num_tokens[rows]
-    runs = (status[rows] == RowStatus.RUNNING) & (num_computed[rows] + 1 == length) & (max_drafts[rows] > 0)
-    query_lens = torch.where(runs, (max_total[rows] - length + 1).clamp(max=count), 0)
+) -> tuple[Tensor, ...]:  # last tokens; positions and slots of the blocks; query_lens, seq_lens, block_table
+    own, idx = batch_rows.long(), torch.arange(count)
+    length = rows.num_tokens[own]
+    runs = (rows.status[own] == RowStatus.RUNNING) & (rows.num_computed[own] + 1 == length) & (rows.max_drafts[own] > 0)
+    query_lens = torch.where(runs, (rows.max_total[own] - length + 1).clamp(max=count), 0)
     position = length.unsqueeze(1) - 1 + idx
-    alive = idx < query_lens.unsqueeze(1)
-    position = torch.where(alive, position, 0).long()
-    slots = page_table[rows.unsqueeze(1), position // page_size].long() * page_size + position % page_size
-    last = torch.where(runs, token_ids[rows, (length - 1).clamp(min=0).long()], 0)
+    exists = idx < query_lens.unsqueeze(1)
+    position = torch.where(exists, position, 0).long()
+    slots = rows.page_table[own.unsqueeze(1), position // page_size].long() * page_size + position % page_size
+    last = torch.where(runs, rows.token_ids[own, (length - 1).clamp(min=0).long()], 0)
     seq_lens = torch.where(runs, length - 1 + query_lens, 0)
-    lens = (query_lens.int(), seq_lens.int(), page_table[rows])
-    return last, position.flatten(), torch.where(alive, slots, -1).flatten(), *lens
+    lens = (query_lens.int(), seq_lens.int(), rows.page_table[own])
+    return last, position.flatten(), torch.where(exists, slots, -1).flatten(), *lens
 
 
-def _choose_shape(logits: Tensor, words: Tensor, query_lens: Tensor, count: int) -> TensorSpec:
-    return TensorSpec((query_lens.shape[0], count), torch.int32)
-
-
-@operation(_choose_shape)
+@operation(lambda query_lens, count: TensorSpec((query_lens.shape[0], count), torch.int32))
 def toy_choose(logits: Tensor, words: Tensor, query_lens: Tensor, count: int) -> Tensor:
     drafts = words[logits.argmax(1)].view(-1, count)
     return torch.where(torch.arange(count) < query_lens.unsqueeze(1), drafts, -1)

@@ -19,7 +19,7 @@ from slipstream.attention.context import StepTokens
 from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import CacheSpec, Shape
-from slipstream.device.operation import operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.kernels.rope_cache import rotate, rotation
 
 FLOATS = ("float64", "float32")
@@ -79,7 +79,7 @@ class DifferencesStep:
         return torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
 
 
-@operation(lambda q, *_args: spec_of(q), writes=("pages",))
+@operation(like="q", writes=("pages",))
 def difference_attention(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k: Tensor,  # [num_tokens, num_kv_heads, head_dim]
@@ -103,9 +103,9 @@ def difference_attention(
             continue
         for token in range(begin, begin + count):
             if (slot := int(slot_mapping[token])) >= 0:
-                page, place = pages[slot // size], slot % size
-                page[place, 0] = k[token] - page[:place, 0].sum(0)
-                page[place, 1] = v[token]
+                page, offset = pages[slot // size], slot % size
+                page[offset, 0] = k[token] - page[:offset, 0].sum(0)
+                page[offset, 1] = v[token]
         own = pages[table[: -(-length // size)].long()]
         keys = own[:, :, 0].cumsum(1).flatten(0, 1)[:length].repeat_interleave(group, 1)
         values = own[:, :, 1].flatten(0, 1)[:length].repeat_interleave(group, 1)
@@ -175,10 +175,10 @@ class RunningSumsStep:
         return torch.zeros_like(inputs)
 
 
-@operation(lambda x, *_args: spec_of(x), writes=("sums",))
+@operation(like="x", writes=("sums",))
 def running_sum(
     x: Tensor,  # [num_tokens, size]
-    sums: Tensor,  # [num_rows, 1 + num_drafts, size]: after position p in place p modulo their number
+    sums: Tensor,  # [num_rows, 1 + num_drafts, size]: after position p in offset p modulo their number
     batch_rows: Tensor,  # [num_reqs] int32
     query_start_loc: Tensor,  # [num_reqs + 1] int32
     query_lens: Tensor,  # [num_reqs] int32

@@ -13,11 +13,12 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.errors import ConfigError
+from slipstream.kernels.request_rows import RowState
 from slipstream.models.decoder import Decoder
 from slipstream.speculate.host_proposer import HostProposer
 from slipstream.speculate.host_staged import HostStagedSpeculator
 from slipstream.speculate.method import Drafter, DraftMethod, TargetFiles, read_integer
-from slipstream.speculate.speculator import DraftBatch, DraftRows, MakeSpeculator, NoSpeculator
+from slipstream.speculate.speculator import DraftBatch, MakeSpeculator, NoSpeculator
 from slipstream.speculative_config import Needs, SpeculativeConfig
 
 # --- the last token, again ------------------------------------------------------------------------
@@ -52,18 +53,14 @@ class RepeatDrafter:
 
 
 class RepeatSpeculator(NoSpeculator):
-    def __init__(self, period: int, rows: DraftRows) -> None:
+    def __init__(self, period: int, rows: RowState) -> None:
         self._period, self._rows = period, rows
 
     def propose(self, batch: DraftBatch, noise: bool) -> Tensor:
         return toy_repeat(batch.rows, self._rows.token_ids, self._rows.num_tokens, self._period, batch.num_drafts)
 
 
-def _shape(batch_rows: Tensor, token_ids: Tensor, num_tokens: Tensor, period: int, count: int) -> TensorSpec:
-    return TensorSpec((batch_rows.shape[0], count), torch.int32)
-
-
-@operation(_shape)
+@operation(lambda batch_rows, count: TensorSpec((batch_rows.shape[0], count), torch.int32))
 def toy_repeat(
     batch_rows: Tensor,  # [padded_reqs] int32
     token_ids: Tensor,  # [num_rows, max_len] int32

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.columns import Column
-from slipstream.device.operation import operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.errors import RequestError
 from slipstream.parameters import Parameter, TokenIds
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
@@ -29,7 +29,7 @@ def classes_of(token_ids: Tensor, before: Tensor, positions: Tensor, size: Tenso
     return (token_ids + before + positions) % size
 
 
-@operation(lambda logits, *_args: spec_of(logits))
+@operation(like="logits")
 def push_by_clock(
     logits: Tensor,  # [n, vocab]
     batch_rows: Tensor,  # [n] int32

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.attention.context import AttentionContext
 from slipstream.columns import Column
-from slipstream.device.operation import operation, writes_only
+from slipstream.device.operation import operation
 from slipstream.models.llama import Llama
 from slipstream.models.model_state import StateSetting, StepRequests
 from slipstream.parameters import Parameter
@@ -35,7 +35,7 @@ def biases(size: int) -> Tensor:
     return made
 
 
-@operation(writes_only, writes=("out",))
+@operation(writes=("out",))
 def gather_shifts(
     table: Tensor,  # [NUM_SHIFTS, size]
     shifts: Tensor,  # [num_rows] int32

@@ -87,7 +87,7 @@ def test_costs_are_measured_and_graphs_stay_within_their_memory() -> None:
     core = engine.core
     while core.use_idle_time():
         pass
-    costs = core.scheduler.drafts.length._costs  # type: ignore[attr-defined]
+    costs = core.scheduler.drafts.length.costs  # type: ignore[attr-defined]
     for size in (1, 2, 4, 8, 16, 32):
         seconds = [costs.seconds(size, k) for k in (0, 1, 2, 3, 5, 7)]
         assert all(0 < s < 0.1 for s in seconds)

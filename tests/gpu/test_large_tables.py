@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.kernels.paged_attention import PagedRequests
 from slipstream.kernels.prepare_inputs import prepare_inputs
-from slipstream.kernels.rope_cache import rope_and_cache
+from slipstream.kernels.rope_cache import NewTokens, rope_and_cache
 from slipstream.kernels.triton_attention import triton_attention
 from slipstream.types import RowStatus
+from tests.bundles import bundle
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, PAGE, DIM = 32, 8, 16, 128
@@ -34,13 +36,14 @@ def test_pages_far_out(query_len: int) -> None:
     far[-16:] = near
     pages = torch.arange(13, dtype=torch.int32, device="cuda")[None, :]
     batch = (ints(0, 1), ints(1), ints(seq_len))
-    expected = triton_attention(q, near, *batch, pages, DIM**-0.5, 0, query_len)
-    assert torch.equal(triton_attention(q, far, *batch, pages + num_pages - 16, DIM**-0.5, 0, query_len), expected)
+    expected = triton_attention(q, near, PagedRequests(*batch, pages), DIM**-0.5, 0, query_len)
+    requests = PagedRequests(*batch, pages + num_pages - 16)
+    assert torch.equal(triton_attention(q, far, requests, DIM**-0.5, 0, query_len), expected)
 
     k, v = (torch.randn(1, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     turn = torch.randn(2, 1, 1, DIM, device="cuda").unbind(0)
     page, offset = torch.tensor([num_pages - 1], device="cuda"), torch.tensor([5], device="cuda")
-    rope_and_cache(q, k, v, *turn, far, page, offset)
+    rope_and_cache(NewTokens(q, k, v, *turn, page, offset), far)
     assert torch.equal(far[-1, 1, :, 5], v[0])
 
 
@@ -62,9 +65,17 @@ def test_page_tables_far_out() -> None:
         "logit_positions": ints(-9),
         "logit_drafts": ints(-9),
     }
-    rows = (ints(0, 0, position), ints(0, 0, position + 1), ints(0, 0, 0), ints(*[int(RowStatus.RUNNING)] * 3))
+    rows = {
+        "num_computed": ints(0, 0, position),
+        "num_tokens": ints(0, 0, position + 1),
+        "num_drafts": ints(0, 0, 0),
+        "status": ints(*[int(RowStatus.RUNNING)] * 3),
+        "page_table": table,
+    }
     token_ids = torch.arange(3 * 200, dtype=torch.int32, device="cuda").view(3, 200)
-    prepare_inputs(ints(2), ints(0, 1), ints(0, 1), token_ids, table, *rows, PAGE, 1, **out)
+    layout = {"batch_rows": ints(2), "query_start_loc": ints(0, 1), "logit_start_loc": ints(0, 1)}
+    rest = {"token_ids": token_ids, "page_size": PAGE, "max_logits": 1}
+    prepare_inputs(**bundle(prepare_inputs, rows | layout | rest | out))
     assert out["input_ids"].item() == 400 + position
     assert out["slot_mapping"].item() == 77 * PAGE + position % PAGE
     assert block_table[0, position // PAGE].item() == 77
@@ -75,6 +86,6 @@ def test_page_tables_far_out() -> None:
     table[2, :7] = torch.arange(70, 77, dtype=torch.int32, device="cuda")
     batch = (ints(0, 1, 2, 3), ints(0, 0, 1), ints(0, 0, position))
     small = table[:, :8].contiguous()
-    expected = triton_attention(q, cache, *batch, small, DIM**-0.5, 0, 1)
-    assert torch.equal(triton_attention(q, cache, *batch, table, DIM**-0.5, 0, 1), expected)
+    expected = triton_attention(q, cache, PagedRequests(*batch, small), DIM**-0.5, 0, 1)
+    assert torch.equal(triton_attention(q, cache, PagedRequests(*batch, table), DIM**-0.5, 0, 1), expected)
     assert expected[2].any()

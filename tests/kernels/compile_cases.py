@@ -1,7 +1,7 @@
 """Compile every Triton kernel for a GPU that need not be there: ``python -m tests.kernels.compile_cases 90 bfloat16``.
 
 The interpreter forgives what a compiler does not. Prints one line for each kernel that does not compile. A number
-behind the type is how many variants of each kernel are compiled at most; those of Qwen3-Next's layers come on top.
+after the type is how many variants of each kernel are compiled at most; those of Qwen3-Next's layers come on top.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class _AbsentGpu:
 
 
 def compile_all(capability: int, dtype: torch.dtype, most: int) -> list[str]:
+    from tests.bundles import bundle
     from tests.kernels.triton_cases import CASES
     from tests.kernels.triton_cases_delta import of_qwen3_next
     from tests.kernels.triton_check import prepared
@@ -68,7 +69,7 @@ def compile_all(capability: int, dtype: torch.dtype, most: int) -> list[str]:
         args, _ = prepared(case.args(), dtype, "cpu")
         try:
             with interpreted():  # takes the Triton path on a CPU's tensors; nothing is interpreted here
-                case.op.body(**args)
+                case.op.body(**bundle(case.op, args))
         except Exception as error:
             failures.append(f"{case.name} in {dtype}: {type(error).__name__}: {error}")
     return failures

@@ -1,4 +1,4 @@
-"""Rows of quantised blocks with any codes, and what they stand for by the ``gguf`` package."""
+"""Rows of quantised blocks with any codes, and their values by the ``gguf`` package."""
 
 from __future__ import annotations
 

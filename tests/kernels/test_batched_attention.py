@@ -10,7 +10,7 @@ from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels import native
 from slipstream.kernels.batched_attention import in_place_attention
-from slipstream.kernels.paged_attention import paged_attention
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
 from tests.kernels.dense_attention import dense_attention, hide_queries, plant_nan
 
 PAGE = 4
@@ -27,10 +27,10 @@ PAGE = 4
     head_dim=st.sampled_from([8, 64]),
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (7, 1)]),
     window=st.sampled_from([0, 1, 5, 64]),
-    dead=st.booleans(),
+    unused=st.booleans(),
     in_place=st.booleans(),
     kept_in=st.sampled_from([None, torch.float16, torch.bfloat16]),
-    # How far before each request's end its first slot is; behind it if negative.
+    # How far before each request's end its first slot is; after it if negative.
     starts_at=st.none() | st.lists(st.sampled_from([-2, 0, 1, 3, 4, 7, 10, 60, 500]), min_size=8, max_size=8),
     causal=st.booleans(),
     seed=st.integers(0, 1000),
@@ -40,7 +40,7 @@ def test_equals_the_definition(
     head_dim: int,
     heads: tuple[int, int],
     window: int,
-    dead: bool,
+    unused: bool,
     in_place: bool,
     kept_in: torch.dtype | None,
     starts_at: list[int] | None,
@@ -64,7 +64,7 @@ def test_equals_the_definition(
     cache = cache if kept_in is None else cache.to(kept_in)
     bounds = torch.tensor([s + slack for s, (_, _, slack, _) in zip(seq_lens, lens, strict=True)], dtype=torch.int32)
     exact = torch.tensor(seq_lens, dtype=torch.int32)
-    if dead:
+    if unused:
         exact[n // 2] = 0
     starts = torch.tensor([0, *(query + more for query, _, _, more in lens)]).cumsum(0).int()
     query_lens = torch.tensor([query for query, _, _, _ in lens], dtype=torch.int32)
@@ -92,12 +92,12 @@ def test_equals_the_definition(
     backend = CpuBackend(PAGE, in_place, head_dim)
     layer = AttentionLayer(0, num_heads, num_kv_heads, head_dim, scale=0.3, window=window)
     out = backend.run(layer, q, cache, backend.build(common))
-    tables = (starts, query_lens, exact, page_ids, 0.3, window)
+    tables = (starts, query_lens, exact, page_ids)
     if first_slots is None and kept_in is None:
-        expected = paged_attention(q, cache, *tables, causal=causal)
+        expected = paged_attention(q, cache, PagedRequests(*tables), 0.3, window, causal)
     else:
-        expected = dense_attention(q, cache, *tables, first_slots, causal).to(dtype)
-        assert first_slots is None or out.isfinite().all(), "dead tokens and rows too"
+        expected = dense_attention(q, cache, *tables, 0.3, window, first_slots, causal).to(dtype)
+        assert first_slots is None or out.isfinite().all(), "unused slots and stopped rows too"
     owner = torch.repeat_interleave(torch.arange(n), starts.diff())
     alive = (exact[owner] > 0) & (torch.arange(len(q)) - starts[owner] < query_lens[owner])
     tolerance = 1e-5 if in_place else 1e-10
@@ -116,10 +116,11 @@ def test_a_token_alone_is_the_same_to_the_bit(kept_in: torch.dtype, head_dim: in
     q = torch.randn(sum(lens), 6, head_dim)
     ends = torch.tensor([c + n for c, n in zip(contexts, lens, strict=True)], dtype=torch.int32)
     starts = torch.tensor([0, 4, 5, 13], dtype=torch.int32)
-    together = in_place_attention(q, cache, starts, starts.diff(), ends, table, 0.3, 0)
+    together = in_place_attention(q, cache, PagedRequests(starts, starts.diff(), ends, table), 0.3, 0)
     one, bounds = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     for i, (num_tokens, context) in enumerate(zip(lens, contexts, strict=True)):
         for j in range(num_tokens):
             token, end = slice(int(starts[i]) + j, int(starts[i]) + j + 1), (context + j + 1) * one
-            alone = in_place_attention(q[token], cache, bounds, one, end, table[i : i + 1], 0.3, 0)
+            request = PagedRequests(bounds, one, end, table[i : i + 1])
+            alone = in_place_attention(q[token], cache, request, 0.3, 0)
             assert torch.equal(alone, together[token])

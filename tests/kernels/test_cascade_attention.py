@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels import triton_jit
 from slipstream.kernels.cascade_attention import cascade_attention
+from tests.bundles import bundle
 from tests.kernels.dense_attention import dense_attention
 from tests.kernels.triton_cases_cascade import SHAPES, draw
 from tests.kernels.triton_check import TOLERANCE, Real, poisoned_allocations, quietly_interpreted
@@ -24,7 +25,7 @@ def drawn(name: str) -> dict[str, Any]:
 
 def attend(args: dict[str, Any]) -> Tensor:
     with quietly_interpreted(), poisoned_allocations():
-        return cascade_attention.body(**args)
+        return cascade_attention.body(**bundle(cascade_attention, args))
 
 
 def dense(args: dict[str, Any]) -> Tensor:
@@ -41,7 +42,9 @@ def test_the_definition_and_the_kernel_are_a_sum_over_the_slots_that_a_token_see
     args = drawn(name)
     expected = dense(args)
     wide = {key: args[key].double() for key in ("q", "kv_cache")}
-    torch.testing.assert_close(cascade_attention.body(**args | wide), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        cascade_attention.body(**bundle(cascade_attention, args | wide)), expected, rtol=1e-10, atol=1e-10
+    )
     assert close(attend(args), expected)
 
 

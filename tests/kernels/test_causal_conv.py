@@ -10,6 +10,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn,
 
 from slipstream.kernels import triton_jit
 from slipstream.kernels.causal_conv import causal_conv
+from slipstream.kernels.request_rows import RequestStates
+from tests.bundles import bundle
 from tests.kernels.triton_cases_delta import Batch, conv_args
 from tests.kernels.triton_check import check_kernel, poisoned_allocations, prepared, quietly_interpreted
 
@@ -24,7 +26,9 @@ def ints(*values: int) -> Tensor:
 def alone(x: Tensor, weight: Tensor, inputs: Tensor, slot: int, position: int, alive: int | None = None) -> Tensor:
     """One request's tokens; of the last ones some may not be alive."""
     alive = x.shape[0] if alive is None else alive
-    return causal_conv(x, weight, None, inputs, ints(slot), ints(0), ints(alive), ints(position), x.shape[0])
+    return causal_conv(
+        x, weight, None, inputs, RequestStates(ints(slot), ints(0), ints(alive), ints(position)), x.shape[0]
+    )
 
 
 def numpy_conv(args: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +58,7 @@ def test_batches(num_reqs: int, most: int) -> None:
     batch = Batch(counts, torch.randint(0, 9, (num_reqs,)).tolist(), gaps, ahead=1, spare=2, padding=3)
     _, args = prepared(conv_args(batch, CHANNELS, WIDTH, 7, bias=num_reqs == 7), torch.float64, "cpu")
     out, rings = numpy_conv(args)
-    np.testing.assert_allclose(causal_conv(*args.values()).numpy(), out, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(causal_conv(**bundle(causal_conv, args)).numpy(), out, rtol=1e-12, atol=1e-12)
     np.testing.assert_array_equal(args["inputs"].numpy(), rings)
 
 
@@ -62,21 +66,22 @@ def test_convolution_is_transformers() -> None:
     x, weight, bias = torch.randn(20, CHANNELS), torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS)
     expected = causal_conv1d_fn(x.T[None], weight, bias, "silu")[0].T
     inputs, requests = torch.full((2, 5, CHANNELS), torch.nan), (ints(1), ints(0))
-    whole = causal_conv(x, weight, bias, inputs, *requests, ints(20), ints(0), 20)
+    whole = causal_conv(x, weight, bias, inputs, RequestStates(*requests, ints(20), ints(0)), 20)
     torch.testing.assert_close(whole, expected)
     state, token = x.T[None, :, -WIDTH:].clone(), torch.randn(1, CHANNELS)
     expected = causal_conv1d_update(token.T[None], state, weight, bias, "silu")[0].T
-    torch.testing.assert_close(causal_conv(token, weight, bias, inputs, *requests, ints(1), ints(20), 1), expected)
+    last = causal_conv(token, weight, bias, inputs, RequestStates(*requests, ints(1), ints(20)), 1)
+    torch.testing.assert_close(last, expected)
 
 
 def speculated(x: Tensor, weight: Tensor, inputs: Tensor, drafts: int) -> Tensor:
-    """A prompt, then steps whose drafts are partly wrong, and go on behind those that are not."""
+    """A prompt, then steps whose drafts are partly wrong, and continue after the right ones."""
     made, position = [alone(x[:9], weight, inputs, 1, 0)], 9
     while position < x.shape[0]:
         right = min(int(torch.randint(1, drafts + 2, ())), x.shape[0] - position)
         wrong = int(torch.randint(0, drafts + 2 - right, ()))
-        dead = drafts + 1 - right - wrong
-        tokens = torch.cat([x[position : position + right], torch.full((wrong + dead, CHANNELS), 99.0).to(x)])
+        unused = drafts + 1 - right - wrong
+        tokens = torch.cat([x[position : position + right], torch.full((wrong + unused, CHANNELS), 99.0).to(x)])
         out = alone(tokens, weight, inputs, 1, position, right + wrong)
         assert not out[right + wrong :].any()
         made.append(out[:right])
@@ -136,10 +141,10 @@ def test_kernel_of_many_requests(most: int) -> None:
 @needs_triton
 def test_kernel_reads_rows_that_lie_apart() -> None:
     joint, weight = torch.randn(40, 30), torch.randn(10, WIDTH)
-    inputs, requests = torch.randn(4, 6, 10), (ints(2, 1), ints(0, 3), ints(2, 37), torch.tensor([7, 0]))
+    inputs, requests = torch.randn(4, 6, 10), RequestStates(ints(2, 1), ints(0, 3), ints(2, 37), torch.tensor([7, 0]))
     expected_inputs = inputs.clone()
-    expected = causal_conv(joint[:, 15:25], weight, None, expected_inputs, *requests, 37)
+    expected = causal_conv(joint[:, 15:25], weight, None, expected_inputs, requests, 37)
     with quietly_interpreted(), poisoned_allocations():
-        made = causal_conv(joint[:, 15:25], weight, None, inputs, *requests, 37)
+        made = causal_conv(joint[:, 15:25], weight, None, inputs, requests, 37)
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(inputs, expected_inputs)

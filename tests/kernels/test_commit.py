@@ -4,8 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
+from slipstream.kernels.commit import NUM_HEADER_COLUMNS, CheckedTokens, commit
+from slipstream.kernels.prepare_inputs import BatchLayout
 from slipstream.types import RowStatus
+from tests.bundles import make_rows
 
 ROWS, MAX_LEN, STOPS, WIDTH = 5, 12, 3, 4
 SCRATCH = ROWS - 1
@@ -27,58 +29,64 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
     status[SCRATCH] = int(RowStatus.INERT)
     stops = [[draw(-1, 5) for _ in range(STOPS)] for _ in range(ROWS)]
     known = [draw(1, tokens[r] - computed[r]) for r in batch]
-    # Of a row that reaches its end: places for drafts, drafts that are there, drafts that were accepted.
-    places = [draw(0, WIDTH - 1) if computed[r] + n == tokens[r] else 0 for r, n in zip(batch, known, strict=True)]
-    there = [draw(0, n) for n in places]
+    # Of a row that reaches its end: draft slots, drafts that exist, accepted drafts.
+    draft_slots = [draw(0, WIDTH - 1) if computed[r] + n == tokens[r] else 0 for r, n in zip(batch, known, strict=True)]
+    there = [draw(0, n) for n in draft_slots]
     accepted = [draw(0, n) for n in there]
     new_ids = [[draw(0, 5) for _ in range(WIDTH)] for _ in range(len(batch) + padding)]
     failed = [data.draw(st.integers(0, 3)) == 0 and i < len(batch) for i in range(len(new_ids))]
     history = torch.randint(0, 6, (ROWS, MAX_LEN), dtype=torch.int32)
-    num_logits = len(batch) + sum(places)
+    num_logits = len(batch) + sum(draft_slots)
     forced = [data.draw(st.booleans()) for _ in range(num_logits)] if data.draw(st.booleans()) else None
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
     device = {"token_ids": history.clone(), "num_computed": ints(computed), "num_tokens": ints(tokens)}
-    device |= {"num_drafts": ints(drafts), "status": ints(status), "ran": torch.full((ROWS,), 7, dtype=torch.int32)}
+    device |= {
+        "num_drafts": ints(drafts),
+        "status": ints(status),
+        "step_start": torch.full((ROWS,), 7, dtype=torch.int32),
+    }
     device["out"] = torch.full((len(new_ids), NUM_HEADER_COLUMNS + WIDTH), 77, dtype=torch.int32)
-    planned = [a + b for a, b in zip(known, places, strict=True)]
+    planned = [a + b for a, b in zip(known, draft_slots, strict=True)]
     alive = [a + b if status[r] == 0 else 0 for r, a, b in zip(batch, known, there, strict=True)]
 
     def starts(counts: list[int]) -> torch.Tensor:
         return torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
 
-    commit(
+    checked = CheckedTokens(
         ints([t for row in new_ids for t in row]).view(-1, WIDTH),
         ints([*accepted, *[0] * padding]),
         torch.tensor(failed),
         None if forced is None else torch.tensor(forced),
-        ints([*batch, *[SCRATCH] * padding]),
-        starts(planned),
-        starts([n + 1 for n in places]),
-        ints([*alive, *[0] * padding]),
-        ints([s for row in stops for s in row]).view(ROWS, STOPS),
-        ints(limits),
-        **device,
     )
+    out = device.pop("out")
+    rows = make_rows(
+        stop_ids=ints([s for row in stops for s in row]).view(ROWS, STOPS), max_total=ints(limits), **device
+    )
+    layout = BatchLayout(ints([*batch, *[SCRATCH] * padding]), starts(planned), starts([n + 1 for n in draft_slots]))
+    commit(checked, rows, layout, ints([*alive, *[0] * padding]), out)
+    device["out"] = out
 
     expected_out = []
-    ran = [7] * ROWS
-    ran[SCRATCH] = 0 if padding else 7
+    step_start = [7] * ROWS
+    step_start[SCRATCH] = 0 if padding else 7
     for i, row in enumerate(batch):
-        ran[row] = 1 + computed[row] if status[row] == RowStatus.RUNNING else 0
+        step_start[row] = 1 + computed[row] if status[row] == RowStatus.RUNNING else 0
         taken: list[int] = []
-        num_checked = num_accepted = foreseen = 0
+        num_checked = num_accepted = would_accept = 0
         if status[row] == RowStatus.RUNNING:
-            has_draft, drafts[row] = drafts[row] > 0 and places[i] == 0, 0
+            has_draft, drafts[row] = drafts[row] > 0 and draft_slots[i] == 0, 0
             computed[row] += known[i]
             if computed[row] == tokens[row]:
                 num_checked = there[i]
-                stands = (
-                    int(history[row, tokens[row]]) == new_ids[i][0] if forced is None else forced[i + sum(places[:i])]
+                is_right = (
+                    int(history[row, tokens[row]]) == new_ids[i][0]
+                    if forced is None
+                    else forced[i + sum(draft_slots[:i])]
                 )
-                foreseen = int(has_draft and stands and not failed[i])
+                would_accept = int(has_draft and is_right and not failed[i])
                 stops_first = any(t in stops[row] for t in new_ids[i][: min(accepted[i], limits[row] - tokens[row])])
                 if failed[i] and not stops_first:
                     status[row] = int(RowStatus.ERROR)
@@ -94,12 +102,14 @@ def test_equals_a_loop_over_rows(data: st.DataObject) -> None:
                         status[row] = int(RowStatus.LENGTH)
                         break
                 computed[row] += max(0, len(taken) - 1)
-        expected_out.append([status[row], num_checked, num_accepted, foreseen, *taken, *[-1] * (WIDTH - len(taken))])
+        expected_out.append(
+            [status[row], num_checked, num_accepted, would_accept, *taken, *[-1] * (WIDTH - len(taken))]
+        )
     expected_out += [[int(RowStatus.INERT), 0, 0, 0, *[-1] * WIDTH]] * padding
     assert device["out"].tolist() == expected_out
     assert device["num_computed"].tolist() == computed
     assert device["num_tokens"].tolist() == tokens
     assert device["num_drafts"].tolist() == drafts
     assert device["status"].tolist() == status
-    assert device["ran"].tolist() == ran
+    assert device["step_start"].tolist() == step_start
     assert torch.equal(device["token_ids"], history)

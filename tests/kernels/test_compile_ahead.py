@@ -33,7 +33,7 @@ def test_writes_do_not_happen() -> None:
         store.index_copy_(0, FAR, FAR)
         store.scatter_(0, FAR, FAR)
         assert store.scatter_add(0, FAR, FAR).tolist() == [0] * 4
-        store[:2] = 3  # at a place that is known
+        store[:2] = 3  # at a known index
     assert store.tolist() == [3, 3, 0, 0]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels import decode_attention as module
 from slipstream.kernels import triton_jit
+from tests.bundles import bundle
 from tests.kernels.dense_attention import dense_attention
 from tests.kernels.triton_cases_fused import decodes
 from tests.kernels.triton_check import TOLERANCE, Real, check_kernel, poisoned_allocations, quietly_interpreted
@@ -50,15 +51,17 @@ def test_what_lies_before_the_first_slot_is_not_there(name: str) -> None:
     wide = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in args.items()}
     query_len, query_lens, page_ids = args["query_len"], args["query_lens"], args["page_ids"]
     alive = (torch.arange(query_len) < query_lens.unsqueeze(1)).flatten()
-    q = turned(wide["q"], wide.get("query_gain"), wide)
-    keys, cache = turned(wide["k"], wide.get("key_gain"), wide), wide["kv_cache"].clone()
+    q = turned(wide["q"], wide.get("query"), wide)
+    keys, cache = turned(wide["k"], wide.get("key"), wide), wide["kv_cache"].clone()
     cache[page_ids[alive], 0, :, args["offsets"][alive]] = keys[alive]
     cache[page_ids[alive], 1, :, args["offsets"][alive]] = wide["v"][alive]
     tables = (torch.arange(len(query_lens) + 1) * query_len, query_lens, args["seq_lens"], args["block_table"])
     expected = dense_attention(q, cache, *tables, args["scale"], args["window"], args["seq_starts"])
-    torch.testing.assert_close(module.decode_attention.body(**wide), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        module.decode_attention.body(**bundle(module.decode_attention, wide)), expected, rtol=1e-10, atol=1e-10
+    )
     with quietly_interpreted(), poisoned_allocations():
-        actual = module.decode_attention.body(**args).double()
+        actual = module.decode_attention.body(**bundle(module.decode_attention, args)).double()
     tolerance = TOLERANCE[torch.float32]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -66,4 +69,4 @@ def test_what_lies_before_the_first_slot_is_not_there(name: str) -> None:
 def test_equal_queries_only() -> None:
     args = {name: getattr(value, "tensor", value) for name, value in CASES["verify"].args().items()}
     with triton_jit.interpreted(), pytest.raises(AssertionError, match="pads requests and tokens together"):
-        module.decode_attention.body(**{**args, "query_len": 3})
+        module.decode_attention.body(**bundle(module.decode_attention, {**args, "query_len": 3}))

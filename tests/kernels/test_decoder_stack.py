@@ -20,7 +20,7 @@ from tests.contexts import context_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
 
-# Experts, norms on the way out, a gelu gate or a bias behind the gate: layers that the one call does not know.
+# Experts, norms after products, a gelu gate or a bias after the gate: layers that the single call does not support.
 LAYER_BY_LAYER = ("gemma", "mixtral", "moe", "llama-biases")
 # Models whose layers keep states have no such call either; tests/models/test_qwen3_next.py says so.
 VARIANTS = [name for name in tiny_models.VARIANTS if not name.startswith(("qwen3-next", "qwen3.5"))]

@@ -14,24 +14,24 @@ pytestmark = pytest.mark.skipif(not triton_jit.is_available(), reason="there is 
 
 
 @jit
-def _invert_kernel(lower, inverse, stride, living):
-    delta_chunks._invert(lower, inverse, stride, living)
+def _invert_kernel(lower, inverse, stride, used):
+    delta_chunks._invert(lower, inverse, stride, used)
 
 
-def inverted(lower: torch.Tensor, living: int = CHUNK) -> torch.Tensor:
+def inverted(lower: torch.Tensor, used: int = CHUNK) -> torch.Tensor:
     made = torch.zeros_like(lower)
     with quietly_interpreted():
-        _invert_kernel[(1,)](lower, made, lower.stride(0), living)
+        _invert_kernel[(1,)](lower, made, lower.stride(0), used)
     return made
 
 
-@pytest.mark.parametrize("living", [1, 15, 16, 17, 50, 64])
-def test_inverse(living: int) -> None:
+@pytest.mark.parametrize("used", [1, 15, 16, 17, 50, 64])
+def test_inverse(used: int) -> None:
     lower = torch.randn(CHUNK, 2 * CHUNK)[:, :CHUNK].tril(-1) * 0.3
-    lower[living:] = torch.nan  # what belongs to others
-    made = inverted(lower, living)[:living, :living].double()
-    product = (lower[:living, :living].double() + torch.eye(living)) @ made
-    torch.testing.assert_close(product, torch.eye(living).double(), rtol=0, atol=1e-4)
+    lower[used:] = torch.nan  # what belongs to others
+    made = inverted(lower, used)[:used, :used].double()
+    product = (lower[:used, :used].double() + torch.eye(used)) @ made
+    torch.testing.assert_close(product, torch.eye(used).double(), rtol=0, atol=1e-4)
 
 
 def test_nothing_grows_where_all_keys_are_the_same() -> None:

@@ -16,8 +16,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from slipstream.device.operation import Operation
 from slipstream.kernels import triton_jit
 from slipstream.kernels.causal_conv import causal_conv
-from slipstream.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule
+from slipstream.kernels.delta_rule import DeltaTokens, chunked_delta_rule, recurrent_delta_rule
 from slipstream.kernels.gated_norm import gated_norm
+from slipstream.kernels.request_rows import RequestStates
+from tests.bundles import bundle
 from tests.kernels.triton_cases_delta import Batch, Sizes, rule_args
 from tests.kernels.triton_check import check_kernel, poisoned_allocations, prepared, quietly_interpreted
 
@@ -67,8 +69,8 @@ def test_batches(op: Operation[..., Tensor], k_heads: int, v_heads: int, num_req
     _, args = prepared(drawn(most, num_reqs, Sizes(k_heads, v_heads, 5, 7, 4)), torch.float64, "cpu")
     args["states"] = args["states"].double()
     out, states = numpy_rule(args, keeps_all=op is recurrent_delta_rule)
-    limit = (most,) if op is recurrent_delta_rule else ()
-    np.testing.assert_allclose(op(*args.values(), *limit).numpy(), out, rtol=1e-9, atol=1e-9)
+    limit = {"max_count": most} if op is recurrent_delta_rule else {}
+    np.testing.assert_allclose(op(**bundle(op, args | limit)).numpy(), out, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(args["states"].numpy(), states, rtol=1e-9, atol=1e-9)
 
 
@@ -92,8 +94,8 @@ class Request:
         if wrong + dead:
             junk = [torch.full((wrong + dead, t.shape[1]), 9.0, dtype=t.dtype) for t in tokens]
             tokens = [torch.cat(pair) for pair in zip(tokens, junk, strict=True)]
-        described = (ints(1), ints(0), ints(count + wrong), ints(first))
-        args = (*tokens, self.a_log, self.dt_bias, self.states, *described)
+        described = RequestStates(ints(1), ints(0), ints(count + wrong), ints(first))
+        args = (DeltaTokens(*tokens, self.a_log, self.dt_bias), self.states, described)
         out = chunked_delta_rule(*args) if chunked else recurrent_delta_rule(*args, count + wrong + dead)
         assert not out[count + wrong :].any()
         return out[:count]
@@ -174,14 +176,14 @@ def test_kernel_of_many_requests(op: Operation[..., Tensor]) -> None:
 @needs_triton
 @pytest.mark.parametrize("op", [recurrent_delta_rule, chunked_delta_rule], ids=lambda op: op.name)
 def test_kernels_read_rows_that_lie_apart(op: Operation[..., Tensor]) -> None:
-    joint, requests = torch.randn(12, 160), (ints(1, 2), ints(0, 8), ints(7, 3), torch.tensor([5, 0]))
-    rows = (joint[:, 7:135], joint[:, 135:139], joint[:, 150:154], torch.rand(4), torch.randn(4))
+    joint, requests = torch.randn(12, 160), RequestStates(ints(1, 2), ints(0, 8), ints(7, 3), torch.tensor([5, 0]))
+    rows = DeltaTokens(joint[:, 7:135], joint[:, 135:139], joint[:, 150:154], torch.rand(4), torch.randn(4))
     limit = (7,) if op is recurrent_delta_rule else ()
     expected_states = torch.randn(3, 3, 4, 16, 16)
     states = expected_states.clone()
-    expected = op(*rows, expected_states, *requests, *limit)
+    expected = op(rows, expected_states, requests, *limit)
     with quietly_interpreted(), poisoned_allocations():
-        made = op(*rows, states, *requests, *limit)
+        made = op(rows, states, requests, *limit)
     torch.testing.assert_close(made, expected, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(states, expected_states, rtol=2e-5, atol=2e-5)
 
@@ -189,12 +191,13 @@ def test_kernels_read_rows_that_lie_apart(op: Operation[..., Tensor]) -> None:
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
     """Bit for bit, as long as they go token by token."""
     args = drawn(4, 9, Sizes(1, 2, 8, 8, 4))
-    _, args = prepared(args, torch.float32, "cpu")
-    together = recurrent_delta_rule(*{**args, "states": args["states"].clone()}.values(), 4)
+    _, args = prepared(args | {"max_count": 4}, torch.float32, "cpu")
+    together = recurrent_delta_rule(**bundle(recurrent_delta_rule, {**args, "states": args["states"].clone()}))
     for i in range(9):
         one = args | {name: args[name][i : i + 1] for name in NAMES} | {"states": args["states"].clone()}
         rows = slice(int(args["starts"][i]), int(args["starts"][i] + args["counts"][i]))
-        assert torch.equal(recurrent_delta_rule(*one.values(), 4)[rows], together[rows])
+        alone = recurrent_delta_rule(**bundle(recurrent_delta_rule, one))
+        assert torch.equal(alone[rows], together[rows])
 
 
 def test_layer_is_transformers() -> None:
@@ -220,9 +223,9 @@ def test_layer_is_transformers() -> None:
         inputs, states = torch.full((2, 4, x.shape[1]), torch.nan), torch.full((2, 1, 4, 8, 6), torch.nan)
         made = []
         for first, end in ((0, 30), (30, 75), *((i, i + 1) for i in range(75, 80))):
-            rows, described = slice(first, end), (ints(1), ints(0), ints(end - first), ints(first))
-            qkv = causal_conv(x[rows], weight, None, inputs, *described, end - first)
-            rest = (qkv, a[rows], b[rows], layer.A_log, layer.dt_bias, states, *described)
+            rows, described = slice(first, end), RequestStates(ints(1), ints(0), ints(end - first), ints(first))
+            qkv = causal_conv(x[rows], weight, None, inputs, described, end - first)
+            rest = (DeltaTokens(qkv, a[rows], b[rows], layer.A_log, layer.dt_bias), states, described)
             out = chunked_delta_rule(*rest) if end - first > 1 else recurrent_delta_rule(*rest, 1)
             out = gated_norm(out, z[rows].view(-1, 4, 6), layer.norm.weight, layer.norm.variance_epsilon)
             made.append(layer.out_proj(out.flatten(1)))

@@ -34,13 +34,13 @@ def test_the_embedding_behind_position_0_is_left_out() -> None:
 
 @pytest.mark.parametrize("as_kernel", [False, pytest.param(True, marks=needs_triton)], ids=["torch", "triton"])
 def test_states_are_kept_by_module_and_nothing_else_is_touched(as_kernel: bool) -> None:
-    states, places = torch.randn(6, 3 * 4), torch.tensor([5, 0])
+    states, indices = torch.randn(6, 3 * 4), torch.tensor([5, 0])
     memory = torch.full((3, 7, 4), -1.0)
     if as_kernel:
         with quietly_interpreted():
-            keep_states.body(states, places, memory[:, :2])
+            keep_states.body(states, indices, memory[:, :2])
     else:
-        keep_states(states, places, memory[:, :2])
+        keep_states(states, indices, memory[:, :2])
     for module in range(3):
         assert torch.equal(memory[module, :2], states[[5, 0], 4 * module : 4 * module + 4])
     assert (memory[:, 2:] == -1.0).all()

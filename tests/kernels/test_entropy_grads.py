@@ -13,11 +13,11 @@ from slipstream.kernels.entropy_grads import entropy_grads
 )
 def test_losses_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
     logits = (4 * torch.randn(5, 37)).to(dtype)
-    wanted = torch.randn(5, 37).double().softmax(1).to(dtype)
+    target = torch.randn(5, 37).double().softmax(1).to(dtype)
     exact = logits.double().clone().requires_grad_()
-    losses = -(wanted.double() * exact.log_softmax(1)).sum(1)
+    losses = -(target.double() * exact.log_softmax(1)).sum(1)
     losses.sum().backward()
-    found = entropy_grads(logits, wanted)
+    found = entropy_grads(logits, target)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), losses.detach(), rtol=tolerance, atol=tolerance)
     assert exact.grad is not None

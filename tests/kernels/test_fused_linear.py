@@ -30,14 +30,14 @@ def test_the_definition_is_a_norm_and_a_product(num_tokens: int, out_size: int, 
 @pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), SIZES)
 def test_one_product_hands_its_norm_to_the_next(num_tokens: int, out_size: int, in_size: int) -> None:
     x, weight = torch.randn(num_tokens, in_size), torch.randn(out_size, in_size) / in_size**0.5
-    residual, gain, behind = torch.randn(num_tokens, out_size), torch.randn(out_size), torch.randn(50, out_size)
+    residual, gain, next_weight = torch.randn(num_tokens, out_size), torch.randn(out_size), torch.randn(50, out_size)
     with quietly_interpreted():
         total, scaled, squares = linear_add_scaled.body(x, weight, None, residual, gain)
-        out = scaled_linear.body(scaled, squares, 1e-5, behind, None)
+        out = scaled_linear.body(scaled, squares, 1e-5, next_weight, None)
     expected = residual.double() + x.double() @ weight.double().t()
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(squares.double().sum(1), expected.square().sum(1), rtol=1e-5, atol=1e-5)
-    product = rms_norm.body(expected, gain.double(), 1e-5) @ behind.double().t()
+    product = rms_norm.body(expected, gain.double(), 1e-5) @ next_weight.double().t()
     torch.testing.assert_close(out.double(), product, rtol=1e-4, atol=1e-4)
 
 

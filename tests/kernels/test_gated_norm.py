@@ -18,7 +18,7 @@ def test_norm_is_transformers(dtype: torch.dtype) -> None:
         expected = norm(x, gate)
     out = gated_norm(x, gate, norm.weight.detach(), 1e-5)
     assert out.dtype == dtype
-    # What is rounded is rounded at the same places: no more than last bits may differ.
+    # What is rounded is rounded at the same points: no more than last bits may differ.
     tolerance = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 

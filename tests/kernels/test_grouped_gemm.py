@@ -65,7 +65,7 @@ def _rows(args: dict[str, Any], rows: slice | list[int]) -> dict[str, Any]:
 
 @pytest.fixture
 def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies with numpy's BLAS, which on some CPUs sums a row in another order at another place of
+    """The interpreter multiplies with numpy's BLAS, which on some CPUs sums a row in another order at another row of
     the tile. A GPU does not; here each row is summed by itself."""
     from triton.runtime import interpreter
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.paged_attention import paged_attention
+from slipstream.kernels.paged_attention import PagedRequests, paged_attention
 from tests.kernels.dense_attention import dense_attention, hide_queries, plant_nan
 
 PAGE = 4
@@ -58,13 +58,13 @@ def test_equals_contiguous_attention(
         wanted.append(expected_attention(q, k, v, 0.3, window) if num_query else q)
     starts = torch.tensor([0, *torch.tensor([n for n, _ in lens]).cumsum(0)], dtype=torch.int32)
     lengths = (starts.diff(), torch.tensor(seq_lens, dtype=torch.int32))
-    out = paged_attention(torch.cat(queries), cache, starts, *lengths, page_ids.int(), 0.3, window)
+    out = paged_attention(torch.cat(queries), cache, PagedRequests(starts, *lengths, page_ids.int()), 0.3, window)
     torch.testing.assert_close(out, torch.cat(wanted), rtol=1e-10, atol=1e-10)
 
     # Each with two more tokens that are not alive.
     more = torch.cat([torch.cat([q, torch.full((2, num_heads, head_dim), torch.nan)]) for q in queries])
     later = starts + 2 * torch.arange(len(starts)).int()
-    out = paged_attention(more, cache, later, *lengths, page_ids.int(), 0.3, window)
+    out = paged_attention(more, cache, PagedRequests(later, *lengths, page_ids.int()), 0.3, window)
     padded = torch.cat([torch.cat([w, torch.zeros(2, num_heads, head_dim)]) for w in wanted])
     torch.testing.assert_close(out, padded.double(), rtol=1e-10, atol=1e-10)
 
@@ -72,7 +72,7 @@ def test_equals_contiguous_attention(
 @settings(max_examples=60, deadline=None)
 @given(
     lens=st.lists(
-        # (query tokens, tokens before them, how far before the end the first slot is; behind it if negative)
+        # (query tokens, tokens before them, how far before the end the first slot is; after it if negative)
         st.tuples(st.integers(1, 9), st.integers(0, 21), st.sampled_from([-3, 0, 1, 2, 4, 5, 8, 13, 30])),
         min_size=1,
         max_size=6,
@@ -98,15 +98,15 @@ def test_what_lies_before_the_first_slot_is_not_there(
     q = torch.randn(int(starts[-1]), num_heads, 8, dtype=torch.float64)
     plant_nan(cache, page_ids, first_slots)
     unseeing = hide_queries(q, starts, query_lens, seq_lens, first_slots)
-    tables = (starts, query_lens, seq_lens, page_ids, 0.3, window)
-    out = paged_attention(q, cache, *tables, first_slots)
-    torch.testing.assert_close(out, dense_attention(q, cache, *tables, first_slots), rtol=1e-10, atol=1e-10)
+    requests = PagedRequests(starts, query_lens, seq_lens, page_ids, first_slots)
+    out = paged_attention(q, cache, requests, 0.3, window)
+    expected = dense_attention(q, cache, *requests[:4], 0.3, window, first_slots)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     assert not out[unseeing].any()
     # Slot 0 is the first of all.
     q, cache = q.nan_to_num(0.5), cache.nan_to_num(0.5)
-    assert torch.equal(
-        paged_attention(q, cache, *tables, torch.zeros_like(first_slots)), paged_attention(q, cache, *tables)
-    )
+    at_zero, without = (requests._replace(seq_starts=starts) for starts in (torch.zeros_like(first_slots), None))
+    assert torch.equal(paged_attention(q, cache, at_zero, 0.3, window), paged_attention(q, cache, without, 0.3, window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -114,5 +114,6 @@ def test_rows_that_do_not_run_give_zero(dtype: torch.dtype) -> None:
     cache = torch.full((3, 2, 1, PAGE, 8), torch.nan, dtype=dtype)
     q = torch.randn(2, 2, 8, dtype=dtype)
     starts, seq_lens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
-    out = paged_attention(q, cache, starts, seq_lens + 1, seq_lens, torch.zeros(2, 1, dtype=torch.int32), 1.0, 0)
+    requests = PagedRequests(starts, seq_lens + 1, seq_lens, torch.zeros(2, 1, dtype=torch.int32))
+    out = paged_attention(q, cache, requests, 1.0, 0)
     assert torch.equal(out, torch.zeros_like(q))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.pool import pool
+from slipstream.kernels.pool import PooledRequests, pool
 from slipstream.pooling import PoolingKind
 
 SIZE = 5
@@ -30,7 +30,8 @@ def run_in_chunks(texts: list[Tensor], kinds: list[int], chunks: list[list[int]]
             done[row] += count
         out = torch.full((num_rows, SIZE), torch.nan, dtype=kept.dtype)
         query_lens = torch.tensor(counts, dtype=torch.int32)
-        pool(hidden, positions, rows, starts, query_lens, torch.tensor(kinds, dtype=torch.int32), lengths, kept, out)
+        requests = PooledRequests(positions, rows, starts, query_lens)
+        pool(hidden, requests, torch.tensor(kinds, dtype=torch.int32), lengths, kept, out)
         for place, (row, count) in enumerate(zip(rows.tolist(), counts, strict=True)):
             if count and done[row] == len(texts[row]) and kinds[row]:
                 vectors[row] = out[place].clone()

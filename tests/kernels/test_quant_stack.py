@@ -12,10 +12,11 @@ from slipstream.kernels import native
 from slipstream.kernels.batched_attention import in_place_attention
 from slipstream.kernels.decoder_stack import DecoderStack, StackLayer, StackMatrix, decoder_stack
 from slipstream.kernels.linear import PackedWeight, cut_panels, panel_linear, panel_width
+from slipstream.kernels.paged_attention import PagedRequests
 from slipstream.kernels.quant_linear import quant_linear
 from slipstream.kernels.quant_weights import QuantMatrix, dequantised
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
-from slipstream.kernels.rope_cache import rope_and_cache
+from slipstream.kernels.rope_cache import NewTokens, TokenPlaces, rope_and_cache
 from tests.kernels.quant_cases import random_segment
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
@@ -79,9 +80,9 @@ class Case:
         self.tables = (starts, *lens, self.table)
 
     def at_once(self) -> Tensor:
-        rotation = (self.cos, self.sin, self.page_ids, self.offsets)
+        arrays = (TokenPlaces(self.cos, self.sin, self.page_ids, self.offsets), PagedRequests(*self.tables))
         bounds = (0, len(self.stack.layers))
-        return torch.cat(decoder_stack(self.hidden, None, self.stack, self.caches, *rotation, *self.tables, *bounds))
+        return torch.cat(decoder_stack(self.hidden, None, self.stack, self.caches, *arrays, *bounds))
 
     def one_by_one(self) -> Tensor:
         hidden, residual = self.hidden, torch.zeros_like(self.hidden)
@@ -92,8 +93,8 @@ class Case:
             assert own.q_norm is not None
             assert own.k_norm is not None
             q, k = (rms_norm(x.contiguous(), norm, EPS) for x, norm in ((q, own.q_norm), (k, own.k_norm)))
-            q = rope_and_cache(q, k, v.contiguous(), self.cos, self.sin, cache, self.page_ids, self.offsets)
-            mixed = in_place_attention(q, cache, *self.tables, SCALE, own.window).flatten(1)
+            q = rope_and_cache(NewTokens(q, k, v.contiguous(), self.cos, self.sin, self.page_ids, self.offsets), cache)
+            mixed = in_place_attention(q, cache, PagedRequests(*self.tables), SCALE, own.window).flatten(1)
             normed, residual = add_rms_norm(self.product(mixed, own.o, None), residual, own.post_norm, EPS)
             hidden = self.product(self.product(normed, own.gate_up, None), own.down, None)
         return torch.cat([hidden, residual])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.kernels import triton_jit
-from slipstream.kernels.request_rows import find_request, gap_before, living_rows
+from slipstream.kernels.request_rows import find_request, gap_before, used_rows
 from slipstream.kernels.triton_jit import jit, tl
 from tests.kernels.triton_cases_delta import Batch
 from tests.kernels.triton_check import quietly_interpreted
@@ -14,7 +14,7 @@ BATCH = Batch([3, 0, 70, 1], [0, 4, 2, 9], gaps=(2, 4, 0, 1), ahead=5, spare=3, 
 
 
 def test_living_rows() -> None:
-    rows, request, number = living_rows(torch.tensor([1, 5, 5], dtype=torch.int32), torch.tensor([2, 0, 3]))
+    rows, request, number = used_rows(torch.tensor([1, 5, 5], dtype=torch.int32), torch.tensor([2, 0, 3]))
     assert rows.tolist() == [1, 2, 5, 6, 7]
     assert request.tolist() == [0, 0, 2, 2, 2]
     assert number.tolist() == [0, 1, 0, 1, 2]
@@ -37,7 +37,7 @@ def test_gaps_and_living_rows_are_all_rows() -> None:
     with quietly_interpreted():
         _gap_kernel[(num_reqs + 1,)](described, out, num_reqs, BATCH.num_tokens)
     empty = [row for begin, end in out.tolist() for row in range(begin, end)]
-    living = living_rows(requests["starts"], requests["counts"])[0].tolist()
+    living = used_rows(requests["starts"], requests["counts"])[0].tolist()
     assert sorted(empty + living) == list(range(BATCH.num_tokens))
 
 

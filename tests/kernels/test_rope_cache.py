@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.config import RopeConfig
-from slipstream.kernels.rope_cache import rope_and_cache, rotation_and_slots
+from slipstream.kernels.rope_cache import NewTokens, rope_and_cache, rotation_and_slots
 from slipstream.models.rope import cos_sin_table
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 16, 4, 6
@@ -33,7 +33,7 @@ def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int
     table = cos_sin_table(RopeConfig(theta=100.0, rotary_dim=rotary_dim), 16, torch.device("cpu"))
     cache = torch.full((PAGES, 2, KV_HEADS, PAGE, HEAD_DIM), 7.0, dtype=dtype)
     cos, sin, *places = rotation_and_slots(table, torch.tensor(positions), q.dtype, torch.tensor(slots), PAGES, PAGE)
-    out = rope_and_cache(q, k, v, cos, sin, cache, *places)
+    out = rope_and_cache(NewTokens(q, k, v, cos, sin, *places), cache)
 
     np.testing.assert_allclose(out.numpy(), rotated(q.numpy(), positions, 100.0, rotary_dim), atol=TOLERANCE[dtype])
     expected = np.full(cache.shape, 7.0)
@@ -42,7 +42,7 @@ def test_rotates_and_stores(dtype: torch.dtype, rotary_dim: int, slots: list[int
         if slot >= 0:
             expected[slot // PAGE, 0, :, slot % PAGE] = turned_k[token]
             expected[slot // PAGE, 1, :, slot % PAGE] = v[token].numpy()
-    # Tokens that are not to be stored end on the last page of the memory, which nobody reads.
+    # Tokens that are not to be stored end on the last page of the memory, which is never read.
     np.testing.assert_allclose(cache[:-1].numpy(), expected[:-1], atol=TOLERANCE[dtype])
 
 
@@ -58,6 +58,6 @@ def test_a_smaller_type_is_rounded_to_the_nearest(dtype: torch.dtype, kept_in: t
     cache = torch.zeros(len(tokens) // PAGE + 1, 2, 1, PAGE, HEAD_DIM, dtype=kept_in)
     still = torch.ones(len(tokens), 1, HEAD_DIM, dtype=dtype), torch.zeros(len(tokens), 1, HEAD_DIM, dtype=dtype)
     keys = values.nan_to_num(1.0, 1.0, 1.0)
-    rope_and_cache(keys[:, :0], keys, values, *still, cache, tokens // PAGE, tokens % PAGE)
+    rope_and_cache(NewTokens(keys[:, :0], keys, values, *still, tokens // PAGE, tokens % PAGE), cache)
     for found, given in zip(cache[tokens // PAGE, :, :, tokens % PAGE].unbind(1), (keys, values), strict=True):
         torch.testing.assert_close(found, given.to(kept_in), rtol=0, atol=0, equal_nan=True)

@@ -32,8 +32,8 @@ def _hand_in_all(peaks, totals, sums, results, parts, splits, at_once: tl.conste
     m, h = tl.arange(0, 16), tl.arange(0, 16)
     low = sums + split * 512 + m[:, None] * 16 + h[None, :]
     state = (tl.load(peaks + split * 16 + m), tl.load(totals + split * 16 + m), tl.load(low), tl.load(low + 256))
-    place = (pair * 3 + tl.arange(0, 4)) * 12
-    hand_in(state, results, pair, place, split, parts, splits, 3, 6, 16, 16, 4, at_once)
+    offset = (pair * 3 + tl.arange(0, 4)) * 12
+    hand_in(state, results, pair, offset, split, parts, splits, 3, 6, 16, 16, 4, at_once)
 
 
 @pytest.mark.parametrize("splits", [1, 4, 16])

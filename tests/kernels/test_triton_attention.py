@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels import triton_jit
 from slipstream.kernels.triton_attention import triton_attention
+from tests.bundles import bundle
 from tests.kernels.dense_attention import dense_attention
 from tests.kernels.triton_cases import CASES
 from tests.kernels.triton_check import TOLERANCE, Real, poisoned_allocations, quietly_interpreted
@@ -27,7 +28,7 @@ def drawn(name: str) -> dict[str, Any]:
 
 def attend(args: dict[str, Any]) -> Tensor:
     with quietly_interpreted():
-        return triton_attention.body(**args)
+        return triton_attention.body(**bundle(triton_attention, args))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,9 @@ def test_what_lies_before_the_first_slot_is_not_there(name: str) -> None:
     args = drawn(name)
     expected = dense_attention(**{key: value for key, value in args.items() if key != "query_len"})
     wide = {key: args[key].double() for key in ("q", "kv_cache")}
-    torch.testing.assert_close(triton_attention.body(**args | wide), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        triton_attention.body(**bundle(triton_attention, args | wide)), expected, rtol=1e-10, atol=1e-10
+    )
     with poisoned_allocations():
         actual = attend(args).double()
     tolerance = TOLERANCE[torch.float32]

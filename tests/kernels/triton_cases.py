@@ -47,8 +47,8 @@ def _write_rows() -> Iterator[Case]:
     for n in (1, 700, 1500):
 
         def args(n: int = n) -> dict[str, Any]:
-            places = torch.randperm(2000)[:n]
-            staged = torch.cat([places.view(torch.int32), torch.randint(-9, 99, (n,), dtype=torch.int32)])
+            num_slots = torch.randperm(2000)[:n]
+            staged = torch.cat([num_slots.view(torch.int32), torch.randint(-9, 99, (n,), dtype=torch.int32)])
             return {"store": torch.arange(2000, dtype=torch.int32), "staged": staged}
 
         yield Case(f"write_rows-{n}", write_rows, args)
@@ -69,7 +69,7 @@ def _entropy() -> Iterator[Case]:
     for n, vocab_size in ((1, 5), (7, 300), (3, 5000)):
 
         def args(n: int = n, size: int = vocab_size) -> dict[str, Any]:
-            return {"logits": Real(3 * torch.randn(n, size)), "wanted": Real(torch.randn(n, size).softmax(1))}
+            return {"logits": Real(3 * torch.randn(n, size)), "target": Real(torch.randn(n, size).softmax(1))}
 
         yield Case(f"entropy_grads-{n}x{vocab_size}", entropy_grads, args)
 
@@ -103,7 +103,7 @@ def _rope() -> Iterator[Case]:
             n: int = num_tokens, h: int = heads, kv: int = kv_heads, d: int = head_dim, r: int = rotary_dim
         ) -> dict[str, Any]:
             q, k, v = torch.randn(n, h + 2 * kv, d).split([h, kv, kv], dim=1)
-            places = torch.randperm(40)[:n]
+            num_slots = torch.randperm(40)[:n]
             return {
                 "q": Real(q),
                 "k": Real(k),
@@ -111,8 +111,8 @@ def _rope() -> Iterator[Case]:
                 "cos": torch.randn(n, 1, r // 2).repeat(1, 1, 2),
                 "sin": torch.randn(n, 1, r // 2).repeat(1, 1, 2) * torch.tensor([-1.0, 1.0]).repeat_interleave(r // 2),
                 "kv_cache": Real(torch.randn(10, 2, kv, 4, d)),
-                "page_ids": places // 4,
-                "offsets": places % 4,
+                "page_ids": num_slots // 4,
+                "offsets": num_slots % 4,
             }
 
         yield Case(f"rope_and_cache-{num_tokens}x{heads}x{head_dim}", rope_and_cache, args)
@@ -147,10 +147,10 @@ def _prepare() -> Iterator[Case]:
             rows = _rows(9, p * 4)
             batch = _batch(9, n, pad)
             known = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
-            places = torch.randint(0, 4, (n + pad,)) * (torch.rand(n + pad) < 0.7)
-            known[n:], places[n:] = 0, 0
-            logits = places + (torch.arange(n + pad) < n)
-            starts, total = _starts(known + places), int((known + places).sum()) + spare
+            num_slots = torch.randint(0, 4, (n + pad,)) * (torch.rand(n + pad) < 0.7)
+            known[n:], num_slots[n:] = 0, 0
+            logits = num_slots + (torch.arange(n + pad) < n)
+            starts, total = _starts(known + num_slots), int((known + num_slots).sum()) + spare
             num_logits = int(logits.sum()) + min(spare, 5)
             return rows | {
                 "batch_rows": batch,
@@ -186,23 +186,23 @@ def _commit() -> Iterator[Case]:
             missing = (rows["num_tokens"] - rows["num_computed"])[batch.long()]
             draws = torch.rand(n + pad) < 0.6  # the others are chunks
             known = torch.where(draws, missing, missing - 1)
-            places = torch.randint(0, w, (n + pad,)) * draws
-            known[n:], places[n:] = 0, 0
-            there = (places * torch.rand(n + pad)).round().int()
+            num_slots = torch.randint(0, w, (n + pad,)) * draws
+            known[n:], num_slots[n:] = 0, 0
+            there = (num_slots * torch.rand(n + pad)).round().int()
             runs = rows["status"][batch.long()] == RowStatus.RUNNING
             return rows | {
                 "new_ids": torch.randint(0, 6, (n + pad, w), dtype=torch.int32 if w > 1 else torch.int64),
                 "num_accepted": (there * torch.rand(n + pad)).round().int(),
                 "failed": torch.rand(n + pad) < 0.2,
-                "would_stand": torch.rand(n + int(places.sum())) < 0.5 if f else None,
+                "would_be_accepted": torch.rand(n + int(num_slots.sum())) < 0.5 if f else None,
                 "token_ids": torch.randint(0, 6, (9, 40), dtype=torch.int32),
                 "batch_rows": batch,
-                "query_start_loc": _starts(known + places),
-                "logit_start_loc": _starts(places + (torch.arange(n + pad) < n)),
+                "query_start_loc": _starts(known + num_slots),
+                "logit_start_loc": _starts(num_slots + (torch.arange(n + pad) < n)),
                 "query_lens": torch.where(runs, known + there, 0).int(),
                 "stop_ids": torch.randint(-1, 9, (9, 3), dtype=torch.int32),
                 "max_total": rows["num_tokens"] + torch.randint(1, 4, (9,), dtype=torch.int32),
-                "ran": torch.zeros(9, dtype=torch.int32),
+                "step_start": torch.zeros(9, dtype=torch.int32),
                 "out": poisoned(n + pad, NUM_HEADER_COLUMNS + w + s),
             }
 
@@ -222,7 +222,7 @@ class _Shape(NamedTuple):
     num_padding: int = 0  # requests; in a uniform batch tokens too
     query_len: int = 0  # of a uniform batch
     spare_tokens: int = 0
-    num_dead: tuple[int, ...] = ()  # of each request's query tokens, the last so many are not alive
+    num_unused: tuple[int, ...] = ()  # of each request's query tokens, the last so many are not alive
     seq_starts: tuple[int, ...] = ()  # what lies before is no number
     causal: bool = True
 
@@ -230,38 +230,45 @@ class _Shape(NamedTuple):
 _ATTENTION = {
     "decode": _Shape([1, 1, 1], [1, 64, 65], query_len=1),
     "decode-long": _Shape([1, 1], [1100, 700], query_len=1, heads=3, kv_heads=1, head_dim=64, page_size=16),
-    "decode-dead-and-padded": _Shape([1, 1, 1], [130, 0, 200], query_len=1, num_padding=2),
+    "decode-stopped-and-padded": _Shape([1, 1, 1], [130, 0, 200], query_len=1, num_padding=2),
     "decode-window": _Shape([1, 1, 1], [5, 300, 1300], query_len=1, window=100),
     "decode-odd-head": _Shape([1, 1], [90, 31], query_len=1, head_dim=24, heads=9, kv_heads=3),
     "verify": _Shape([4, 4, 4], [4, 129, 600], query_len=4, heads=6),
     "verify-window-padded": _Shape([3, 3], [200, 77], query_len=3, window=64, num_padding=1),
-    "verify-few-drafts": _Shape([4, 4, 4], [1, 129, 602], query_len=4, heads=6, num_padding=1, num_dead=(3, 0, 2)),
-    "verify-window-few-drafts": _Shape([3, 3], [200, 76], query_len=3, window=64, num_dead=(0, 1)),
-    "verify-many-drafts": _Shape([17, 17], [900, 17], query_len=17, heads=8, kv_heads=2, head_dim=32, num_dead=(0, 3)),
+    "verify-few-drafts": _Shape([4, 4, 4], [1, 129, 602], query_len=4, heads=6, num_padding=1, num_unused=(3, 0, 2)),
+    "verify-window-few-drafts": _Shape([3, 3], [200, 76], query_len=3, window=64, num_unused=(0, 1)),
+    "verify-many-drafts": _Shape(
+        [17, 17], [900, 17], query_len=17, heads=8, kv_heads=2, head_dim=32, num_unused=(0, 3)
+    ),
     "verify-large-group": _Shape([6, 6], [300, 70], query_len=6, heads=16, kv_heads=1, head_dim=64, num_padding=1),
     "verify-too-many-rows": _Shape([17, 17], [90, 200], query_len=17, heads=8, kv_heads=1),
-    "mixed-few-drafts": _Shape([4, 40, 4], [90, 100, 3], num_padding=1, spare_tokens=3, num_dead=(2, 0, 3)),
+    "mixed-few-drafts": _Shape([4, 40, 4], [90, 100, 3], num_padding=1, spare_tokens=3, num_unused=(2, 0, 3)),
     "prefill": _Shape([70, 33], [70, 33]),
     "mixed": _Shape([1, 40, 1, 7], [90, 100, 3, 7], heads=6, kv_heads=2, head_dim=32, page_size=16),
-    "mixed-dead-and-padded": _Shape([1, 9, 5, 2], [50, 0, 80, 2], num_padding=3, spare_tokens=6),
+    "mixed-stopped-and-padded": _Shape([1, 9, 5, 2], [50, 0, 80, 2], num_padding=3, spare_tokens=6),
     "mixed-window": _Shape([30, 1, 64], [200, 150, 64], window=33),
     "mixed-one-request": _Shape([20], [100]),
     "decode-wide-head": _Shape([1, 1], [70, 3], query_len=1, heads=2, kv_heads=1, head_dim=128, page_size=16),
     "decode-widest-head": _Shape([1], [70], query_len=1, heads=2, kv_heads=1, head_dim=256, page_size=16),
     "mixed-wide-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=128, page_size=16),
     "mixed-widest-head": _Shape([3, 1], [70, 9], heads=2, kv_heads=1, head_dim=256, page_size=16),
-    "verify-widest-head": _Shape([4, 4], [70, 9], query_len=4, heads=16, kv_heads=2, head_dim=256, num_dead=(0, 2)),
+    "verify-widest-head": _Shape([4, 4], [70, 9], query_len=4, heads=16, kv_heads=2, head_dim=256, num_unused=(0, 2)),
     "mixed-widest-head-group": _Shape([9, 1], [70, 9], heads=16, kv_heads=2, head_dim=256, page_size=16),
     "mixed-large-group": _Shape([2, 1], [9, 5], heads=96, kv_heads=1),
-    # First slots: none, at the border of a page or chunk, amidst one, the last of all, behind the last.
+    # First slots: none, at the border of a page or chunk, amidst one, the last of all, after the last.
     "decode-starts": _Shape([1] * 6, [1, 64, 65, 130, 200, 90], query_len=1, seq_starts=(0, 4, 64, 129, 37, 90)),
     "decode-long-starts": _Shape([1] * 3, [1300, 1100, 1100], query_len=1, page_size=16, seq_starts=(70, 1099, 0)),
     "decode-window-starts": _Shape(
         [1] * 5, [5, 300, 1300, 300, 90], query_len=1, window=100, seq_starts=(4, 250, 99, 201, 80)
     ),
-    "decode-dead-starts": _Shape([1] * 4, [130, 0, 60, 9], query_len=1, num_padding=2, seq_starts=(131, 7, 900, 0)),
+    "decode-stopped-starts": _Shape([1] * 4, [130, 0, 60, 9], query_len=1, num_padding=2, seq_starts=(131, 7, 900, 0)),
     "verify-starts": _Shape(
-        [4] * 5, [4, 129, 600, 66, 70], query_len=4, heads=6, num_dead=(0, 1, 0, 2, 0), seq_starts=(2, 128, 300, 0, 70)
+        [4] * 5,
+        [4, 129, 600, 66, 70],
+        query_len=4,
+        heads=6,
+        num_unused=(0, 1, 0, 2, 0),
+        seq_starts=(2, 128, 300, 0, 70),
     ),
     "verify-window-starts": _Shape([3, 3, 3], [200, 77, 64], query_len=3, window=64, seq_starts=(199, 14, 62)),
     "verify-too-many-rows-starts": _Shape([17, 17], [90, 200], query_len=17, heads=8, kv_heads=1, seq_starts=(80, 64)),
@@ -270,7 +277,7 @@ _ATTENTION = {
     ),
     "mixed-window-starts": _Shape([30, 1, 64], [200, 150, 64], window=33, seq_starts=(180, 100, 40)),
     # All query tokens of a request see each other.
-    "verify-block": _Shape([4] * 4, [4, 129, 600, 66], query_len=4, heads=6, num_dead=(0, 1, 0, 2), causal=False),
+    "verify-block": _Shape([4] * 4, [4, 129, 600, 66], query_len=4, heads=6, num_unused=(0, 1, 0, 2), causal=False),
     "verify-block-starts": _Shape([5] * 3, [5, 300, 70], query_len=5, seq_starts=(0, 270, 64), causal=False),
     "verify-too-many-rows-block": _Shape([17, 17], [90, 200], query_len=17, heads=8, kv_heads=1, causal=False),
     "mixed-block": _Shape([1, 40, 5, 150, 3], [90, 100, 5, 200, 0], num_padding=1, spare_tokens=2, causal=False),
@@ -290,7 +297,7 @@ def _attention() -> Iterator[Case]:
             cache[0] = 0
             table = 1 + torch.randperm(num_pages - 1).view(num_reqs, max_pages).int()
             for i, seq_len in enumerate([*s.seq_lens, *[0] * s.num_padding]):
-                # What lies behind the last token must not be read, and page 0 may be.
+                # Slots after the last token must not be read, and page 0 may be.
                 pages, offset = divmod(seq_len, s.page_size)
                 if offset:
                     cache[table[i, pages], :, :, offset:] = float("nan")
@@ -298,7 +305,9 @@ def _attention() -> Iterator[Case]:
             starts = torch.tensor([0, *s.query_lens]).cumsum(0).int()
             starts = torch.cat([starts, starts[-1:].repeat(s.num_padding)])
             q, seq_lens = torch.randn(num_tokens, s.heads, s.head_dim), _ints([*s.seq_lens, *[0] * s.num_padding])
-            alive = [n - dead for n, dead in zip(s.query_lens, s.num_dead or [0] * len(s.query_lens), strict=True)]
+            alive = [
+                n - unused for n, unused in zip(s.query_lens, s.num_unused or [0] * len(s.query_lens), strict=True)
+            ]
             query_lens = _ints([*alive, *[0] * s.num_padding])
             seq_starts = None
             if s.seq_starts:

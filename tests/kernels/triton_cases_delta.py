@@ -1,6 +1,6 @@
 """Cases of gated delta nets, for ``triton_cases``: convolution, delta rule, gated norm.
 
-What nobody is to read is no number: rows of nobody, slots of nobody, entries of rings that hold nothing yet.
+Memory that must not be read holds NaN: padding rows, unused slots, entries of rings without a state yet.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tests.kernels.triton_check import Case, Real
 class Batch(NamedTuple):
     counts: list[int]  # living tokens of each request
     positions: list[int]
-    gaps: tuple[int, ...] = ()  # rows of nobody behind the tokens of each
+    gaps: tuple[int, ...] = ()  # padding rows after the tokens of each
     ahead: int = 0  # and in front of all
-    spare: int = 0  # and behind all
-    padding: int = 0  # requests of nobody
+    spare: int = 0  # and after all
+    padding: int = 0  # padding requests
 
     @property
     def num_tokens(self) -> int:
@@ -39,12 +39,12 @@ class Batch(NamedTuple):
     def requests(self) -> dict[str, Tensor]:
         *starts, end = self.starts()
         slots = (1 + torch.randperm(len(self.counts) + 2)[: len(self.counts)]).tolist()
-        nobody = [0] * self.padding
+        zeros = [0] * self.padding
         return {
-            "slots": torch.tensor([*slots, *nobody], dtype=torch.int32),
+            "slots": torch.tensor([*slots, *zeros], dtype=torch.int32),
             "starts": torch.tensor([*starts, *[end] * self.padding], dtype=torch.int32),
-            "counts": torch.tensor([*self.counts, *nobody], dtype=torch.int32),
-            "positions": torch.tensor([*self.positions, *nobody], dtype=torch.int32),
+            "counts": torch.tensor([*self.counts, *zeros], dtype=torch.int32),
+            "positions": torch.tensor([*self.positions, *zeros], dtype=torch.int32),
         }
 
     def rows(self, width: int) -> Tensor:
@@ -108,7 +108,7 @@ def convolutions() -> Iterator[Case]:
         ("prompts", PROMPTS, 80, 4, 7, False),
         ("ring-as-long-as-it-reaches", Batch([40, 1, 2, 3], [3, 30, 31, 2]), 80, 4, 3, False),
         ("ahead", Batch([2, 33], [0, 1], ahead=70), 200, 3, 5, False),
-        ("nobody", Batch([], [], spare=5, padding=2), 80, 4, 4, False),
+        ("padding-only", Batch([], [], spare=5, padding=2), 80, 4, 4, False),
     ):
 
         def args(
@@ -131,7 +131,7 @@ def recurrences() -> Iterator[Case]:
         ("verify", VERIFY, SMALL),
         ("verify-real", Batch([3], [9]), REAL),
         ("longer-than-the-ring", Batch([9, 3], [5, 0], ahead=2, spare=20), SMALL),
-        ("nobody", Batch([], [], spare=5, padding=2), SMALL),
+        ("padding-only", Batch([], [], spare=5, padding=2), SMALL),
     ):
 
         def args(batch: Batch = batch, sizes: Sizes = sizes) -> dict[str, Any]:

@@ -57,6 +57,6 @@ def _join_args(n: int, size: int, vocab_size: int, name: str) -> dict[str, Any]:
 
 def _keep_args(num_tokens: int, n: int, num_modules: int, size: int, max_kept: int) -> dict[str, Any]:
     states = torch.randn(num_tokens, num_modules * size)
-    # What lies behind the batch stays as it is.
+    # Memory after the batch is unchanged.
     kept = torch.randn(num_modules, max(n, max_kept), size)[:, :n]
-    return {"states": Real(states), "places": torch.randint(0, num_tokens, (n,)), "kept": Real(kept)}
+    return {"states": Real(states), "indices": torch.randint(0, num_tokens, (n,)), "kept": Real(kept)}

@@ -88,7 +88,7 @@ def _products_of(name: str, tokens: _Tokens, size: int) -> Iterator[Case]:
 class _Decode(NamedTuple):
     seq_lens: list[int]  # new tokens included
     query_len: int = 1
-    num_dead: list[int] | None = None  # of each request's new tokens
+    num_unused: list[int] | None = None  # of each request's new tokens
     num_padding: int = 0  # requests without tokens
     heads: int = 6
     kv_heads: int = 2
@@ -105,20 +105,20 @@ _DECODES = {
     "page-borders": _Decode([4, 5, 8, 9, 64, 128], page_size=8),
     "three-heads-of-nine": _Decode([200, 7], heads=9, kv_heads=3, head_dim=64, page_size=16),
     "norms": _Decode([70, 1, 130], norms=True, num_padding=1),
-    "verify": _Decode([4, 5, 64, 66, 131], query_len=4, num_dead=[0, 0, 3, 1, 2], num_padding=1),
+    "verify": _Decode([4, 5, 64, 66, 131], query_len=4, num_unused=[0, 0, 3, 1, 2], num_padding=1),
     "verify-many": _Decode([90, 17], query_len=17, heads=4, kv_heads=1),
-    "verify-dead": _Decode([90, 64], query_len=2, num_dead=[1, 2]),
+    "verify-unused": _Decode([90, 64], query_len=2, num_unused=[1, 2]),
     "window": _Decode([1, 30, 200, 300], window=70),
     "narrow-window": _Decode([30, 129, 4], window=3, query_len=4),
     "odd-heads": _Decode([100, 3], heads=5, kv_heads=1, head_dim=24),
     "many": _Decode([(37 * i) % 150 + 1 for i in range(20)], heads=4, kv_heads=2),
-    # First slots: none, at the border of a page or chunk, amidst one, that of the new token, right and far behind it.
+    # First slots: none, at the border of a page or chunk, amidst one, that of the new token, right and far after it.
     "starts": _Decode([1, 65, 66, 130, 300, 90, 65, 20], num_padding=2, seq_starts=(0, 4, 64, 129, 37, 91, 63, 290)),
     "starts-long": _Decode([1300, 700, 1025, 64], page_size=16, seq_starts=(770, 699, 0, 65), norms=True),
     "starts-verify": _Decode(
         [4, 5, 64, 66, 131, 300, 70],
         query_len=4,
-        num_dead=[0, 0, 3, 1, 2, 0, 0],
+        num_unused=[0, 0, 3, 1, 2, 0, 0],
         num_padding=1,
         seq_starts=(2, 1, 60, 65, 128, 297, 70),
     ),
@@ -138,10 +138,10 @@ def decodes() -> Iterator[Case]:
 
 
 def _decode_args(s: _Decode) -> dict[str, Any]:
-    """A cache that holds what came before the new tokens, and behind them what would outweigh all of it."""
+    """A cache that holds what came before the new tokens, and after them values that would outweigh all of it."""
     num_reqs = len(s.seq_lens) + s.num_padding
-    dead = torch.tensor([*(s.num_dead or [0] * len(s.seq_lens)), *[s.query_len] * s.num_padding])
-    query_lens = s.query_len - dead
+    unused = torch.tensor([*(s.num_unused or [0] * len(s.seq_lens)), *[s.query_len] * s.num_padding])
+    query_lens = s.query_len - unused
     seq_lens = torch.tensor([*s.seq_lens, *[0] * s.num_padding])
     max_pages = -(-max(s.seq_lens) // s.page_size)
     spare = num_reqs * max_pages + 1
@@ -168,7 +168,7 @@ def _decode_args(s: _Decode) -> dict[str, Any]:
         k[unseen], v[unseen] = torch.nan, torch.nan
         starts = {"seq_starts": seq_starts}
     angle = torch.rand(num_tokens, 1, s.head_dim // 2) * 6.3
-    gains = {"query_gain": Real(torch.randn(s.head_dim)), "key_gain": Real(torch.randn(s.head_dim)), "eps": 1e-6}
+    gains = {"query": Real(torch.randn(s.head_dim)), "key": Real(torch.randn(s.head_dim)), "eps": 1e-6}
     return {
         "q": Real(q),
         "k": Real(k),
@@ -178,6 +178,7 @@ def _decode_args(s: _Decode) -> dict[str, Any]:
         "kv_cache": Real(cache),
         "page_ids": torch.tensor(page_ids),
         "offsets": torch.tensor(offsets),
+        "query_start_loc": torch.arange(num_reqs + 1, dtype=torch.int32) * s.query_len,
         "query_lens": query_lens.int(),
         "seq_lens": seq_lens.int(),
         "block_table": table,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.device.operation import Operation
 from slipstream.kernels.triton_jit import interpreted
+from tests.bundles import bundle, written
 
 # One table for all kernels: sums in float32, one rounding of the result.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -99,13 +100,15 @@ def check_kernel(
 ) -> Any:
     """Run both, compare results and everything written, and give the kernel's result for further questions."""
     own, wide = prepared(args, dtype, device)
+    own, wide = bundle(op, own), bundle(op, wide)
     expected = op.body(**wide)
     with quietly_interpreted() if device == "cpu" else nullcontext(), poisoned_allocations():
         actual = op.body(**own)
     _compare(op.name, actual, expected, dtype, scale)
-    for name in op.writes:
-        # Where it wrote nothing stands what stood there before, a planted NaN too.
-        _compare(f"{op.name} writes {name}", own[name], wide[name], dtype, scale, equal_nan=True)
+    wanted = written(op, wide)
+    for name, tensor in written(op, own).items():
+        # Where it wrote nothing is what was there before, a planted NaN too.
+        _compare(f"{op.name} writes {name}", tensor, wanted[name], dtype, scale, equal_nan=True)
     return actual
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from slipstream.kernels import triton_jit
 from slipstream.kernels.triton_jit import jit, tl
-from slipstream.sampling.draw import draw_drafts, draw_tokens
+from slipstream.sampling.draw import DrawKeys, draw_drafts, draw_tokens
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_at, gumbel_block, gumbel_noise, gumbel_noise_at
+from tests.bundles import bundle
 from tests.kernels.triton_check import Real, poisoned_allocations, quietly_interpreted
 from tests.sampling.test_gumbel import seeds_of
 from tests.sampling.triton_cases import draft_args, draw_args, reduced_draw_args, some_ids
@@ -25,16 +26,8 @@ def draw(logits: Tensor, temperature: list[float], noise: bool = True, scaled: b
     """Row i of the logits is drawn for request row i, at position i."""
     n = len(logits)
     order = torch.arange(n, dtype=torch.int32)
-    return draw_tokens(
-        logits,
-        order,
-        torch.tensor(temperature),
-        seeds_of(*[123456789] * n),
-        order,
-        torch.zeros_like(order),
-        noise,
-        scaled,
-    )
+    keys = DrawKeys(torch.tensor(temperature), seeds_of(*[123456789] * n), order, torch.zeros_like(order))
+    return draw_tokens(logits, order, keys, noise, scaled)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
@@ -72,7 +65,7 @@ def test_rows_are_read_through_the_batch() -> None:
     logits, rows = torch.zeros(2, 100), torch.tensor([2, 0], dtype=torch.int32)
     seeds, position = seeds_of(5, 6, 2**64 - 7), torch.tensor([9, 2**31 - 1], dtype=torch.int32)
     choice = torch.tensor([0, 1, 2], dtype=torch.int32)
-    token_ids, _ = draw_tokens(logits, rows, torch.ones(3), seeds, position, choice, noise=True, scaled=False)
+    token_ids, _ = draw_tokens(logits, rows, DrawKeys(torch.ones(3), seeds, position, choice), noise=True, scaled=False)
     assert token_ids.tolist() == gumbel_noise(seeds[[2, 0]], position, choice[[2, 0]], 100).argmax(1).tolist()
 
 
@@ -84,13 +77,12 @@ def test_a_tiny_temperature_is_greedy_and_no_failure() -> None:
 
 
 def run(args: dict[str, Any], as_kernel: bool) -> tuple[Tensor, Tensor]:
-    rest = dict(args)
-    given = rest.pop("logits")
-    logits = given.tensor if isinstance(given, Real) else given
+    plain = {name: value.tensor if isinstance(value, Real) else value for name, value in args.items()}
+    arguments = bundle(draw_tokens, plain)
     if not as_kernel:
-        return draw_tokens(logits, **rest)
+        return draw_tokens(**arguments)
     with quietly_interpreted(), poisoned_allocations():
-        return draw_tokens.body(logits, **rest)
+        return draw_tokens.body(**arguments)
 
 
 def over_the_whole_vocabulary(args: dict[str, Any], vocab_size: int) -> list[int]:
@@ -197,12 +189,12 @@ def test_a_draft_is_a_draw_that_goes_where_it_is_wanted(noise: bool, as_kernel: 
     wanted = draft_args(args, 4, 2, keeps=True)
     given, ids, kept = wanted["logits"].tensor, wanted["draft_ids"]._base, wanted["kept_logits"]._base
     before = ids.clone(), kept.clone()
-    rest = {**wanted, "logits": given}
+    arguments = bundle(draw_drafts, {**wanted, "logits": given})
     if as_kernel:
         with quietly_interpreted(), poisoned_allocations():
-            draw_drafts.body(**rest)
+            draw_drafts.body(**arguments)
     else:
-        draw_drafts(given, **{name: value for name, value in rest.items() if name != "logits"})
+        draw_drafts(**arguments)
     before[0][:, 2] = torch.where(failed, -1, token_ids)
     before[1][args["batch_rows"].long(), 2] = given
     assert torch.equal(ids, before[0])

@@ -15,6 +15,7 @@ from slipstream.sampling.draw import draw_tokens
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_block, gumbel_noise
 from slipstream.sampling.temperature import apply_temperature
 from slipstream.sampling.top_p import apply_top_p
+from tests.bundles import bundle
 from tests.kernels.test_triton_jit import early_faults
 from tests.kernels.triton_check import Case, Real, check_kernel, poisoned_allocations, quietly_interpreted
 from tests.sampling.triton_cases import CASES, draw_args, safe_p
@@ -36,7 +37,7 @@ def test_draws_that_start_early_wait_first() -> None:
 def drawn(args: dict[str, Any]) -> list[int]:
     plain = {name: value.tensor if isinstance(value, Real) else value for name, value in args.items()}
     with quietly_interpreted(), poisoned_allocations():
-        token_ids, _ = draw_tokens.body(**plain)
+        token_ids, _ = draw_tokens.body(**bundle(draw_tokens, plain))
     return token_ids.tolist()
 
 

@@ -366,15 +366,15 @@ def test_steps_of_a_trial_are_half_of_each_length() -> None:
         policy.record_seconds(step_of(0, 0), 1.0)
         for step in (step_of(0, 1), step_of(1, 0)):
             policy.record_seconds(step, 1.1)
-    assert policy._costs.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
-    assert policy._costs.seconds(1, 1) == pytest.approx(1.2, rel=0.05)  # measured: 1.5
+    assert policy.costs.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
+    assert policy.costs.seconds(1, 1) == pytest.approx(1.2, rel=0.05)  # measured: 1.5
 
 
 def test_steps_with_prompts_say_nothing_of_drafts() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=False))
     policy.record_seconds(Composition(("a",), (1,), (0,), (9,), (True,), (0,), 9, 0), 9.0)
     policy.record_seconds(Composition(("a", "b"), (1, 1), (0, 1), (1, 9), (True, True), (0, 0), 10, 0), 9.0)
-    assert policy._costs.seconds(1, 0) == 1.0
+    assert policy.costs.seconds(1, 0) == 1.0
 
 
 def lengths_on_a_cpu(dear_measured: float, phases: list[tuple[int, float, float]]) -> list[int]:

@@ -22,7 +22,7 @@ from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.config import ModelConfig
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import TensorSpec, operation
 from tests.sim.hash_model import (
     HEAD_SCALE,
     MODEL_CONFIG,
@@ -61,15 +61,11 @@ class HeadShape(NamedTuple):
         )
 
 
-def _states(features: Tensor) -> TensorSpec:
-    return TensorSpec((features.shape[0], _WIDTH), features.dtype)
-
-
 def _behind_target(stream: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([stream, np.zeros((len(stream), 3))], axis=1))
 
 
-@operation(_states)
+@operation(lambda features: TensorSpec((features.shape[0], _WIDTH), features.dtype))
 def join_taps(
     features: Tensor,  # [n, 12] float64: the stream after one layer and after both
 ) -> Tensor:  # [n, 9]: the second; what does not belong to the first is no state
@@ -78,14 +74,14 @@ def join_taps(
     return _behind_target(np.where(agree[:, None], last, [0.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
 
 
-@operation(_states)
+@operation(lambda features: TensorSpec((features.shape[0], _WIDTH), features.dtype))
 def read_normed(
     features: Tensor,  # [n, 6] float64: the stream after the final norm, which doubles it
 ) -> Tensor:  # [n, 9]
     return _behind_target(features.numpy() / 2)
 
 
-@operation(lambda own, *_args: spec_of(own))
+@operation(like="own")
 def key_of(
     own: Tensor,  # [n, 2] float64: the token at p + 1 as a hash, and p + 1
     hidden: Tensor,  # [n, 9] float64: the state at p
@@ -103,7 +99,7 @@ def key_of(
     return torch.from_numpy(own.numpy() + np.where(right[:, None], 0.0, [1000.0, 0.0]))
 
 
-@operation(lambda hidden, *_args: spec_of(hidden))
+@operation(like="hidden")
 def next_state(
     hidden: Tensor,  # [n, 9] float64: the state at p
     own: Tensor,  # [n, 2] float64: the token at p + 1 as a hash, and p + 1

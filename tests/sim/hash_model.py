@@ -24,7 +24,7 @@ from slipstream.attention.gdn import DeltaNetSpec, GDNStep
 from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig, RopeConfig
-from slipstream.device.operation import TensorSpec, operation, spec_of
+from slipstream.device.operation import TensorSpec, operation
 from slipstream.models.model_state import ModelState
 
 VOCAB_SIZE = 61
@@ -71,7 +71,7 @@ def _whole(x: npt.NDArray[np.float64]) -> UInts:
     return x.astype(np.uint64)
 
 
-@operation(lambda q, *_args, **_kwargs: spec_of(q))
+@operation(like="q")
 def hash_attention(
     q: Tensor,  # [num_tokens, 1, 4] float64: hash, position, 0, 0; in a head's two what the target has seen so far
     kv_cache: Tensor,  # [num_pages, 2, 1, page_size, 4] float64; values are keys turned round
@@ -135,7 +135,7 @@ def _read_keys(cache: npt.NDArray[np.float64], page_ids: npt.NDArray[np.int32], 
     return keys
 
 
-@operation(lambda x, *_args: spec_of(x), writes=("inputs", "states"))
+@operation(like="x", writes=("inputs", "states"))
 def hash_recurrence(
     x: Tensor,  # [num_tokens, 2] float64: hash, position
     inputs: Tensor,  # [num_rows, ring, 4] float64: hashes of the last tokens; the rest is not used

@@ -162,13 +162,13 @@ MUTATIONS = [
     Mutation(
         "padding: positions are left as they were",
         "kernels/prepare_inputs.py",
-        "    positions[total:] = 0\n    slot_mapping",
-        "    slot_mapping",
+        "    tokens.positions[total:] = 0\n    tokens.slot_mapping",
+        "    tokens.slot_mapping",
     ),
     Mutation(
         "commit: a chunk in the middle of a prompt draws a token",
         "kernels/commit.py",
-        "draws = runs & (num_computed[rows] + known == length)",
+        "draws = runs & (num_computed[own] + known == length)",
         "draws = runs",
     ),
     Mutation(
@@ -216,20 +216,20 @@ MUTATIONS = [
     Mutation(
         "drafts: more of them than there are slots",
         "kernels/prepare_inputs.py",
-        "drafts = torch.minimum(num_drafts[rows], max_drafts)",
-        "drafts = num_drafts[rows]",
+        "drafts = torch.minimum(rows.num_drafts[own], max_drafts)",
+        "drafts = rows.num_drafts[own]",
     ),
     Mutation(
         "drafts: one beyond the length limit",
         "speculate/place_drafts.py",
-        "max_total[rows] - length - 1)",
-        "max_total[rows] - length)",
+        "rows.max_total[own] - length - 1)",
+        "rows.max_total[own] - length)",
     ),
     Mutation(
         "verify: a draft is accepted after a rejected one",
         "speculate/verify.py",
-        "count = stands.int().cumprod(1).sum(1)",
-        "count = stands.int().sum(1)",
+        "count = is_accepted.int().cumprod(1).sum(1)",
+        "count = is_accepted.int().sum(1)",
     ),
     Mutation(
         "commit: accepted drafts are computed again",
@@ -246,35 +246,35 @@ MUTATIONS = [
     Mutation(
         "draft model: the first pass does not see its last token",
         "speculate/draft_inputs.py",
-        "last_indices.copy_(torch.where(runs, start_loc[:-1] + alive - 1, 0))",
-        "last_indices.copy_(torch.where(runs, start_loc[:-1], 0))",
+        "inputs.last_indices.copy_(torch.where(runs, start_loc[:-1] + query_lens - 1, 0))",
+        "inputs.last_indices.copy_(torch.where(runs, start_loc[:-1], 0))",
     ),
     Mutation(
         "draft model: a draft is one position too early",
-        "speculate/draft_inputs.py",
+        "speculate/next_pass_inputs.py",
         "position = torch.where(runs, length + idx - 1 - slots_before, 0).long()",
         "position = torch.where(runs, length + idx - 2 - slots_before, 0).long()",
     ),
     Mutation(
         "draft model: the token before the new one is not computed again",
         "speculate/draft_inputs.py",
-        "    fill_tokens(\n        *(rows, start_loc, query_lens, first,",
-        "    query_lens.copy_(torch.where(runs & (planned == 2), 1, query_lens))\n"
+        "    sources = TokenSources(own, start_loc, inputs.query_lens, first, page_size, vocab_size)",
+        "    inputs.query_lens.copy_(torch.where(runs & (planned == 2), 1, inputs.query_lens))\n"
         "    first = torch.where(planned == 2, computed, first)\n"
-        "    last_indices.copy_(torch.where(runs & (planned == 2), start_loc[:-1], last_indices))\n"
-        "    fill_tokens(\n        *(rows, start_loc, query_lens, first,",
+        "    inputs.last_indices.copy_(torch.where(runs & (planned == 2), start_loc[:-1], inputs.last_indices))\n"
+        "    sources = TokenSources(own, start_loc, inputs.query_lens, first, page_size, vocab_size)",
     ),
     Mutation(
         "draft model: what ends with a step leaves no keys",
         "kernels/commit.py",
-        "ran[rows] = torch.where(runs, num_computed[rows] + 1, 0)",
-        "ran[rows] = torch.where(runs & (after == RowStatus.RUNNING), num_computed[rows] + 1, 0)",
+        "rows.step_start[own] = torch.where(runs, num_computed[own] + 1, 0)",
+        "rows.step_start[own] = torch.where(runs & (after == RowStatus.RUNNING), num_computed[own] + 1, 0)",
     ),
     Mutation(
         "draft model: later passes take the first draft",
         "speculate/autoregressive.py",
-        "*(drafts[:, idx - 1], idx, batch.rows,",
-        "*(drafts[:, 0], idx, batch.rows,",
+        "last_draft = drafts[:, idx - 1]",
+        "last_draft = drafts[:, 0]",
     ),
     Mutation(
         "lengths: pages of tokens that the drafter has missed count as his",
@@ -310,14 +310,14 @@ MUTATIONS = [
     Mutation(
         "notes: one over the other",
         "speculate/draft_notes.py",
-        "places = ((positions - first).clamp(0, most) * n + torch.arange(n))[noted]",
-        "places = (0 * positions + torch.arange(n))[noted]",
+        "indices = ((positions - notes.first).clamp(0, most) * n + torch.arange(n))[noted]",
+        "indices = (0 * positions + torch.arange(n))[noted]",
     ),
     Mutation(
         "notes: of the token itself and not of the next one",
         "speculate/draft_notes.py",
-        "behind = torch.where(is_known, token_ids[rows, torch.where(is_known, positions + 1, 0)], 0)",
-        "behind = torch.where(is_known, token_ids[rows, torch.where(is_known, positions, 0)], 0)",
+        "next_ids = torch.where(is_known, rows.token_ids[own, torch.where(is_known, positions + 1, 0)], 0)",
+        "next_ids = torch.where(is_known, rows.token_ids[own, torch.where(is_known, positions, 0)], 0)",
     ),
     Mutation(
         "notes: a request's are counted on from another's",
@@ -346,14 +346,14 @@ MUTATIONS = [
     Mutation(
         "gaps: attention begins a token early",
         "speculate/draft_gaps.py",
-        "torch.where(gap & (first > end), first, draft_start[rows])",
-        "torch.where(gap & (first > end), first - 1, draft_start[rows])",
+        "torch.where(gap & (first > end), first, rows.draft_start[own])",
+        "torch.where(gap & (first > end), first - 1, rows.draft_start[own])",
     ),
     Mutation(
         "gaps: keys that were drafted count as those of the tokens that came",
         "speculate/draft_gaps.py",
-        "draft_end[rows] = torch.where(runs, computed, end)",
-        "draft_end[rows] = torch.where(runs, computed + 1, end)",
+        "rows.draft_end[own] = torch.where(runs, computed, end)",
+        "rows.draft_end[own] = torch.where(runs, computed + 1, end)",
     ),
     Mutation(
         "gaps: what is caught up on begins a token late",
@@ -382,8 +382,8 @@ MUTATIONS = [
     Mutation(
         "heads: drafts are numbers of the head's own vocabulary",
         "speculate/autoregressive.py",
-        "noise, self._purpose, self._target_ids, *to)",
-        "noise, self._purpose, None, *to)",
+        "noise, self._purpose, self._target_ids, drawn)",
+        "noise, self._purpose, None, drawn)",
     ),
     Mutation(
         "heads: what drafts were drawn from is looked up by the target's numbers",
@@ -413,7 +413,7 @@ MUTATIONS = [
         "heads: a module's first token of a step has nothing before it",
         "speculate/draft_inputs.py",
         "torch.where(positions > seq_starts[requests], slots, 0)",
-        "torch.where(torch.isin(places, query_start_loc), 0, slots)",
+        "torch.where(torch.isin(indices, query_start_loc), 0, slots)",
     ),
     Mutation(
         "heads: modules whose turn comes again leave keys out",
@@ -436,8 +436,8 @@ MUTATIONS = [
     Mutation(
         "heads: a chunk ends without the next token",
         "speculate/draft_inputs.py",
-        "known = runs[request] & (next_position < num_tokens[rows][request])",
-        "known = runs[request] & (next_position < num_computed[rows][request])",
+        "known = runs[request] & (next_position < rows.num_tokens[own][request])",
+        "known = runs[request] & (next_position < rows.num_computed[own][request])",
     ),
     Mutation(
         "cascade: a page too many",

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
-from slipstream.device.operation import operation, spec_of
+from slipstream.device.operation import operation
 from slipstream.device.sim import SimDevice
 from slipstream.scheduler.scheduler import Scheduler
 from tests.sim.hash_model import HashBackend
@@ -21,7 +21,7 @@ Exact = Literal["never", "prefill", "always"]
 SEEDS = range(30, 33)
 
 
-@operation(lambda q, query_lens, seq_lens, computed: spec_of(q))
+@operation(like="q")
 def check_lengths(q: Tensor, query_lens: Tensor, seq_lens: Tensor, computed: tuple[int, ...]) -> Tensor:
     for i, known in enumerate(computed):
         alive, length = int(query_lens[i]), int(seq_lens[i])

@@ -20,13 +20,13 @@ from slipstream.attention.backend import AttentionBackend, AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
-from slipstream.device.operation import operation, spec_of, writes_only
+from slipstream.device.operation import operation
 from slipstream.device.sim import CaptureError, DeviceFaultError, RaceError, SimDevice, SimError, StaleReadError
 from slipstream.device.sync_guard import HostSyncError
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput, _Channel
+from slipstream.runner.async_output import Channel, InFlightStep, OutputRing, StepOutput
 from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.rings import Ring
@@ -80,7 +80,7 @@ def assert_right(found: list[Exception | None]) -> None:
 # --- 1: an index array that only some paths fill, and a guard that looks at decodes only -------------
 
 
-@operation(lambda q, kv_cache, query_start_loc, query_lens, seq_lens, block_table, indptr, layer_idx: spec_of(q))
+@operation(like="q")
 def indptr_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -150,7 +150,7 @@ def test_1_a_guard_that_looks_at_decodes_only_waits_in_mixed_batches() -> None:
 # --- 2: draft decoding in pieces, tokens padded and requests not; last_token_indices not padded --------
 
 
-@operation(writes_only, writes=("seq_lens", "last_token_indices"))
+@operation(writes=("seq_lens", "last_token_indices"))
 def prepare_drafts(
     num_computed: Tensor,  # [num_reqs] int32
     seq_lens: Tensor,
@@ -163,7 +163,7 @@ def prepare_drafts(
     last_token_indices[n:] = 0
 
 
-@operation(lambda hidden, seq_lens: spec_of(hidden))
+@operation(like="hidden")
 def draft_attention(
     hidden: Tensor,  # [num_tokens] float32
     seq_lens: Tensor,  # [num_reqs] int32; a decode has one token a request
@@ -364,14 +364,14 @@ def test_7_an_output_overwritten_by_the_next_step_before_it_was_copied(
 ) -> None:
     """The copy stream reads the step's own output, and not a copy made in stream order."""
 
-    def skip(self: _Channel, values: Tensor) -> None:
+    def skip(self: Channel, values: Tensor) -> None:
         self.on_device = values
 
-    def send(self: _Channel, device: Device, count: int) -> None:
+    def send(self: Channel, device: Device, count: int) -> None:
         device.copy_async(self.pinned[:count], self.on_device[:count])
 
-    monkeypatch.setattr(_Channel, "stage", skip)
-    monkeypatch.setattr(_Channel, "send", send)
+    monkeypatch.setattr(Channel, "stage", skip)
+    monkeypatch.setattr(Channel, "send", send)
     # Log probabilities are copied that way: worlds in which some are requested.
     events = ("logprobs", "prompt_logprobs", "late_arrivals")
     assert_found(faults_found(events=events, seeds=(0, 1, 7), cudagraph_mode=mode), RaceError)

@@ -24,6 +24,7 @@ from slipstream.device.sim import SimDevice
 from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
+from slipstream.kernels.request_rows import RowState
 from slipstream.pooling import KIND_NAMES, PoolingParams
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.draft_length import FixedLength, Lengths
@@ -32,7 +33,7 @@ from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
 from slipstream.speculate.options import read_speculation
-from slipstream.speculate.speculator import DraftRows, NoSpeculator, Speculator
+from slipstream.speculate.speculator import NoSpeculator, Speculator
 from slipstream.types import (
     Composition,
     Request,
@@ -406,7 +407,7 @@ class World:
             caches = open_caches(config, config.model, device, attention=backend)
             self._backends = [backend]
 
-            def make_speculator(rows: DraftRows) -> Speculator:
+            def make_speculator(rows: RowState) -> Speculator:
                 if config.speculative is None:
                     return NoSpeculator()
                 if config.speculative.method == "ngram":

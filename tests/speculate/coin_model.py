@@ -2,7 +2,7 @@
 
 So a whole engine, with its real drafter, rows, checks and noise, can be held to that distribution, token by token. With
 one state tokens are independent draws from one distribution. With several, drafts that follow each other are drawn from
-different ones, so that whatever mixes up their places is found too.
+different ones, so that mixed-up positions are found too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device import open_device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
+from slipstream.kernels.request_rows import RowState
 from slipstream.models.model_state import ModelState
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
@@ -28,7 +29,6 @@ from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.rejection import DRAFT_NOISE
-from slipstream.speculate.speculator import DraftRows
 from tests.engine.drive import make_request, run
 
 VOCAB_SIZE = 512
@@ -104,7 +104,7 @@ def make_core(
         device=device_name,
         dtype="float32",
         max_num_seqs=num_rows,
-        # A chunk leaves one token of each prompt, which is drafted behind before anything is drawn.
+        # A chunk leaves one token of each prompt, after which drafts are proposed before anything is sampled.
         max_num_batched_tokens=max(num_rows * 8, 512),
         long_prefill_token_threshold=8,
         num_gpu_blocks_override=num_rows * 40,
@@ -123,7 +123,7 @@ def make_core(
     config = resolve(options, device.hardware("float32"), _CONFIG, draft=draft)
     backend: AttentionBackend = TritonBackend() if device_name == "cuda" else ReferenceBackend()
 
-    def make_speculator(rows: DraftRows) -> AutoRegressiveSpeculator:
+    def make_speculator(rows: RowState) -> AutoRegressiveSpeculator:
         drafter: AutoRegressiveSpeculator
         own = open_caches(config, draft.config, device, attention=backend)
         if head is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream.speculate.draft_gaps import mark_gaps
+from tests.bundles import make_rows
 
 
 @pytest.mark.parametrize("goes_over_all", [True, False])
@@ -26,8 +27,9 @@ def test_keys_begin_behind_the_last_step_that_made_no_drafts(goes_over_all: bool
             if not drafts:
                 continue
             rows = torch.tensor([1, 2]).int()
-            num_computed, ran = torch.tensor([0, computed, 0]).int(), torch.tensor([0, first + 1, 0]).int()
-            mark_gaps(rows, num_computed, ran, goes_over_all, 0, start, end, seq_starts, first_slots)
+            num_computed, step_start = torch.tensor([0, computed, 0]).int(), torch.tensor([0, first + 1, 0]).int()
+            state = make_rows(num_computed=num_computed, step_start=step_start, draft_start=start, draft_end=end)
+            mark_gaps(rows, state, goes_over_all, 0, seq_starts, first_slots)
             found = int(seq_starts[0])
             assert found == start[1]
             assert 0 <= found < computed
@@ -48,8 +50,9 @@ def test_a_pass_goes_back_over_what_was_missed_as_far_as_there_is_room(num_caugh
         first, computed = ended + missed, ended + missed + num_new
         start, end = torch.tensor([1]).int(), torch.tensor([ended]).int()
         seq_starts, first_slots = torch.tensor([-9]).int(), torch.tensor([-9]).int()
-        lengths = (torch.tensor([computed]).int(), torch.tensor([first + 1]).int())
-        mark_gaps(torch.tensor([0]).int(), *lengths, False, num_caught_up, start, end, seq_starts, first_slots)
+        num_computed, step_start = torch.tensor([computed]).int(), torch.tensor([first + 1]).int()
+        state = make_rows(num_computed=num_computed, step_start=step_start, draft_start=start, draft_end=end)
+        mark_gaps(torch.tensor([0]).int(), state, False, num_caught_up, seq_starts, first_slots)
         assert int(end) == computed
         begins = max(ended, computed - 1 - num_caught_up)
         assert int(first_slots) == (begins if missed else -1)
@@ -60,6 +63,7 @@ def test_a_pass_goes_back_over_what_was_missed_as_far_as_there_is_room(num_caugh
 def test_a_row_that_did_not_run_keeps_what_it_has() -> None:
     start, end = torch.tensor([3]).int(), torch.tensor([7]).int()
     seq_starts, first_slots = torch.tensor([-9]).int(), torch.tensor([-9]).int()
-    lengths = (torch.tensor([20]).int(), torch.tensor([0]).int())
-    mark_gaps(torch.tensor([0]).int(), *lengths, True, 0, start, end, seq_starts, first_slots)
+    num_computed, step_start = torch.tensor([20]).int(), torch.tensor([0]).int()
+    state = make_rows(num_computed=num_computed, step_start=step_start, draft_start=start, draft_end=end)
+    mark_gaps(torch.tensor([0]).int(), state, True, 0, seq_starts, first_slots)
     assert (int(start), int(end), int(seq_starts), int(first_slots)) == (3, 7, 3, -1)

@@ -146,8 +146,8 @@ def test_a_head_that_makes_no_drafts_keeps_up(
         with core.runner.device.use_stream(core.runner.device.compute_stream), torch.inference_mode():
             follower.catch_up()
         caches = core.runner.speculator.caches.paged_memory()
-        num_kept = min(map(len, ends.values())) - 6  # behind them may stand what was drafted
-        drafting = core.runner.rows.drafting
+        num_kept = min(map(len, ends.values())) - 6  # drafts may follow them
+        drafting = core.runner.rows.state
         with core.runner.device.sync_guard.allow("build"):
             rows = [cache.cpu() for cache in caches]
             # No gap: all that was computed, from the beginning.
@@ -185,7 +185,9 @@ def test_what_is_recorded_later_writes_no_old_notes(written: Any, monkeypatch: p
         with device.use_stream(device.compute_stream), torch.inference_mode():
             follower.catch_up()
         with device.sync_guard.allow("build"):
-            return [cache.cpu().clone()[:-1] for cache in speculator.caches.paged_memory()]  # the last page is nobody's
+            return [
+                cache.cpu().clone()[:-1] for cache in speculator.caches.paged_memory()
+            ]  # without the last page, which is never read
 
     while are_missing(4):
         core.use_idle_time()

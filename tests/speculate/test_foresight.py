@@ -41,8 +41,8 @@ def outcomes(engine: Engine, num_steps: int) -> list[tuple[bool, bool, bool]]:
     found = []
     for _ in range(num_steps):
         (row,) = [int(state.row) for state in core.scheduler.running] or [0]
-        place = int(rows.num_tokens[row])
-        has_draft, draft = int(rows.num_drafts[row]) > 0, int(rows.token_ids[row, place])
+        position = int(rows.num_tokens[row])
+        has_draft, draft = int(rows.num_drafts[row]) > 0, int(rows.token_ids[row, position])
         new = [token for update in core.step() for token in update.token_ids]
         found.append((has_draft, has_draft and draft == new[0], bool(policy.said[0])))
     return found[1:]

@@ -77,7 +77,7 @@ def watch(core: EngineCore) -> list[Drafted]:
         drafts = right(batch, noise)
         for row, ids in zip(batch.rows.tolist()[: batch.num_reqs], drafts.tolist(), strict=False):
             length = int(rows.num_tokens[row])
-            if rows.ran[row] and rows.num_computed[row] + 1 == length:
+            if rows.step_start[row] and rows.num_computed[row] + 1 == length:
                 tokens = rows.token_ids[row, :length].tolist()
                 room = max(0, int(rows.max_total[row]) - length - 1)
                 seen.append(Drafted(tokens, min(len(ids), room), ids))

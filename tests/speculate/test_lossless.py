@@ -193,7 +193,7 @@ def test_greedy_requests_are_the_same_under_rejection(
 
 
 def test_who_does_not_speculate_is_left_alone(make_engine: MakeEngine, near_folder: Path) -> None:
-    """Alone, such requests run without places for drafts; beside others, with empty ones."""
+    """Alone, such requests run without draft slots; beside others, with unused ones."""
     speculative = {"method": "draft_model", "model": str(near_folder), "num_speculative_tokens": 3}
     engine = make_engine(speculative_config=speculative)
     prompts = [[5, 6, 7, i] for i in range(4)]
@@ -215,7 +215,7 @@ def test_who_does_not_speculate_is_left_alone(make_engine: MakeEngine, near_fold
 def test_a_prompt_of_which_one_token_is_left_is_drafted_with_noise(
     make_engine: MakeEngine, target_folder: Path, verify: str
 ) -> None:
-    """Its step draws nothing, so nothing else in it says that noise is wanted."""
+    """Its step draws nothing, so nothing else in it requires noise."""
     speculative = {"method": "draft_model", "model": str(target_folder), "num_speculative_tokens": 3, "verify": verify}
     engine = make_engine(speculative_config=speculative, long_prefill_token_threshold=8)
     for seed in range(12):

@@ -30,7 +30,7 @@ def _operations_keep_their_word() -> Iterator[None]:
 
 
 def oracle(tokens: list[int], allowed: int, min_match: int, max_match: int, k: int) -> list[int]:
-    """Every length from the longest, every place from the latest; the copy one token after the other."""
+    """Every length from the longest, every position from the latest; the copy token by token."""
     none = [-1] * k
     length = len(tokens)
     for m in range(max_match, min_match - 1, -1):
@@ -47,7 +47,7 @@ def oracle(tokens: list[int], allowed: int, min_match: int, max_match: int, k: i
 def arguments(
     rows: list[list[int]], allowed: list[int], batch: list[int], min_match: int, max_match: int, k: int
 ) -> dict[str, Any]:
-    """Behind each row stands what would make the best match of all, if it counted: its last tokens again."""
+    """After each row come values that would match best if they counted: its last tokens again."""
     max_len = max(map(len, rows), default=0) + 2 * JUNK
     table = [(row + (row[-JUNK:] or [7]) * max_len)[:max_len] for row in rows]
     return {

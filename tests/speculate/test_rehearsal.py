@@ -163,13 +163,13 @@ class Writer:
 
     def write(self, text: Iterable[int]) -> list[Lengths]:
         """The draft lengths of each step."""
-        coming, wanted, n = [*self.known, *(t for _, _, new in self._flying for t in new)], [], self._num_reqs
+        coming, lengths_by_step, n = [*self.known, *(t for _, _, new in self._flying for t in new)], [], self._num_reqs
         begin, text = len(coming), list(text)
         coming += text
         while begin < len(coming):
             check, make = self.policy.next_lengths()
             check = min(check, self._made)
-            wanted.append(Lengths(check, make))
+            lengths_by_step.append(Lengths(check, make))
             draft = oracle(coming[:begin], check, 1, 5, 7) if check else []
             right = 0
             while right < check and begin + right + 1 < len(coming) and draft[right] == coming[begin + right]:
@@ -191,7 +191,7 @@ class Writer:
                 composition, right, new = self._flying.pop(0)
                 self.known += new
                 self.policy.collected(composition, [right] * n, [0] * n)
-        return wanted
+        return lengths_by_step
 
 
 def fresh(count: int, start: int = 1000) -> range:
@@ -210,12 +210,12 @@ def test_where_nothing_repeats_no_step_makes_a_draft(num_reqs: int) -> None:
 def test_where_the_text_begins_to_repeat_drafts_begin(num_reqs: int) -> None:
     writer = Writer(num_reqs)
     writer.write(fresh(500))
-    wanted = writer.write(fresh(200))
-    assert {lengths.make for lengths in wanted} == {0, 7}, "as many as there may be, whatever is checked"
-    assert sum(lengths.make == 0 for lengths in wanted) < 50
+    lengths_by_step = writer.write(fresh(200))
+    assert {lengths.make for lengths in lengths_by_step} == {0, 7}, "as many as there may be, whatever is checked"
+    assert sum(lengths.make == 0 for lengths in lengths_by_step) < 50
     assert writer.policy.length == 7
-    wanted = writer.write(fresh(300, 9000))
-    assert wanted.index(Lengths(0, 0)) < 40, "and end with it"
+    lengths_by_step = writer.write(fresh(300, 9000))
+    assert lengths_by_step.index(Lengths(0, 0)) < 40, "and end with it"
 
 
 def test_words_that_happen_to_be_followed_by_the_same_are_not_enough() -> None:
@@ -249,8 +249,8 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
     assert isinstance(policy, AdaptiveLength) and core.runner.graphs.plan.num_proposed(1) == 3
     for k in (0, 1, 2, 3):
         for num_reqs in (1, 2, 4):
-            policy._costs.record(num_reqs, k, 1.0 + 0.06 * k)
-    policy._costs.observe = lambda *_: None  # type: ignore[method-assign]
+            policy.costs.record(num_reqs, k, 1.0 + 0.06 * k)
+    policy.costs.observe = lambda *_: None  # type: ignore[method-assign]
     policy.length, policy.acceptance.usual[:] = 0, 0.0
     again = {"temperature": 1.0, "logit_bias": {7: 100.0}, "ignore_eos": True}
     core.add(make_request("none", [7, 8, 9, 7, 8] * 4, max_tokens=150, speculate=False, **again))

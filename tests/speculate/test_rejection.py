@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import triton_jit
-from slipstream.sampling.draw import draw_tokens
+from slipstream.sampling.draw import DrawKeys, draw_tokens
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_noise
 from slipstream.speculate.rejection import ACCEPT_NOISE, DRAFT_NOISE, RESIDUAL_NOISE, judge_drafts
+from tests.bundles import bundle
 from tests.kernels.triton_check import Case, Real, check_kernel, poisoned_allocations, quietly_interpreted
 from tests.operation_checks import checked_operations
 from tests.speculate.triton_cases_rejection import CASES, judge_args, judged, reduced, same_args
@@ -23,7 +24,7 @@ BOTH = pytest.mark.parametrize("as_kernel", [False, pytest.param(True, marks=nee
 def judge(args: dict[str, Any], as_kernel: bool = False) -> tuple[Tensor, Tensor]:
     plain = {name: value.tensor if isinstance(value, Real) else value for name, value in args.items()}
     with quietly_interpreted() if as_kernel else nullcontext(), poisoned_allocations():
-        return judge_drafts.body(**plain)
+        return judge_drafts.body(**bundle(judge_drafts, plain))
 
 
 @needs_triton
@@ -45,7 +46,7 @@ def test_definition_is_the_method(case: Case, dtype: torch.dtype) -> None:
     expected = [judged(args, i) for i in range(len(args["draft_ids"]))]
     logits = args.pop("logits").tensor.to(dtype)
     with checked_operations(compare_inputs=True):
-        accepted, token_ids = judge_drafts(logits, **args)
+        accepted, token_ids = judge_drafts(**bundle(judge_drafts, {**args, "logits": logits}))
     assert accepted.tolist() == [verdict.accepted for verdict in expected]
     assert token_ids.tolist() == [verdict.token_id for verdict in expected]
 
@@ -58,9 +59,9 @@ def test_without_a_draft_it_is_the_plain_draw(as_kernel: bool) -> None:
     args["draft_ids"].fill_(-1)
     accepted, token_ids = judge(args, as_kernel)
     assert not accepted.any()
-    row_state = (args["temperature"], args["seeds"], args["positions"], args["choice"])
+    keys = DrawKeys(args["temperature"], args["seeds"], args["positions"], args["choice"])
     with quietly_interpreted() if as_kernel else nullcontext():
-        plain, _ = draw_tokens.body(args["logits"], args["logit_rows"], *row_state, noise=True, scaled=True)
+        plain, _ = draw_tokens.body(args["logits"], args["logit_rows"], keys, noise=True, scaled=True)
     assert torch.equal(token_ids, plain)
 
 
@@ -106,8 +107,9 @@ def test_a_drafter_that_is_the_target_is_always_right(as_kernel: bool) -> None:
     n = 8 if as_kernel else 3000
     args = same_args(n, 512)
     rows = torch.arange(n, dtype=torch.int32)
-    logits, state = args["draft_logits"][:n, 0], (args["seeds"], args["positions"], args["choice"])
-    drawn, _ = draw_tokens(logits, rows, args["temperature"], *state, True, False, purpose=DRAFT_NOISE)
+    logits = args["draft_logits"][:n, 0]
+    keys = DrawKeys(args["temperature"], args["seeds"], args["positions"], args["choice"])
+    drawn, _ = draw_tokens(logits, rows, keys, True, False, purpose=DRAFT_NOISE)
     args["draft_ids"] = drawn.int()
     assert len(set(drawn.tolist())) > 4
     accepted, _ = judge(args, as_kernel)

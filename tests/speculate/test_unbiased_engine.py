@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.speculate import verify
-from slipstream.speculate.rejection import DRAFT_NOISE, RESIDUAL_NOISE, judge_drafts
+from slipstream.speculate.rejection import DRAFT_NOISE, RESIDUAL_NOISE, DraftTokens, judge_drafts
 from tests.speculate.coin_model import NUM_DRAFTS, expected_acceptance, likely_ids, make_core, sigmas_off
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -87,9 +87,9 @@ def test_greedy_requests_beside_them_change_nothing() -> None:
 def test_drafts_that_are_judged_by_their_neighbours_logits_are_found(
     draft_vocab_size: int | None, places_off: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def misplaced(logits: Tensor, draft_ids: Tensor, rows: Tensor, draft_idx: Tensor, *rest: Any) -> Any:
-        other_idx = (draft_idx + places_off).clamp(0, NUM_DRAFTS - 1)
-        return judge_drafts(logits, draft_ids, rows, other_idx, *rest)
+    def misplaced(logits: Tensor, drafts: DraftTokens, *rest: Any) -> Any:
+        other_idx = (drafts.draft_idx + places_off).clamp(0, NUM_DRAFTS - 1)
+        return judge_drafts(logits, drafts._replace(draft_idx=other_idx), *rest)
 
     monkeypatch.setattr(verify, "judge_drafts", misplaced)
     assert sigmas_by_state(draft_vocab_size, 6_000) > 12

@@ -1,4 +1,4 @@
-"""Which drafts stand, against a loop over requests; and the three modes on hand-made logits."""
+"""Which drafts are accepted, against a loop over requests; and the three modes on hand-made logits."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
     for i, count in enumerate(counts):
         at, taken = int(starts[i]), []
         for j in range(count):
-            stands = bool(forced[at + j]) if by_flags else drafts[at + j] == target[at + j]
-            if drafts[at + j] < 0 or failed[at + j] or not stands:
+            is_accepted = bool(forced[at + j]) if by_flags else drafts[at + j] == target[at + j]
+            if drafts[at + j] < 0 or failed[at + j] or not is_accepted:
                 break
             taken.append(drafts[at + j])
         assert found[1][i] == len(taken)
@@ -57,7 +57,7 @@ def test_equals_a_loop_over_requests(data: st.DataObject) -> None:
 
 
 def drafted(position: int, drafts: list[int], num_places: int) -> Drafted:
-    """One request in row 0 with so many drafts, and places behind them that are empty."""
+    """One request in row 0 with some drafts, and unused draft slots after them."""
     idx = torch.arange(num_places + 1, dtype=torch.int32)
     ids = torch.tensor([*drafts, *[-1] * (num_places + 1 - len(drafts))], dtype=torch.int32)
     at = Positions(torch.zeros_like(idx), position + idx.clamp(max=len(drafts)))
@@ -83,9 +83,9 @@ def test_drafts_stand_while_they_are_what_the_target_takes(
     verifier = Verifier(SpeculativeConfig("ngram", 3, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
     wanted = [3, 5, 6, 7]
     found = verifier.verify(certain(*wanted), rows, drafted(2, drafts, 3), needs)
-    assert found.num_accepted.tolist() == [accepted]
-    assert found.new_ids[0, : accepted + 1].tolist() == wanted[: accepted + 1]
-    assert found.failed.tolist() == [False]
+    assert found.tokens.num_accepted.tolist() == [accepted]
+    assert found.tokens.new_ids[0, : accepted + 1].tolist() == wanted[: accepted + 1]
+    assert found.tokens.failed.tolist() == [False]
 
 
 @pytest.mark.parametrize("mode", ["match", "rejection"])
@@ -96,12 +96,12 @@ def test_no_draft_stands_on_logits_that_are_no_numbers(mode: VerifyMode, bad: in
     logits = certain(3, 5, 6, 7)
     logits[bad, 2] = math.nan
     found = verifier.verify(logits, rows, drafted(2, [3, 5, 6], 3), SamplingNeeds())
-    assert (found.num_accepted.tolist(), found.failed.tolist()) == ([accepted], [failed])
+    assert (found.tokens.num_accepted.tolist(), found.tokens.failed.tolist()) == ([accepted], [failed])
 
 
 @pytest.mark.parametrize("mode", ["match", "rejection", "synthetic"])
 @pytest.mark.parametrize("bad", [False, True])
-def test_where_nobody_has_room_for_drafts_the_same_is_taken(mode: VerifyMode, bad: bool) -> None:
+def test_without_draft_slots_the_same_token_is_taken(mode: VerifyMode, bad: bool) -> None:
     request = make_request([1, 2], temperature=1.0)
     rows, _, needs = make_rows([request], [[1, 2]])
     rates = (1.0, 1.0, 1.0) if mode == "synthetic" else ()
@@ -109,22 +109,22 @@ def test_where_nobody_has_room_for_drafts_the_same_is_taken(mode: VerifyMode, ba
     verifier = Verifier(config, 1, torch.tensor([2, 0], dtype=torch.int32))
     logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(7))
     logits[0, 2] = math.nan if bad else 0.0
-    nobody = drafted(2, [], 0)
-    expected = verifier.verify(logits, rows, nobody, needs)
-    found = verifier.verify(logits, rows, nobody._replace(are_none=True), needs)
-    assert found.new_ids[:, :1].tolist() == expected.new_ids[:, :1].tolist()
-    assert (found.num_accepted.tolist(), found.failed.tolist()) == ([0], [bad])
-    assert (expected.num_accepted.tolist(), expected.failed.tolist()) == ([0], [bad])
+    no_drafts = drafted(2, [], 0)
+    expected = verifier.verify(logits, rows, no_drafts, needs)
+    found = verifier.verify(logits, rows, no_drafts._replace(are_none=True), needs)
+    assert found.tokens.new_ids[:, :1].tolist() == expected.tokens.new_ids[:, :1].tolist()
+    assert (found.tokens.num_accepted.tolist(), found.tokens.failed.tolist()) == ([0], [bad])
+    assert (expected.tokens.num_accepted.tolist(), expected.tokens.failed.tolist()) == ([0], [bad])
 
 
-def test_bad_logits_behind_a_rejected_draft_concern_nobody() -> None:
+def test_bad_logits_after_a_rejected_draft_are_ignored() -> None:
     rows, _, _ = make_rows([make_request([1, 2])], [[1, 2]])
     verifier = Verifier(SpeculativeConfig("ngram", 3), 1, torch.tensor([2, 0], dtype=torch.int32))
     logits = certain(3, 5, 6, 7)
     logits[2:] = math.nan
     found = verifier.verify(logits, rows, drafted(2, [3, 1, 6], 3), SamplingNeeds())
-    assert (found.num_accepted.tolist(), found.failed.tolist()) == ([1], [False])
-    assert found.new_ids[0, :2].tolist() == [3, 5]
+    assert (found.tokens.num_accepted.tolist(), found.tokens.failed.tolist()) == ([1], [False])
+    assert found.tokens.new_ids[0, :2].tolist() == [3, 5]
 
 
 def test_forced_acceptance_comes_at_the_given_rates() -> None:
@@ -147,11 +147,11 @@ def test_forced_drafts_stand_whatever_they_say() -> None:
     config = SpeculativeConfig("ngram", 3, "synthetic", acceptance_rates=(1.0, 1.0, 0.0))
     verifier = Verifier(config, 1, torch.tensor([2, 0], dtype=torch.int32))
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [0, 0, 0], 3), needs)
-    assert found.num_accepted.tolist() == [2]
-    assert found.new_ids[0, :3].tolist() == [0, 0, 6]
-    # A draft that is not there does not stand.
+    assert found.tokens.num_accepted.tolist() == [2]
+    assert found.tokens.new_ids[0, :3].tolist() == [0, 0, 6]
+    # A missing draft is not accepted.
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [0], 3), needs)
-    assert found.num_accepted.tolist() == [1]
+    assert found.tokens.num_accepted.tolist() == [1]
 
 
 @pytest.mark.parametrize("mode", ["match", "rejection"])
@@ -159,23 +159,23 @@ def test_the_mask_acts_at_each_position(mode: VerifyMode) -> None:
     rows, _, needs = make_rows([make_request([1, 2])], [[1, 2]])
     verifier = Verifier(SpeculativeConfig("ngram", 3, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
     mask = torch.full((4, 1), -1, dtype=torch.int32)
-    mask[1, 0] = 0b10  # behind the first draft only token 1 may stand
+    mask[1, 0] = 0b10  # after the first draft only token 1 is allowed
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [3, 5, 6], 3), needs, mask)
-    assert found.num_accepted.tolist() == [1]
-    assert found.new_ids[0, :2].tolist() == [3, 1]
+    assert found.tokens.num_accepted.tolist() == [1]
+    assert found.tokens.new_ids[0, :2].tolist() == [3, 1]
 
 
 @pytest.mark.parametrize("mode", ["match", "rejection"])
 def test_penalties_and_bad_words_see_the_drafts_before_a_position(mode: VerifyMode) -> None:
-    """The row's tokens are 1, 2; the drafts 3 and 5 stand behind them in the row."""
+    """The row's tokens are 1, 2; the drafts 3 and 5 follow them in the row."""
     request = make_request([1, 2], bad_word_ids=((3, 6),), frequency_penalty=2.0)
     rows, _, needs = make_rows([request], [[1, 2, 3, 5]])
     verifier = Verifier(SpeculativeConfig("ngram", 2, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
     logits = torch.zeros(3, 8)
-    logits[0, 3], logits[1, 6], logits[1, 5] = 9.0, 9.0, 8.0  # behind 3 the word forbids 6
-    logits[2, 5], logits[2, 7] = 9.0, 7.5  # 5 has stood once in the output: 9 - 2 < 7.5
+    logits[0, 3], logits[1, 6], logits[1, 5] = 9.0, 9.0, 8.0  # after 3 the bad word forbids 6
+    logits[2, 5], logits[2, 7] = 9.0, 7.5  # 5 is once in the output: 9 - 2 < 7.5
     found = verifier.verify(logits, rows, drafted(2, [3, 5], 2), needs)
-    assert found.new_ids.tolist() == [[3, 5, 7]]
+    assert found.tokens.new_ids.tolist() == [[3, 5, 7]]
 
 
 @pytest.mark.parametrize("mode", ["match", "rejection"])
@@ -195,7 +195,7 @@ def test_log_probabilities_are_the_models_own_whatever_the_request_draws_from(mo
     verifier = Verifier(SpeculativeConfig("ngram", 1, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
     logits = torch.linspace(0.0, 3.5, 16).view(2, 8)
     found = verifier.verify(logits, rows, drafted(2, [3], 1), needs)
-    assert found.new_ids.tolist() == [[3, 5]] and found.num_accepted.tolist() == [1]
+    assert found.tokens.new_ids.tolist() == [[3, 5]] and found.tokens.num_accepted.tolist() == [1]
     assert found.logprobs is not None
     expected = logits.double().log_softmax(1)
     for row, token_id, own in zip(unpack_logprobs(found.logprobs.numpy()), (3, 5), expected, strict=True):
@@ -210,6 +210,6 @@ def test_log_probabilities_of_forced_drafts_are_those_of_the_tokens_taken() -> N
     config = SpeculativeConfig("ngram", 3, "synthetic", acceptance_rates=(1.0, 1.0, 1.0))
     verifier = Verifier(config, 1, torch.tensor([2, 0], dtype=torch.int32))
     found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [0], 3), needs)
-    assert found.new_ids[0, :2].tolist() == [0, 5]
+    assert found.tokens.new_ids[0, :2].tolist() == [0, 5]
     assert found.logprobs is not None
     assert [row.token_ids[0] for row in unpack_logprobs(found.logprobs.numpy())[:2]] == [0, 5]

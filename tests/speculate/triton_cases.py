@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from slipstream.speculate.draft_gaps import mark_gaps
-from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_next_pass, prepare_shifted_pass
+from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_shifted_pass
 from slipstream.speculate.draft_notes import write_notes
+from slipstream.speculate.next_pass_inputs import prepare_next_pass
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import accept_drafts
@@ -46,7 +47,7 @@ def draw_rows(max_len: int, page_size: int) -> dict[str, Tensor]:
         "max_drafts": ints(torch.randint(0, 6, (NUM_ROWS,))),
         "max_total": ints(num_tokens + torch.randint(1, 9, (NUM_ROWS,))),
         "status": ints(status),
-        "ran": ints(torch.rand(NUM_ROWS) < 0.8) * ints(torch.arange(NUM_ROWS) < NUM_ROWS - 1),
+        "step_start": ints(torch.rand(NUM_ROWS) < 0.8) * ints(torch.arange(NUM_ROWS) < NUM_ROWS - 1),
     }
 
 
@@ -101,7 +102,7 @@ def _gaps() -> Iterator[Case]:
             return {
                 "batch_rows": batch_of(n, pad),
                 "num_computed": rows["num_computed"],
-                "ran": rows["ran"] * (first.clamp(min=0) + 1),
+                "step_start": rows["step_start"] * (first.clamp(min=0) + 1),
                 "goes_over_all": w,
                 "num_caught_up": 0 if w else 2,
                 "draft_start": ints(torch.randint(0, 3, (NUM_ROWS,))),
@@ -118,16 +119,16 @@ def _notes() -> Iterator[Case]:
 
         def args(n: int = num_reqs, pad: int = num_padding, w: int = width, at: int = step) -> dict[str, Any]:
             rows, batch, size, longs = draw_rows(60, 4), batch_of(n, pad), 17 * 9, {"dtype": torch.int64}
-            is_there = (rows["ran"][batch.long()] > 0) & (torch.arange(n + pad) < n)
-            # Most have drawn a token behind this one.
-            behind = 1 + ints(torch.rand(n + pad) < 0.8)
-            position = (rows["num_tokens"][batch.long()] - behind) * is_there
+            is_there = (rows["step_start"][batch.long()] > 0) & (torch.arange(n + pad) < n)
+            # Most have sampled a token after this one.
+            num_after = 1 + ints(torch.rand(n + pad) < 0.8)
+            position = (rows["num_tokens"][batch.long()] - num_after) * is_there
             # Some began with this step; those that ended before it have no slot.
             begun = torch.where(torch.rand(n + pad) < 0.8, position - at, -1)
             return {
                 "batch_rows": batch,
                 **chosen(rows, "token_ids", "num_computed", "num_tokens"),
-                "ran": ints(torch.where(rows["ran"] > 0, rows["num_computed"], 0)),
+                "step_start": ints(torch.where(rows["step_start"] > 0, rows["num_computed"], 0)),
                 "positions": position.long(),
                 "slots": torch.where(is_there, torch.randint(0, 99, (n + pad,)), -1),
                 "features": torch.randn(n + pad, w),
@@ -149,12 +150,12 @@ def _first_pass() -> Iterator[Case]:
         def args(n: int = num_reqs, pad: int = num_padding, s: int = spare, m: int = max_len) -> dict[str, Any]:
             rows, batch = draw_rows(m, 4), batch_of(n, pad)
             known = torch.minimum(torch.randint(1, m // 2, (n + pad,)), rows["num_computed"][batch.long()])
-            # Some go back by up to three tokens, for which all have places.
+            # Some go back by up to three tokens, for which all have slots.
             counts = torch.where(torch.arange(n + pad) < n, known + 1 + 3, 0)
             back = rows["num_computed"][batch.long()] - known - torch.randint(0, 4, (n + pad,))
             first_slots = torch.where(torch.rand(n + pad) < 0.5, back.clamp(min=0), -1)
             total = int(counts.sum()) + s
-            names = ("token_ids", "page_table", "num_computed", "num_tokens", "max_drafts", "ran")
+            names = ("token_ids", "page_table", "num_computed", "num_tokens", "max_drafts", "step_start")
             return {
                 "batch_rows": batch,
                 "start_loc": starts(counts),
@@ -183,13 +184,13 @@ def _shifted_pass() -> Iterator[Case]:
             rows, batch = draw_rows(m, 4), batch_of(n, pad)
             computed = rows["num_computed"][batch.long()]
             known = torch.minimum(torch.randint(1, m // 2, (n + pad,)), computed)
-            # Some of the tokens behind what was computed are drafts that were rejected.
+            # Some of the tokens after the computed ones are rejected drafts.
             counts = torch.where(torch.arange(n + pad) < n, known + torch.randint(0, 4, (n + pad,)), 0)
             begins = starts(counts)
             positions = torch.zeros(int(counts.sum()) + s, dtype=torch.int64)
             for i in range(n):
                 positions[begins[i] : begins[i + 1]] = (computed - known)[i] + torch.arange(int(counts[i]))
-            names = ("token_ids", "page_table", "num_computed", "num_tokens", "ran")
+            names = ("token_ids", "page_table", "num_computed", "num_tokens", "step_start")
             return {
                 "batch_rows": batch,
                 "query_start_loc": begins,
@@ -211,7 +212,7 @@ def _next_pass() -> Iterator[Case]:
         def args(n: int = num_reqs, pad: int = num_padding, idx: int = idx) -> dict[str, Any]:
             names = ("page_table", "num_computed", "num_tokens", "max_drafts", "max_total", "status")
             return {
-                "before": ints(torch.randint(-1, 9, (n + pad, 5)))[:, 2],
+                "last_draft": ints(torch.randint(-1, 9, (n + pad, 5)))[:, 2],
                 "idx": idx,
                 "batch_rows": batch_of(n, pad),
                 **chosen(draw_rows(48, 4), *names),

@@ -24,7 +24,7 @@ def search_args(
 ) -> dict[str, Any]:
     num_rows, max_len = tokens.shape
     num_tokens = torch.tensor([*lengths, 0], dtype=torch.int32)
-    # Behind a row stands first more of the kind, which would match as well, then what nobody may read.
+    # After a row come first values that would match as well, then memory that must not be read.
     tokens[torch.arange(max_len) >= num_tokens.unsqueeze(1) + max_len // 8] = POISON << 16
     max_drafts = torch.full((num_rows,), k, dtype=torch.int32)
     max_drafts[::3] = torch.randint(0, k + 3, max_drafts[::3].shape, dtype=torch.int32)
@@ -69,7 +69,7 @@ def _random_rows() -> Iterator[Case]:
 
 
 def _borders() -> Iterator[Case]:
-    """The suffix stands once more in the row, so that it ends at a border of blocks, or begins there."""
+    """The suffix occurs once more in the row, so that it ends at a border of blocks, or begins there."""
     for length in BORDERS:
 
         def args(length: int = length) -> dict[str, Any]:

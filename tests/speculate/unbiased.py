@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.sampling.draw import draw_tokens
-from slipstream.speculate.rejection import judge_drafts
+from slipstream.sampling.draw import DrawKeys, draw_tokens
+from slipstream.speculate.rejection import DraftTokens, DrawnFrom, judge_drafts
 
 VOCAB_SIZE = 512
 TEMPERATURE = 0.8
@@ -56,8 +56,8 @@ def draw_draft(
     purpose: int,
 ) -> Tensor:  # [n] int32
     rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-    own = (temperature, seeds, positions, choice)
-    drawn, _ = draw_tokens(logits, rows, *own, noise=True, scaled=False, purpose=purpose, target_ids=target_ids)
+    keys = DrawKeys(temperature, seeds, positions, choice)
+    drawn, _ = draw_tokens(logits, rows, keys, noise=True, scaled=False, purpose=purpose, target_ids=target_ids)
     return drawn.int()
 
 
@@ -107,7 +107,7 @@ def try_many(
 def _trials(first: int, n: int, draft_logits: Tensor, target_ids: Tensor | None) -> Trials:
     device = draft_logits.device
     order = torch.arange(first, first + n, device=device)
-    # High words too, negative ones among them.
+    # High words too, some of them negative.
     seeds = torch.stack([order, 0x9E3779B1 * order], dim=1).int()
     positions = (order % 7).int()
     temperature = torch.full((n,), TEMPERATURE, device=device)
@@ -116,17 +116,12 @@ def _trials(first: int, n: int, draft_logits: Tensor, target_ids: Tensor | None)
 
 def _judge(target_logits: Tensor, trials: Trials, drafts: Drafts) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(drafts.ids), dtype=torch.int32, device=drafts.ids.device)
+    columns = None if trials.target_ids is None else _columns_of(trials.target_ids)
     return judge_drafts(
         target_logits.expand(len(rows), -1),
-        drafts.ids,
-        rows,
-        torch.zeros_like(rows),
-        trials.draft_logits.unsqueeze(1) if drafts.are_drawn else None,
-        trials.temperature,
-        trials.seeds,
-        trials.positions,
-        trials.choice,
-        None if trials.target_ids is None else _columns_of(trials.target_ids),
+        DraftTokens(drafts.ids, rows, torch.zeros_like(rows)),
+        DrawKeys(trials.temperature, trials.seeds, trials.positions, trials.choice),
+        DrawnFrom(trials.draft_logits.unsqueeze(1), columns) if drafts.are_drawn else None,
     )
 
 

@@ -75,6 +75,7 @@ class Region(NamedTuple):
     writes: bool
     reads: bool
     generation: int  # the block's, when the region was made
+    name: str = ""  # of an operation's argument, such as rows.num_tokens
 
 
 class Access(NamedTuple):
@@ -123,13 +124,15 @@ def touch(region: Region, actor: int, time: int, clock: list[int], site: Site) -
 
 def check_written(region: Region, reader: Site) -> None:
     """Raise if the region holds bytes that its owner has not written."""
-    block = region.block
+    block, of_name = region.block, f" {region.name}," if region.name else ""
     for gap in block.gaps:
         if gap.low < region.high and region.low < gap.high:
             low, high = max(region.low, gap.low), min(region.high, gap.high)
-            raise StaleReadError(f"{reader} reads bytes {low} to {high} of {block}, {gap.why} by {gap.site}")
+            what = f"{reader} reads{of_name} bytes {low} to {high} of {block}"
+            raise StaleReadError(f"{what}, {gap.why} by {gap.site}")
     if block.tenant != region.generation:
-        raise StaleReadError(f"{reader} reads {block}, which another graph of the same pool has overwritten since")
+        what = f"{reader} reads{of_name} {block}"
+        raise StaleReadError(f"{what}, which another graph of the same pool has overwritten since")
 
 
 def note_write(region: Region) -> None:

@@ -15,7 +15,7 @@ from slipstream.config import Hardware
 from slipstream.device.interface import Capture, GraphPool, Timestamp
 from slipstream.device.interface import Event as EventProtocol
 from slipstream.device.interface import Stream as StreamProtocol
-from slipstream.device.operation import Operation, TensorSpec
+from slipstream.device.operation import Operation, TensorSpec, map_tensors
 from slipstream.device.sim.aten import Spec
 from slipstream.device.sim.check import (
     HOST,
@@ -185,10 +185,14 @@ class SimDevice:
 
     def launch_operation(self, op: Operation[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One of the engine's operations: its body is one queued operation."""
-        bound = op.signature.bind(*args, **kwargs).arguments if kwargs else dict(zip(op.parameters, args, strict=False))
         regions: list[Region] = []
-        inner = {name: self._operand(value, name in op.writes, regions, op.name) for name, value in bound.items()}
-        specs = op.shape(*args, **kwargs)
+
+        def on_device(name: str, tensor: Tensor) -> Tensor:
+            return self._operand(tensor, name, op, regions)
+
+        arguments = op.bind(args, kwargs)
+        inner = {name: map_tensors(value, name, on_device) for name, value in arguments.items()}
+        specs = op.specs(arguments)
         if specs is None:
             self.launch(lambda: op.body(**inner), op.name, regions)
             return None
@@ -196,17 +200,17 @@ class SimDevice:
         self.launch_into(lambda: op.body(**inner), op.name, regions, outputs)
         return outputs
 
-    def _operand(self, value: Any, writes: bool, regions: list[Region], name: str) -> Any:
-        if isinstance(value, SimTensor):
-            region = region_of(value.memory, value.handle.block, writes=writes, reads=not writes)
-            if region is not None:
-                regions.append(region)
-            return value.memory
-        if isinstance(value, Tensor):
-            self.sync_guard.check(f"{call_site(name)}: a host tensor among the arguments of a device operation")
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._operand(part, writes, regions, name) for part in value)
-        return value
+    def _operand(self, tensor: Tensor, name: str, op: Operation[Any, Any], regions: list[Region]) -> Tensor:
+        """The memory that the body works on. What it does to it is noted under the argument's name."""
+        if not isinstance(tensor, SimTensor):
+            site = call_site(op.name)
+            self.sync_guard.check(f"{site}: {name}, a host tensor among the arguments of a device operation,")
+            return tensor
+        writes = op.changes(name)
+        region = region_of(tensor.memory, tensor.handle.block, writes=writes, reads=not writes)
+        if region is not None:
+            regions.append(region._replace(name=name))
+        return tensor.memory
 
     # --- memory -----------------------------------------------------------------------------------
 

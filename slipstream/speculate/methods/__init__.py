@@ -1,1 +1,1 @@
-"""One file for each built-in method: what it is called, what it needs, and how it is opened. Imports no torch."""
+"""One file per built-in method: its name, its needs, and how it is opened. Imports no torch."""

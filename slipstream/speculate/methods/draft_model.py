@@ -1,4 +1,4 @@
-"""A smaller model with the same vocabulary drafts: a second checkpoint, with keys of its own."""
+"""A smaller model with the same vocabulary drafts: a second checkpoint, with its own keys."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What all small heads over the target's own hidden states need."""
+"""The needs that all heads over the target's hidden states share."""
 
 from __future__ import annotations
 
 from slipstream.speculative_config import Needs
 
 NUM_NOTED_STEPS = 16  # at most; a power of two
-# Three layers of the target are what most heads are trained on.
+# Most heads are trained on three layers of the target.
 HEAD_NEEDS = Needs(
     default_drafts=7,
     own_keys=True,

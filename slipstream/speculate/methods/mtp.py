@@ -1,4 +1,4 @@
-"""MTP: layers that the target's own checkpoint carries draft, each for one token ahead."""
+"""MTP: layers of the target's own checkpoint draft, each for one position ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""N-gram drafts, from a request's own tokens: no network, nothing kept, searched on the device after every step."""
+"""N-gram drafts, from a request's own tokens: no network and no state, searched on the device after every step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MIN_KEY, MAX_KEY = "prompt_lookup_min", "prompt_lookup_max"
 class Ngram(DraftMethod):
     name = "ngram"
     needs = Needs(default_drafts=7, from_text=True, is_certain=True)
-    # How many of the last tokens must, and at most may, have occurred together before.
+    # Minimum and maximum number of last tokens that must have occurred together before.
     keys = (MIN_KEY, MAX_KEY)
-    model_names = ("ngram", "[ngram]")  # how vLLM's users spell it where a model is asked for
+    model_names = ("ngram", "[ngram]")  # vLLM's spelling as a model name
 
     def read_model(self, given: Any) -> None:
         if given is not None and given not in self.model_names:
