@@ -15,6 +15,7 @@ from slipstream.errors import ModelError
 from slipstream.models.gguf import GGUFCheckpoint
 from slipstream.models.gguf_file import GGUFFile
 from slipstream.models.weights import open_checkpoint
+from slipstream.pooling import PoolingDefaults
 
 from .tiny_gguf import CONTEXT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, random_state, write_model
 
@@ -367,3 +368,17 @@ def test_tensors_are_read_one_by_one(smollm2_path: Path) -> None:
     again_name, again = next(checkpoint.tensors())
     assert again_name == name
     assert again.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("number", "kind"), [(None, "last"), (0, "last"), (1, "mean"), (2, "cls"), (3, "last")])
+def test_pooling_is_what_the_file_says(tmp_path: Path, number: int | None, kind: str) -> None:
+    extra = {} if number is None else {"qwen3.pooling_type": number}
+    path = write_model(tmp_path / "m.gguf", "qwen3", random_state("qwen3", 4), extra_metadata=extra)
+    assert open_checkpoint(path).pooling_defaults() == PoolingDefaults(kind, True)
+
+
+def test_pooling_for_ranking_is_refused_when_it_is_used(tmp_path: Path) -> None:
+    extra = {"qwen3.pooling_type": 4}
+    path = write_model(tmp_path / "m.gguf", "qwen3", random_state("qwen3", 4), extra_metadata=extra)
+    defaults = open_checkpoint(path).pooling_defaults()
+    assert defaults.refusal == f"{path} asks for pooling of type 4, which is not supported"

@@ -197,6 +197,24 @@ def test_bin_files_of_a_head_are_fetched_where_there_is_nothing_else(
     assert {path.name for path in tmp_path.iterdir()} - before == fetched
 
 
+def test_files_that_say_how_vectors_are_made_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["config.json", "modules.json", "1_Pooling/config.json", "onnx/config.json", "2_Dense/model.safetensors"]
+    folder = tmp_path / "snapshot"
+
+    def snapshot(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_model("org/name") == folder
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.is_file()} == set(files[:3])
+
+
 @pytest.mark.parametrize(("method", "is_head"), [("eagle", True), ("eagle3", True), ("draft_model", False)])
 def test_a_head_is_looked_for_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, is_head: bool
