@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from rich.progress import Progress, TextColumn
 
+from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
-from slipstream.models.hub import with_shipped_head
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import EmbeddingOutput, RequestOutput
 from slipstream.pooling import PoolingParams
+from slipstream.sampling_params import SamplingParams
 from slipstream.speculate.options import synthetic_warning
-from slipstream.types import SamplingParams
+from slipstream.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("slipstream")
 

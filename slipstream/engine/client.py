@@ -15,9 +15,10 @@ from slipstream.engine.reader import EmbeddingReader, EmbeddingSink, OutputReade
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.text_stream import TextStream
 from slipstream.errors import EngineError, RequestError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import TokenUpdates
 from slipstream.pooling import PoolingParams
-from slipstream.types import SamplingParams, TokenUpdates
+from slipstream.sampling_params import SamplingParams
+from slipstream.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "Prompt", "Submission"]
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.trace import open_trace
+from slipstream.output import TokenUpdates
+from slipstream.request import Request
 from slipstream.runner.program import LaunchedStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import Request, TokenUpdates
 
 
 class EngineCore:

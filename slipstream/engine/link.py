@@ -32,8 +32,9 @@ from slipstream.engine.wire import (
     engine_address,
 )
 from slipstream.errors import EngineError
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
+from slipstream.text.tokenizer import Tokenizer
 
 _RESTARTING = "the engine is being restarted; try again in a moment"
 

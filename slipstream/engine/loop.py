@@ -21,7 +21,8 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.driver import Add, Deliver, Driver, Finish, Message, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 
 _EXIT_INTERRUPTED = 130
 _WAIT_SLICE_S = 0.5

@@ -11,12 +11,20 @@ from collections.abc import Callable
 from typing import Protocol
 
 from slipstream.engine.admission import Submission
-from slipstream.engine.detokenizer import Decoder, StopStringMatcher, open_detokenizer
 from slipstream.engine.text_stream import TextStream
 from slipstream.errors import RequestError
-from slipstream.output import Completion, DraftStats, Logprob, Logprobs
+from slipstream.output import (
+    Completion,
+    DraftStats,
+    FinishReason,
+    Logprob,
+    LogprobRow,
+    Logprobs,
+    TokenUpdate,
+    TokenUpdates,
+)
 from slipstream.speculative_config import SpeculativeConfig
-from slipstream.types import FinishReason, LogprobRow, TokenUpdate, TokenUpdates
+from slipstream.text.detokenizer import Decoder, StopStringMatcher, open_detokenizer
 
 
 class Reader(Protocol):

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions
 from slipstream.engine.build import EngineInfo
 from slipstream.engine.driver import Deliver
@@ -17,9 +18,8 @@ from slipstream.engine.find_models import resolve_models
 from slipstream.engine.link import EngineLink, LinkAddress
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.supervisor import EngineSupervisor
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
-from slipstream.types import Request
+from slipstream.request import Request
+from slipstream.text.tokenizer import Tokenizer
 
 _WAIT_MS = 50
 _MESSAGES_A_TURN = 64

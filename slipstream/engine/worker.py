@@ -40,8 +40,8 @@ from slipstream.engine.wire import (
     watch_address,
 )
 from slipstream.errors import SlipstreamError
+from slipstream.output import TokenUpdate, TokenUpdates
 from slipstream.sampling.registry import register_modules
-from slipstream.types import TokenUpdate, TokenUpdates
 
 _STATS_EVERY_S = 0.1
 _PULSE_EVERY_S = 1.0

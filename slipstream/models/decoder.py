@@ -13,8 +13,8 @@ from slipstream.attention.context import NORMED, AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
-from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
-from slipstream.kernels.rope_cache import TokenPlaces
+from slipstream.kernels.attention.rope_cache import TokenPlaces
+from slipstream.kernels.native.decoder_stack import DecoderStack, decoder_stack
 from slipstream.models.cpu_stack import stack_of
 from slipstream.models.experts import Experts, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol, cast
 
+from slipstream.checkpoints.hf_config import read_architecture_name
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
+from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder
-from slipstream.models.fields import Fields
-from slipstream.models.hf_config import read_architecture_name
 from slipstream.values import describe_value
 
 _ARCHITECTURES = {

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.parameters import Parameter, register_parameter
+from slipstream.request import Request
 from slipstream.sampling.operation import SamplingOperation
 from slipstream.sampling_params import PARAMETERS
-from slipstream.types import Request
 
 _registered: dict[str, SamplingOperation] = {}
 

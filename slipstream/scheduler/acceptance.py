@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.speculate.rehearsal import Judged
+from slipstream.host_drafting import Judged
 
 Rows = npt.NDArray[np.int64]
 

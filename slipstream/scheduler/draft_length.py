@@ -21,10 +21,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.host_drafting import Rehearsal
+from slipstream.plan import Composition
 from slipstream.scheduler.acceptance import Acceptance, Rows
 from slipstream.scheduler.step_costs import StepCosts
-from slipstream.speculate.rehearsal import Rehearsal
-from slipstream.types import Composition
 
 _MARGIN = 1.02  # a change must be expected to gain more than this
 _MARGIN_REHEARSED = 1.1  # to start drafting after rehearsal: any text repeats a few tokens by chance

@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
+from slipstream.host_drafting import HostProposer
+from slipstream.output import TokenUpdates
+from slipstream.plan import Composition, RowInit, StepPlan, StepResult
+from slipstream.request import Request
 from slipstream.scheduler.collected_step import TokenCollector
 from slipstream.scheduler.draft_ledger import DraftLedger
 from slipstream.scheduler.draft_length import DraftLength
@@ -21,8 +25,6 @@ from slipstream.scheduler.request_pages import RequestPages
 from slipstream.scheduler.request_state import NO_ROW, RequestState
 from slipstream.scheduler.stats import SchedulerStats
 from slipstream.scheduler.steady_batch import SteadyBatch
-from slipstream.speculate.host_proposer import HostProposer
-from slipstream.types import Composition, Request, RowInit, StepPlan, StepResult, TokenUpdates
 
 
 class _Launched(NamedTuple):

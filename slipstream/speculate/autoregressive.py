@@ -21,8 +21,8 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
-from slipstream.kernels.prepare_inputs import TokenInputs
 from slipstream.kernels.request_rows import RowState
+from slipstream.kernels.step.prepare_inputs import TokenInputs
 from slipstream.sampling.draw import DrawKeys, DrawnDrafts, draw_drafts
 from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps

@@ -20,7 +20,7 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.driver import Add, Driver, Finish, Stop
 from slipstream.engine.loop import EngineLoop
 from slipstream.errors import EngineError
-from slipstream.types import TokenUpdates
+from slipstream.output import TokenUpdates
 from tests import tiny_models
 from tests.engine.drive import make_request
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import zmq
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine import link, supervisor, worker
@@ -46,9 +47,8 @@ from slipstream.engine.wire import (
 from slipstream.errors import ConfigError, EngineError, ModelError, RequestError
 from slipstream.llm import LLM
 from slipstream.models.registry import architecture_of
-from slipstream.models.weights import open_checkpoint
-from slipstream.output import RequestOutput
-from slipstream.types import LogprobRow, SamplingParams, TokenUpdate, TokenUpdates
+from slipstream.output import LogprobRow, RequestOutput, TokenUpdate, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.engine.drive import make_request
 

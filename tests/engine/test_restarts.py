@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions
 from slipstream.engine import supervisor
 from slipstream.engine.driver import Stop
@@ -24,10 +25,10 @@ from slipstream.engine.stats import EngineStats
 from slipstream.engine.supervisor import open_push
 from slipstream.engine.wire import EngineBack, EngineLost, Ready, Refused, Stats, client_address, encode
 from slipstream.errors import EngineError
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.front_end_process import link_address
-from slipstream.types import SamplingParams, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 from tests.engine.drive import make_request
 from tests.test_config import CPU, MODEL
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.attention.cascade import MAX_TOKENS
+from slipstream.plan import StepPlan
+from slipstream.scheduler.cascade import MAX_TOKENS
 from slipstream.scheduler.common_pages import count_common_pages
 from slipstream.scheduler.request_state import RequestState
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import StepPlan
 from tests.scheduler.test_scheduler import Device, make, request, simulate
 
 STEM = list(range(10, 22))  # three pages of four

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from slipstream.plan import Composition
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.step_costs import StepCosts
-from slipstream.types import Composition
 
 CHOICES = (0, 1, 2, 3, 5, 7)
 HIGH = (0.730, 0.521, 0.355, 0.245, 0.170, 0.118, 0.082)

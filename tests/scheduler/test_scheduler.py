@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.plan import RowStatus, ScheduledRequest, StepPlan, StepResult
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.pages import PagePool, page_hashes
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculative_config import Needs
-from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepPlan, StepResult
 
 PARAMS = SamplingParams(temperature=0.0, seed=0)
 STOP_ID = 1

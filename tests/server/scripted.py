@@ -16,13 +16,15 @@ from slipstream.engine.client import EngineClient
 from slipstream.engine.driver import Deliver
 from slipstream.engine.resolve import resolve
 from slipstream.engine.stats import EngineStats
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import LogprobRow, TokenUpdate, TokenUpdates
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.counters import SharedCounters
 from slipstream.server.front_end import FrontEnd
 from slipstream.server.front_end_process import open_listener
 from slipstream.server.metrics import LAYOUT
 from slipstream.server.settings import ServerSettings
-from slipstream.types import LogprobRow, Request, SamplingParams, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 from tests.test_config import CPU, MODEL
 
 Text = str | list[int] | Callable[[Request], str]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.errors import EngineError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 from slipstream.server.answers import CompletionAnswer
 from slipstream.server.settings import ServerSettings
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedServer
 

@@ -10,11 +10,12 @@ import re
 import pytest
 
 from slipstream.engine.client import EngineClient
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 from slipstream.server.front_end import FrontEnd
 from slipstream.server.front_end_process import open_listener
 from slipstream.server.settings import ServerSettings
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedEngine
 

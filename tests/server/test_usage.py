@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 
 from .scripted import ScriptedServer, chunks_of
 

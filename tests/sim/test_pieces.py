@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.attention.backends.reference import ReferenceBackend
 from slipstream.attention.context import AttentionContext
-from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.sim import DeviceFaultError
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.build import Engine, decide_draft_length
+from slipstream.plan import Composition
 from slipstream.runner.generate_head import GenerateHead
 from slipstream.scheduler.acceptance import Judged
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.speculate.ngram_rehearsal import NgramRehearsal
 from slipstream.speculate.speculator import DraftBatch
-from slipstream.types import Composition
 from tests.engine.drive import make_request
 from tests.speculate.test_ngram_search import oracle
 from tests.speculations import speculation
