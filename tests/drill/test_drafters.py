@@ -48,7 +48,7 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     for method in METHODS:
         registry.register(method)
 

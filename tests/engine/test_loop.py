@@ -64,8 +64,8 @@ def test_a_request_beside_the_end_of_the_loop_is_answered(
     adding = threading.Thread(target=add)
     adding.start()
     if ends == "fails":
-        assert loop._core is not None
-        monkeypatch.setattr(loop._core, "finish", lambda request_id: 1 / 0)
+        assert loop.core is not None
+        monkeypatch.setattr(loop.core, "finish", lambda request_id: 1 / 0)
         ending = threading.Thread(target=lambda: (loop.finish("x"), loop._thread.join()))
     else:
         ending = threading.Thread(target=loop.close)

@@ -104,7 +104,7 @@ def test_no_call_for_plain_layers_is_taken(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.build("qwen3.5"), tmp_path)
     model = build_engine(EngineOptions(model=str(tmp_path), dtype="float32")).core.runner.program.model
     assert isinstance(model, Qwen3Next)
-    assert (model._stack, model._fused) == (None, None)
+    assert (model.stack, model._fused) == (None, None)
 
 
 def test_nothing_stands_between_a_product_and_the_kernels_that_start_early(

@@ -55,7 +55,7 @@ class Varying(FixedLength):
 
 def pair(lengths: Callable[[], DraftLength | None], **sizes: int | bool) -> tuple[Counting, Undecided]:
     like = make(**sizes)  # type: ignore[arg-type]
-    return Counting(like._config, like._cache, lengths()), Undecided(like._config, like._cache, lengths())
+    return Counting(like.config, like._cache, lengths()), Undecided(like.config, like._cache, lengths())
 
 
 def assert_same_plan(one: StepPlan | None, other: StepPlan | None) -> None:

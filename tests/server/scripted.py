@@ -42,7 +42,7 @@ class ScriptedEngine:
         self.stats = EngineStats()
         self.requests: list[Request] = []
         self.likeliest: Sequence[int] = (1, 2)  # token ids beside the chosen one
-        self._deliver, self._steps = deliver, steps
+        self.deliver, self._steps = deliver, steps
 
     def steps_of(self, request: Request) -> Sequence[Step]:
         """A test may put something here that tells requests apart."""
@@ -67,7 +67,7 @@ class ScriptedEngine:
 
     def _deliver_next(self, updates: list[TokenUpdate]) -> None:
         """The first of them, and the rest when the server has written what came of it."""
-        self._deliver(TokenUpdates.from_list([updates.pop(0)]))
+        self.deliver(TokenUpdates.from_list([updates.pop(0)]))
         if updates:
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._deliver_next, updates)

@@ -89,7 +89,7 @@ def test_generated_texts(target: Path, trained: Path) -> None:
 def test_measured_acceptance_equals_a_count_of_chains(target: Path, trained: Path) -> None:
     """Counts the accepted drafts of each chain one by one."""
     trainer, texts = restored(target, trained), texts_of(trained)
-    head = trainer._head
+    head = trainer.head
     counts, total = [0, 0, 0], 0
     for idx in texts.where(held_out=True).tolist():
         batch = trainer._held_out.make_batch(torch.tensor([idx]))

@@ -161,10 +161,10 @@ def head_tile(x: Tensor, out_size: int) -> Tile | None:
 
 def max_fused_tokens(like: Tensor, weights: Iterable[Weight]) -> int:
     """Up to how many tokens a layer of these weights is faster with the kernels here; 0 if they cannot run."""
-    return _max_fused(table_of(_gpu(like)), tuple(weights)) if like.is_cuda else 0
+    return max_fused(table_of(_gpu(like)), tuple(weights)) if like.is_cuda else 0
 
 
-def _max_fused(table: Table, weights: tuple[Weight, ...]) -> int:
+def max_fused(table: Table, weights: tuple[Weight, ...]) -> int:
     most = 0
     for num_tokens in MEASURED_TOKENS:
         found = [_found(table, weight, num_tokens) for weight in weights]

@@ -62,14 +62,14 @@ def test_equal_to_the_bit(variant: str, kept_in: torch.dtype, seq_starts: list[i
     engine = build_engine(EngineOptions(model=str(tmp_path), dtype="float32"))
     model = engine.core.runner.program.model
     assert isinstance(model, Decoder)
-    assert (model._stack is None) == any(kind in variant for kind in LAYER_BY_LAYER)
+    assert (model.stack is None) == any(kind in variant for kind in LAYER_BY_LAYER)
     torch.manual_seed(0)
     caches = [torch.randn_like(cache).to(kept_in) for cache in engine.core.runner.caches.paged_memory()]
     input_ids = torch.randint(0, 256, (sum(QUERY_LENS),), dtype=torch.int32)
     starts = None if seq_starts is None else torch.tensor(seq_starts, dtype=torch.int32)
     results = []
-    for stack in (model._stack, None):
-        model._stack = stack
+    for stack in (model.stack, None):
+        model.stack = stack
         own = [cache.clone() for cache in caches]
         with torch.inference_mode():
             hidden = model.forward(input_ids, step(CpuBackend(own[0].shape[3], in_place=True), own, starts))

@@ -57,16 +57,16 @@ def test_a_layer_is_fused_up_to_where_its_products_together_are_faster() -> None
         QKV.name: measured([1, 1, 1, 1, 2, 4, 7, 9, 9], flat),
         OUT.name: measured([1, 1, 1, 1, 2, 4, 2, 9, 9], flat),
     }
-    assert tiles._max_fused(table, (QKV, OUT)) == 32
-    assert tiles._max_fused(table, (QKV,)) == 16
+    assert tiles.max_fused(table, (QKV, OUT)) == 32
+    assert tiles.max_fused(table, (QKV,)) == 16
     # A product that is added to the residual stream may be cuBLAS's, with a launch more.
     slow = {**table, OUT.name: measured([1, 1, 1, 1, 2, 9, 9, 9, 9], [5.0] * 6 + [0.5] * 3)}
-    assert tiles._max_fused(slow, (QKV, OUT)) == 8
+    assert tiles.max_fused(slow, (QKV, OUT)) == 8
     slow[OUT.name] = measured([1, 1, 1, 1, 2, 9, 9, 9, 9], [5.0, 5.0, 5.0, 5.0, 5.0, 4.0, 0.1, 0.1, 0.1])
-    assert tiles._max_fused({**slow, QKV.name: measured([1] * len(MEASURED_TOKENS), flat)}, (QKV, OUT)) == 128
+    assert tiles.max_fused({**slow, QKV.name: measured([1] * len(MEASURED_TOKENS), flat)}, (QKV, OUT)) == 128
     # By rule where a weight was not measured: short rows always, long ones with few tokens.
-    assert tiles._max_fused(table, (QKV, OUT, Weight("add", 576, 1536, 2))) == 128
-    assert tiles._max_fused(table, (QKV, Weight("add", 4096, 14336, 2))) == 16
+    assert tiles.max_fused(table, (QKV, OUT, Weight("add", 576, 1536, 2))) == 128
+    assert tiles.max_fused(table, (QKV, Weight("add", 4096, 14336, 2))) == 16
     assert tiles.max_fused_tokens(torch.zeros(1), (QKV,)) == 0
 
 
