@@ -55,7 +55,7 @@ def test_embeddings(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_own_drafter(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     run_example("own_drafter", "--model", model, "--max-tokens", 24, patch=monkeypatch)
     found = re.search(r"^(\d+) of (\d+) drafts accepted$", capsys.readouterr().out, re.MULTILINE)
     assert found and 0 < int(found[1]) <= int(found[2])
