@@ -21,7 +21,7 @@ from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
 
-# What an engine option is if nobody sets it and nothing is derived from the model and the machine.
+# Defaults of engine options that depend neither on the model nor on the machine.
 _UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
 _WIDTH = 120
 _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)

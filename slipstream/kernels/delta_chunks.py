@@ -265,7 +265,7 @@ def _scan_kernel(
     state = tl.load(held + entry * AFTER, mask=is_state & (position > 0), other=0.0)
     kind = qkv.dtype.element_ty
     for begin in range(0, count, SIZE):
-        # Places in a chunk are small numbers, behind one address in 64 bits.
+        # Indices in a chunk are small numbers, added to one 64-bit address.
         first, alive = start + begin, begin + number < count
         rows = qkv + first * qkv_stride
         from_q = rows + head // (V_HEADS // K_HEADS) * K_DIM + (number[:, None] * qkv_stride + d[None, :])
