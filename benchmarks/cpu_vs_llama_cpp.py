@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -235,6 +236,7 @@ def main() -> int:
         print(f"llama.cpp is left out: {error}", file=sys.stderr, flush=True)
     benchmark = Benchmark(arguments, theirs)
     failure = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, where a time limit ends it
     try:
         benchmark.run()
     except (OutputError, KeyboardInterrupt) as error:  # what was measured before is kept

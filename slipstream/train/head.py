@@ -2,8 +2,8 @@
 
 At index t of the first step the head takes the target's states at t and the token at t + 1, and predicts the token at
 t + 2. In step j it takes its own output at index t of step j - 1 and the token at t + 1 + j, at position t + j, as the
-engine does for the j-th draft after t (``models/eagle3_head.py``, ``speculate/eagle.py``). Parameters have the names of
-the file.
+engine does for the j-th draft after t (``models/eagle3_head.py``, ``speculate/eagle.py``). Parameters have the names
+of the file.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def test_memory_of_the_warm_up_is_not_recorded(device: SimDevice) -> None:
     with device.sync_guard.allow("capture"), device.warm_up():
         lazy = torch.zeros(4, device="sim")
     for run in (lambda: _use(lazy), lambda: lazy.add_(1), lambda: lazy[1:].clone()):
-        with pytest.raises(CaptureError, match="the warm-up made"):
+        with pytest.raises(CaptureError, match="the warm-up allocated"):
             record(device, run)
     with pytest.raises(CaptureError, match=marked(_use, "the use")):
         record(device, lambda: _use(lazy))

@@ -26,7 +26,7 @@ from slipstream.device.sync_guard import HostSyncError
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput, _Channel
+from slipstream.runner.async_output import Channel, InFlightStep, OutputRing, StepOutput
 from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.rings import Ring
@@ -364,14 +364,14 @@ def test_7_an_output_overwritten_by_the_next_step_before_it_was_copied(
 ) -> None:
     """The copy stream reads the step's own output, and not a copy made in stream order."""
 
-    def skip(self: _Channel, values: Tensor) -> None:
+    def skip(self: Channel, values: Tensor) -> None:
         self.on_device = values
 
-    def send(self: _Channel, device: Device, count: int) -> None:
+    def send(self: Channel, device: Device, count: int) -> None:
         device.copy_async(self.pinned[:count], self.on_device[:count])
 
-    monkeypatch.setattr(_Channel, "stage", skip)
-    monkeypatch.setattr(_Channel, "send", send)
+    monkeypatch.setattr(Channel, "stage", skip)
+    monkeypatch.setattr(Channel, "send", send)
     # Log probabilities are copied that way: worlds in which some are requested.
     events = ("logprobs", "prompt_logprobs", "late_arrivals")
     assert_found(faults_found(events=events, seeds=(0, 1, 7), cudagraph_mode=mode), RaceError)
