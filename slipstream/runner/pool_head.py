@@ -86,7 +86,7 @@ class PoolHead:
         indices = [i for i, row in enumerate(composition.rows) if self._is_pooled[row]]
         if not indices:
             return work
-        ends = tuple(place for place in places if composition.samples[place])
+        ends = tuple(i for i in indices if composition.samples[i])
         return PoolWork(self, work, _Span(indices[0], indices[-1] + 1, ends, len(indices) == composition.num_reqs))
 
     # --- launches ---------------------------------------------------------------------------------
