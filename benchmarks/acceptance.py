@@ -23,12 +23,12 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from benchmarks.speculation import encode, texts
+from slipstream.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.llm import LLM
-from slipstream.models.hub import resolve_model
-from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.output import DraftStats
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 
 _GROUP = 32  # weights that share a scale
 

@@ -28,14 +28,14 @@ from rich.table import Table
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionBackend, AttentionLayer
-from slipstream.attention.flashinfer import FlashInferBackend
-from slipstream.attention.flashinfer_library import FlashInferLibrary
-from slipstream.attention.flashinfer_paths import Features, HeadShape, choose_paths, is_installed
-from slipstream.attention.flex import FlexBackend
+from slipstream.attention.backends.flashinfer import FlashInferBackend
+from slipstream.attention.backends.flashinfer_library import FlashInferLibrary
+from slipstream.attention.backends.flashinfer_paths import Features, HeadShape, choose_paths, is_installed
+from slipstream.attention.backends.flex import FlexBackend
+from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.attention.triton import TritonBackend
 from slipstream.commands.results import collect_results, prepare_folder, write_results
-from slipstream.kernels.rope_cache import NewTokens
+from slipstream.kernels.attention.rope_cache import NewTokens
 
 LAYER = AttentionLayer(idx=0, num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 PAGE_SIZE, BANDWIDTH = 16, 4.8e12

@@ -76,11 +76,11 @@ class _Answers:
     """The child's end."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        from slipstream.checkpoints.hub import with_shipped_head
         from slipstream.config import EngineOptions
         from slipstream.engine.build import build_engine
         from slipstream.engine.client import EngineClient
         from slipstream.engine.find_models import resolve_models
-        from slipstream.models.hub import with_shipped_head
 
         before = self.memory()
         chosen = EngineOptions.from_dict({"device": "cpu", "enable_prefix_caching": False, "seed": 0, **options})

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from slipstream.kernels import native
-from slipstream.kernels.linear import cut_panels, panel_linear, panel_width
-from slipstream.kernels.quant_linear import default_planes, quant_linear
-from slipstream.kernels.quant_weights import KINDS, PanelMemory, QuantMatrix, pack_codes, pack_gguf
+from slipstream.kernels.linear.dense_linear import cut_panels, panel_linear, panel_width
+from slipstream.kernels.linear.quant_linear import default_planes, quant_linear
+from slipstream.kernels.linear.quant_weights import KINDS, PanelMemory, QuantMatrix, pack_codes, pack_gguf
 
 # (out, in) of the products of SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B.
 SHAPES = {

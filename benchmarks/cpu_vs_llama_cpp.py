@@ -41,8 +41,8 @@ from cpu_vs_llama_cpp_rows import Row, Texts, Turns, memory_fields, rate_row, sp
 from llama_cpp_build import NAME, UnavailableError, find_or_build
 from llama_cpp_tools import Generated, LlamaCpp, OutputError
 from quiet import Quiet
+from slipstream.checkpoints.hub import resolve_model, shipped_head
 from slipstream.commands.results import collect_results, prepare_folder, write_results
-from slipstream.models.hub import resolve_model, shipped_head
 
 CASES = ("prompt", "decode", "batch", "start", "head", "draft", "ngram")
 PROMPT_LEN, OUTPUT_LEN, BATCH = 256, 64, 8

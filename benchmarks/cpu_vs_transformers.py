@@ -57,8 +57,8 @@ def make_transformers() -> Callable[[int, int], float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from slipstream.models.hub import resolve_model
-    from slipstream.models.weights import open_checkpoint
+    from slipstream.checkpoints.checkpoint import open_checkpoint
+    from slipstream.checkpoints.hub import resolve_model
 
     path = resolve_model(MODEL)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

@@ -30,9 +30,9 @@ from torch import Tensor
 from slipstream.attention.gdn import DeltaNetSpec
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.device.operation import Operation
-from slipstream.kernels.causal_conv import causal_conv
-from slipstream.kernels.delta_rule import DeltaTokens, chunked_delta_rule, recurrent_delta_rule
-from slipstream.kernels.gated_norm import gated_norm
+from slipstream.kernels.recurrent.causal_conv import causal_conv
+from slipstream.kernels.recurrent.delta_rule import DeltaTokens, chunked_delta_rule, recurrent_delta_rule
+from slipstream.kernels.recurrent.gated_norm import gated_norm
 from slipstream.kernels.request_rows import RequestStates
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import shape_config

@@ -38,7 +38,8 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_shape
 from slipstream.engine.core import EngineCore
 from slipstream.models.shapes import SHAPES, shape_config
-from slipstream.types import Request, SamplingParams
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 
 PARTS = ("builder", "engine")
 SHAPE, NUM_DRAFTS = "qwen3-next-16l-64e", 3

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
-from slipstream.models.hub import resolve_model
-from slipstream.models.weights import open_checkpoint
-from slipstream.types import Request, SamplingParams
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 
 TOPICS = ("the sea", "a lost key", "tomatoes", "prime numbers", "winter")
 TOPICS += ("an old bridge", "a bee", "glass", "chess", "the moon")

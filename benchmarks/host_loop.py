@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from slipstream.attention.backends.reference import ReferenceBackend
 from slipstream.attention.choice import open_caches
-from slipstream.attention.reference import ReferenceBackend
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineConfig, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device.cpu import CpuDevice
@@ -43,16 +43,17 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.reader import OutputReader
 from slipstream.engine.resolve import resolve
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS
+from slipstream.kernels.step.commit import NUM_HEADER_COLUMNS
+from slipstream.request import Request
 from slipstream.runner.async_output import InFlightStep
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.runner import Runner
+from slipstream.sampling_params import SamplingParams
 from slipstream.scheduler.draft_length import AdaptiveLength
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.ngram import NgramSpeculator
 from slipstream.speculate.options import read_speculation
 from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
-from slipstream.types import Request, SamplingParams
 
 CASES = ("plain", "n-gram, k = 4", "n-gram, adaptive, none made")
 PARTS = ("schedule", "stage", "graphs", "send", "launch, rest", "read", "collect", "look", "step, rest", "output")

@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from slipstream.checkpoints.verified_file import exclusive
 from slipstream.commands.machine import cpu_name, instruction_sets, num_cores
 from slipstream.config import cache_dir
-from slipstream.models.verified_file import exclusive
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from lossless_fuzz_driver import Seen
-from slipstream.engine.detokenizer import Decoder, IncrementalDetokenizer
 from slipstream.output import Completion, Logprobs, RequestOutput
+from slipstream.text.detokenizer import Decoder, IncrementalDetokenizer
 
 TOLERANCE = 1e-9  # of log probabilities
 

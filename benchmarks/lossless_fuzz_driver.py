@@ -19,8 +19,8 @@ from slipstream.engine.client import EngineClient, Submission
 from slipstream.engine.driver import Add, Deliver, Driver, Finish, Message, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError
-from slipstream.output import RequestOutput
-from slipstream.types import Request, TokenUpdates
+from slipstream.output import RequestOutput, TokenUpdates
+from slipstream.request import Request
 
 MAX_STEPS = 20_000
 _MAX_WAIT_S = 60.0

@@ -13,11 +13,11 @@ from slipstream.attention.backend import Caps
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine import build
 from slipstream.engine.build import Engine, build_engine
+from slipstream.plan import Composition
 from slipstream.runner.step_timing import OnCost
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.speculate.registry import find_method
-from slipstream.types import Composition
 from tests.sim.world import RandomLength
 
 # How many drafts a step checks: the same number always; drawn anew every few steps; as the engine itself decides.

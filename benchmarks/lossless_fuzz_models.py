@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests import tiny_models
-from tests.models import tiny_heads
-from tests.models.tiny_mtp import write_hybrid
+from tests.models.heads import tiny_heads
+from tests.models.heads.tiny_mtp import write_hybrid
 
 NUM_LAYERS = 4
 CONTEXT = 256

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lossless_fuzz_models import LETTERS, list_favoured_ids
-from slipstream.types import MAX_SEED, SamplingParams
+from slipstream.sampling_params import MAX_SEED, SamplingParams
 from tests.tiny_models import VOCAB_SIZE
 
 MAX_TOTAL = 128  # tokens of a request, prompt and output

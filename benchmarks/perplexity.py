@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from cpu_engine import parse_options
 from slipstream import LLM, SamplingParams
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
-from slipstream.models.hub import resolve_model
 
 TEXT = Path(__file__).with_name("perplexity_text.txt")
 

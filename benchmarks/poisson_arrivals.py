@@ -25,8 +25,8 @@ from slipstream.commands.results import collect_results, prepare_folder, write_r
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_shape
 from slipstream.engine.client import EngineClient
-from slipstream.output import RequestOutput
-from slipstream.types import SamplingParams, TokenUpdates
+from slipstream.output import RequestOutput, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 
 PROMPT_LENS = (64, 2048)
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from code_prompts import EDIT, WRITE
 from slipstream import LLM, SamplingParams
+from slipstream.checkpoints.hub import resolve_model, shipped_head
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
 from slipstream.kernels import native
-from slipstream.models.hub import resolve_model, shipped_head
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("perplexity_text.txt")
 Request = tuple[list[int], SamplingParams]

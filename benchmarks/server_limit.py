@@ -29,6 +29,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.config import EngineOptions
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine.driver import Add, Finish
@@ -37,14 +39,13 @@ from slipstream.engine.resolve import resolve
 from slipstream.engine.split_updates import UpdateSplitter
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.wire import Pulse, Ready, Stats, client_address, decode, encode, engine_address
-from slipstream.models.hub import resolve_model
 from slipstream.models.registry import architecture_of
-from slipstream.models.weights import open_checkpoint
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.counters import SharedCounters
 from slipstream.server.front_end_process import COUNTERS, READY, FrontEndTask, open_listener
 from slipstream.server.metrics import LAYOUT
 from slipstream.server.settings import ServerSettings
-from slipstream.types import SamplingParams, TokenUpdate, TokenUpdates
 
 MODEL = "smollm2-135m"
 OUTPUT_LEN = 128

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.commands.machine import describe_hardware
 from slipstream.commands.measure import wait_for_graphs
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
@@ -44,9 +45,8 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
 from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
-from slipstream.models.hub import resolve_model
 from slipstream.sampling.gumbel import gumbel_noise_at
-from slipstream.types import MAX_LOGPROBS, SamplingParams
+from slipstream.sampling_params import MAX_LOGPROBS, SamplingParams
 from spec_bench_noise import Noise, measure_noise
 from spec_bench_questions import Question, read_questions
 from spec_bench_report import plot, print_difference, print_tables

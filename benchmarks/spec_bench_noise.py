@@ -20,7 +20,7 @@ from slipstream.commands.results import Row
 from slipstream.engine.client import EngineClient
 from slipstream.errors import EngineError
 from slipstream.output import Logprobs, RequestOutput
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from spec_bench_runs import answers_to
 
 _NUM_LIKELY = 4  # tokens of each position: the log probability of a nearly certain one hardly changes

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from slipstream.engine.client import EngineClient
 from slipstream.errors import EngineError
-from slipstream.output import RequestOutput
-from slipstream.types import SamplingParams, TokenUpdates
+from slipstream.output import RequestOutput, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 
 
 class Answer(NamedTuple):

@@ -26,14 +26,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.commands.measure import BatchRun, decode_rate, in_turns, run_batch, wait_for_graphs
 from slipstream.commands.results import collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
 from slipstream.engine.client import EngineClient
-from slipstream.models.hub import resolve_model
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
+from slipstream.text.tokenizer import Tokenizer
 
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",

@@ -30,7 +30,8 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_shape
 from slipstream.engine.client import EngineClient
 from slipstream.models.shapes import FORCED_RATES, forced_eagle3, shape_config
-from slipstream.types import Request, SamplingParams
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from vllm_figures import eagle3_peer
 
 RATES = {"high": FORCED_RATES, "low": (0.30, 0.08, 0.02, 0.005, 0.0, 0.0, 0.0), "zero": (0.0,) * 7}

@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_shape
 from slipstream.models.shapes import FORCED_RATES, HEAD_SHAPES, SHAPES, forced_eagle3, step_bytes
-from slipstream.types import Request, SamplingParams
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 
 NUM_STEPS = 30
 GROUPS = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, EngineError, ModelError, RequestError, SlipstreamError
 from slipstream.output import Completion, EmbeddingOutput, RequestOutput
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM, AsyncLLM

@@ -23,9 +23,9 @@ from slipstream.commands.options import refuse_options_before, with_options
 from slipstream.config import EngineOptions, debug_enabled
 from slipstream.errors import ConfigError, SlipstreamError, nearest
 from slipstream.load.settings import LoadSettings
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.settings import ServerSettings
 from slipstream.train.settings import TrainSettings
-from slipstream.types import SamplingParams
 
 EXIT_ERROR = 1  # a bug of ours
 EXIT_BAD_INPUT = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from slipstream.types import Request
+from slipstream.request import Request
 
 
 class Column(NamedTuple):

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from rich.progress import Progress, TextColumn
 
+from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
-from slipstream.models.hub import with_shipped_head
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import EmbeddingOutput, RequestOutput
 from slipstream.pooling import PoolingParams
+from slipstream.sampling_params import SamplingParams
 from slipstream.speculate.options import synthetic_warning
-from slipstream.types import SamplingParams
+from slipstream.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("slipstream")
 
@@ -56,25 +56,25 @@ class _EngineOwner:
         if own_process:
             from slipstream.engine.process import EngineProcess  # needs the packages of the server
 
-            self._client = EngineClient(lambda deliver: EngineProcess(chosen, deliver))
+            self.client = EngineClient(lambda deliver: EngineProcess(chosen, deliver))
         else:
-            self._client = EngineClient.in_thread(build or (lambda: build_engine(chosen)))
+            self.client = EngineClient.in_thread(build or (lambda: build_engine(chosen)))
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._client.tokenizer
+        return self.client.tokenizer
 
     @property
     def config(self) -> EngineConfig:
-        return self._client.config
+        return self.client.config
 
     @property
     def stats(self) -> EngineStats:
-        return self._client.stats
+        return self.client.stats
 
     def close(self) -> None:
         """Stop the engine. Requests in flight end with finish reason ``abort``."""
-        self._client.close()
+        self.client.close()
 
 
 class LLM(_EngineOwner):
@@ -99,8 +99,8 @@ class LLM(_EngineOwner):
         """
         many = _as_prompts(prompts)
         params = iter(_as_params(sampling_params, len(many)))
-        submissions = _prepare_all(many, lambda prompt: self._client.prepare(prompt, next(params), priority=priority))
-        return self._run(submissions, partial(self._client.submit, every_token=False), "generating", progress)
+        submissions = _prepare_all(many, lambda prompt: self.client.prepare(prompt, next(params), priority=priority))
+        return self._run(submissions, partial(self.client.submit, every_token=False), "generating", progress)
 
     def embed(
         self,
@@ -119,9 +119,9 @@ class LLM(_EngineOwner):
         then it is divided by its length, unless ``normalize`` or, in its place, the checkpoint says no.
         """
         params = PoolingParams(pooling, normalize, dimensions)
-        prepare = partial(self._client.prepare_pooled, pooling=params, priority=priority)
+        prepare = partial(self.client.prepare_pooled, pooling=params, priority=priority)
         submissions = _prepare_all(_as_prompts(texts), prepare)
-        return self._run(submissions, self._client.submit_pooled, "embedding", progress)
+        return self._run(submissions, self.client.submit_pooled, "embedding", progress)
 
     def _run(
         self,
@@ -146,7 +146,7 @@ class LLM(_EngineOwner):
             # After Ctrl-C, or if the engine refused one: the others have no reader any more.
             for submission in submissions:
                 if submission.request_id not in outputs:
-                    self._client.forget(submission)
+                    self.client.forget(submission)
         return [outputs[submission.request_id] for submission in submissions]
 
     def chat(
@@ -166,9 +166,9 @@ class LLM(_EngineOwner):
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Yield an output for every new piece of text of one prompt; leaving the loop early aborts the request."""
-        submission = self._client.prepare(prompt, sampling_params or SamplingParams())
+        submission = self.client.prepare(prompt, sampling_params or SamplingParams())
         arrived: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._client.submit(submission, arrived.put)
+        self.client.submit(submission, arrived.put)
         finished = False
         try:
             while not finished:
@@ -177,7 +177,7 @@ class LLM(_EngineOwner):
                 yield output
         finally:
             if not finished:
-                self._client.forget(submission)
+                self.client.forget(submission)
 
     def __enter__(self) -> LLM:
         return self
@@ -200,14 +200,14 @@ class AsyncLLM(_EngineOwner):
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield an output for every new piece of text. A closed or cancelled stream aborts its request."""
-        submission = self._client.prepare(prompt, sampling_params or SamplingParams(), request_id, priority)
+        submission = self.client.prepare(prompt, sampling_params or SamplingParams(), request_id, priority)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[RequestOutput] = asyncio.Queue()
 
         def sink(output: RequestOutput) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, output)
 
-        self._client.submit(submission, sink)
+        self.client.submit(submission, sink)
         finished = False
         try:
             while not finished:
@@ -218,7 +218,7 @@ class AsyncLLM(_EngineOwner):
                 yield output
         finally:
             if not finished:
-                self._client.forget(submission)
+                self.client.forget(submission)
 
     async def embed(
         self,
@@ -231,7 +231,7 @@ class AsyncLLM(_EngineOwner):
     ) -> list[EmbeddingOutput]:
         """As ``LLM.embed``. A cancelled call aborts its requests."""
         params = PoolingParams(pooling, normalize, dimensions)
-        prepare = partial(self._client.prepare_pooled, pooling=params, priority=priority)
+        prepare = partial(self.client.prepare_pooled, pooling=params, priority=priority)
         submissions = _prepare_all(_as_prompts(texts), prepare)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[EmbeddingOutput] = asyncio.Queue()
@@ -242,14 +242,14 @@ class AsyncLLM(_EngineOwner):
         outputs: dict[str, EmbeddingOutput] = {}
         try:
             for submission in submissions:
-                self._client.submit_pooled(submission, sink)
+                self.client.submit_pooled(submission, sink)
             while len(outputs) < len(submissions):
                 output = await arrived.get()
                 outputs[output.request_id] = output
         finally:
             for submission in submissions:
                 if submission.request_id not in outputs:
-                    self._client.forget(submission)
+                    self.client.forget(submission)
         return [outputs[submission.request_id] for submission in submissions]
 
     async def chat(
@@ -274,7 +274,7 @@ class AsyncLLM(_EngineOwner):
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream yields a last output with finish reason ``abort``."""
-        self._client.abort(request_id)
+        self.client.abort(request_id)
 
 
 def _prepare_all(prompts: Sequence[Prompt], prepare: Callable[[Prompt], Submission]) -> list[Submission]:

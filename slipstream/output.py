@@ -3,14 +3,93 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.types import FinishReason
+from slipstream.pooling import PooledVector
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class LogprobRow(NamedTuple):
+    """Log probabilities at one position: the token in the text first, then the most likely ones in order."""
+
+    rank: int  # of the token in the text; 1 is the most likely
+    token_ids: list[int]
+    values: list[float]
+
+
+@dataclass(slots=True)
+class TokenUpdate:
+    """New tokens of one request. No text yet: detokenising happens outside the engine loop."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    error: str | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    logprobs: list[LogprobRow] | None = None
+    prompt_logprobs: tuple[int, list[LogprobRow]] | None = None
+    vector: PooledVector | None = None  # of a pooled request, with its end
+    num_drafts: int = 0  # drafts that the step verified
+    num_accepted: int = 0  # of those, accepted
+    time: float = 0.0  # when the tokens were collected
+
+
+@dataclass(slots=True)
+class TokenUpdates:
+    """The updates of a step for each request that has any.
+
+    Most requests only get new tokens and continue. They are stored in columns and not as objects, since a decode
+    batch has nothing else.
+    """
+
+    request_ids: Sequence[str] = ()
+    token_ids: Sequence[list[int]] = ()
+    num_drafts: Sequence[int] = ()  # empty if the engine does not speculate
+    num_accepted: Sequence[int] = ()
+    others: dict[int, TokenUpdate] = field(default_factory=dict)  # updates with more than tokens, by index
+    time: float = 0.0  # when the tokens were collected
+
+    @classmethod
+    def from_list(cls, updates: Sequence[TokenUpdate]) -> TokenUpdates:
+        columns = ([u.request_id for u in updates], [u.token_ids for u in updates])
+        drafts = ([u.num_drafts for u in updates], [u.num_accepted for u in updates])
+        return cls(*columns, *drafts, dict(enumerate(updates)))
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenUpdate]:
+        return map(self.at, range(len(self)))
+
+    def at(self, idx: int) -> TokenUpdate:
+        """One update as an object."""
+        if (update := self.others.get(idx)) is not None:
+            return update
+        update = TokenUpdate(self.request_ids[idx], self.token_ids[idx], time=self.time)
+        if self.num_drafts:
+            update.num_drafts, update.num_accepted = self.num_drafts[idx], self.num_accepted[idx]
+        return update
+
+    def set_time(self, now: float) -> None:
+        self.time = now
+        for update in self.others.values():
+            update.time = now
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def ended(self) -> list[str]:
+        """Requests that have ended."""
+        return [update.request_id for update in self.others.values() if update.finish_reason is not None]
 
 
 @dataclass(slots=True)

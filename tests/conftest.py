@@ -5,20 +5,28 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from slipstream.models.hub import resolve_model
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
+from slipstream.checkpoints.checkpoint import open_checkpoint
+from slipstream.checkpoints.hub import resolve_model
+from slipstream.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import gguf
 
 # Left out of `make test-fast`: engines in processes of their own, the default model, statistics, long simulations.
 # Each room keeps files that are not among them; a single test elsewhere is marked `long`.
 LONG_FILES = {
-    *("tests/attention/test_flex.py", "tests/commands/test_generate.py", "tests/commands/test_tune.py"),
+    *("tests/attention/backends/test_flex.py", "tests/commands/test_generate.py", "tests/commands/test_tune.py"),
     *("tests/engine/test_default_model.py", "tests/engine/test_loop.py", "tests/engine/test_process.py"),
-    *("tests/kernels/test_triton_attention.py", "tests/models/test_gguf.py", "tests/models/test_tokenizer.py"),
+    *(
+        "tests/kernels/attention/test_triton_attention.py",
+        "tests/checkpoints/test_gguf.py",
+        "tests/text/test_tokenizer.py",
+    ),
     *("tests/server/test_abuse.py", "tests/server/test_crash.py", "tests/server/test_extremes.py"),
     *("tests/server/test_front_ends.py", "tests/server/test_hostile_clients.py", "tests/server/test_signals.py"),
     *("tests/server/test_speculation.py", "tests/sim/test_drafter_failures.py", "tests/sim/test_failures.py"),
@@ -69,3 +77,11 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path: Path) -> Tokenizer:
     return open_checkpoint(smollm2_path).tokenizer()
+
+
+@pytest.fixture(scope="session")
+def smollm2_reader(smollm2_path: Path) -> gguf.GGUFReader:
+    """The default model's file as the ``gguf`` package reads it, which takes it two seconds."""
+    import gguf
+
+    return gguf.GGUFReader(smollm2_path)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 
 NUMBERS: tuple[Any, ...] = (
     *(0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**31) - 1, -(2**63) - 1, 10**400),

@@ -47,6 +47,13 @@ def test_async_stream(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "robot ended with" in shown and "river ended with" in shown and "clock ended with" in shown
 
 
+def test_embeddings(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example("embeddings", "--model", model, patch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    nearness = [float(line.split()[0]) for line in lines]
+    assert len(lines) == 4 and nearness == sorted(nearness, reverse=True) and -1 <= nearness[-1] < nearness[0] <= 1
+
+
 def test_own_drafter(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     run_example("own_drafter", "--model", model, "--max-tokens", 24, patch=monkeypatch)

@@ -42,7 +42,7 @@ def ask(folder: Path, request: pytest.FixtureRequest) -> Iterator[Ask]:
         yield lambda prompt, params, priority, _: llm.generate(
             prompt, SamplingParams.from_dict(params), priority=priority
         )
-        assert not llm._client._output._submissions and not llm._client._output._streams, "a slot was leaked"
+        assert not llm.client.output.submissions and not llm.client.output.streams, "a slot was leaked"
 
 
 @given(

@@ -12,9 +12,9 @@ from slipstream.pooling import KIND_NAMES, PoolingKind
 
 PACKAGE = Path(__file__).parent.parent / "slipstream"
 ROOMS = ("engine", "scheduler", "runner", "graphs", "device", "server", "sampling", "speculate", "attention", "kernels")
-OWN = {PACKAGE / "runner" / "pool_head.py", PACKAGE / "kernels" / "pool.py"}
+OWN = {PACKAGE / "runner" / "pool_head.py", PACKAGE / "kernels" / "step" / "pool.py"}
 FILES = [p for room in ROOMS for p in sorted((PACKAGE / room).rglob("*.py")) if p not in OWN]
-FILES += [PACKAGE / name for name in ("config.py", "types.py", "output.py", "columns.py")]
+FILES += [PACKAGE / name for name in ("config.py", "request.py", "plan.py", "output.py", "columns.py")]
 
 
 def names_in(path: Path) -> Iterator[str]:

@@ -380,7 +380,7 @@ def test_a_broken_engine_fails_its_requests_and_refuses_new_ones(
 ) -> None:
     llm = LLM(str(folder))
     monkeypatch.setattr("threading.excepthook", lambda args: None)  # the thread's own traceback is expected
-    monkeypatch.setattr(llm._client.running._core, "step", lambda: 1 / 0)
+    monkeypatch.setattr(llm.client.running.core, "step", lambda: 1 / 0)
     output = llm.generate("x", GREEDY)[0]
     assert output.finish_reason == "error" and "ZeroDivisionError" in (output.error or "")
     with pytest.raises(EngineError, match="the engine stopped"):
@@ -433,8 +433,8 @@ def test_an_interrupted_generate_leaves_nothing_running(llm: LLM, monkeypatch: p
         patch.setattr("slipstream.llm.queue", SimpleNamespace(SimpleQueue=Interrupted))
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[i, 2, 3] for i in range(20)], endless)
-    assert not llm._client._output._submissions
-    core = llm._client.running._core
+    assert not llm.client.output.submissions
+    core = llm.client.running.core
     for _ in range(400):
         if not core.has_work:
             break

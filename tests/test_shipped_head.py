@@ -20,16 +20,16 @@ from torch import Tensor
 import slipstream
 from slipstream import LLM, SamplingParams
 from slipstream import llm as llm_module
+from slipstream.checkpoints.checkpoint import open_checkpoint
+from slipstream.checkpoints.hub import DEFAULT_MODEL, shipped_head
 from slipstream.commands import serve
 from slipstream.commands.session import open_model
 from slipstream.config import EngineOptions
-from slipstream.models.draft_head import read_head
-from slipstream.models.hub import DEFAULT_MODEL, shipped_head
+from slipstream.models.heads.draft_head import read_head
 from slipstream.models.registry import architecture_of
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
 from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import read_speculation
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.train.export import default_taps
 from tests.commands.run_cli import RunCli, make_runner
 from tests.server.conftest import start_server

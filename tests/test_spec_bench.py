@@ -18,7 +18,7 @@ from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError
 from slipstream.output import Logprob, RequestOutput
 from slipstream.sampling.gumbel import gumbel_noise
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from spec_bench import PLAIN, Bench, Difference, Method, Setting, differences, judge
 from spec_bench_noise import Noise, measure_noise
 from spec_bench_questions import MT_BENCH, Question, read_questions

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import RequestError
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

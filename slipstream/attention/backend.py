@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.kernels.rope_cache import NewTokens
+from slipstream.kernels.attention.rope_cache import NewTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from slipstream.attention.backend import AttentionBackend
-from slipstream.attention.cpu import CpuBackend
-from slipstream.attention.flashinfer import FlashInferBackend
-from slipstream.attention.flashinfer_library import FlashInferLibrary
-from slipstream.attention.flashinfer_paths import (
+from slipstream.attention.backends.cpu import CpuBackend
+from slipstream.attention.backends.flashinfer import FlashInferBackend
+from slipstream.attention.backends.flashinfer_library import FlashInferLibrary
+from slipstream.attention.backends.flashinfer_paths import (
     ExactLengths,
     Features,
     HeadShape,
@@ -17,11 +17,11 @@ from slipstream.attention.flashinfer_paths import (
     choose_paths,
     is_installed,
 )
-from slipstream.attention.flex import FlexBackend
+from slipstream.attention.backends.flex import FlexBackend
+from slipstream.attention.backends.reference import ReferenceBackend
+from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.grouped_query import GroupedQueryCaches
 from slipstream.attention.groups import CacheGroups, LayerMemory
-from slipstream.attention.reference import ReferenceBackend
-from slipstream.attention.triton import TritonBackend
 from slipstream.cache_spec import GroupedQuerySpec
 from slipstream.config import EngineConfig, Hardware, ModelConfig
 from slipstream.device.interface import Device

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.kernels.tap import tap
+from slipstream.kernels.elementwise.tap import tap
 
 # The tap after the final norm; other taps are numbers of layers.
 NORMED = -1

@@ -21,8 +21,8 @@ from slipstream.attention.backend import Caps
 from slipstream.attention.context import StepTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import CacheSpec, Shape
-from slipstream.kernels.causal_conv import causal_conv
-from slipstream.kernels.delta_rule import DeltaTokens, chunked_delta_rule, recurrent_delta_rule
+from slipstream.kernels.recurrent.causal_conv import causal_conv
+from slipstream.kernels.recurrent.delta_rule import DeltaTokens, chunked_delta_rule, recurrent_delta_rule
 from slipstream.kernels.request_rows import RequestStates
 
 

@@ -20,8 +20,8 @@ from slipstream.attention.context import StepTokens
 from slipstream.attention.groups import CacheGroup, CacheGroups
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import GroupedQuerySpec
-from slipstream.kernels.rms_norm import rms_norm
-from slipstream.kernels.rope_cache import HeadNorms, NewTokens, rope_and_cache, rotation, rotation_and_slots
+from slipstream.kernels.attention.rope_cache import HeadNorms, NewTokens, rope_and_cache, rotation, rotation_and_slots
+from slipstream.kernels.elementwise.rms_norm import rms_norm
 
 
 class NewHeads(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from slipstream.kernels.paged_attention import PagedRequests
+from slipstream.kernels.attention.paged_attention import PagedRequests
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,22 +13,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.commands.measure import BatchRun, decode_rate, run_batch
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
 from slipstream.commands.session import warn_if_synthetic
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.find_models import resolve_models
 from slipstream.errors import ConfigError
-from slipstream.models.hub import with_shipped_head
 from slipstream.models.shapes import shape_config
 from slipstream.output import SYNTHETIC_NOTICE, DraftStats
 from slipstream.speculate.options import read_speculation
 from slipstream.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
+    from slipstream.checkpoints.checkpoint import Checkpoint
     from slipstream.engine.client import EngineClient
-    from slipstream.models.tokenizer import Tokenizer
-    from slipstream.models.weights import Checkpoint
+    from slipstream.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from slipstream.commands.session import open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError, nearest
 from slipstream.output import RequestOutput
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.commands.generate import drafts_line, encode_prompt
 from slipstream.commands.session import check, open_model
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError, RequestError
-from slipstream.models.hub import with_shipped_head
 from slipstream.output import RequestOutput
+from slipstream.sampling_params import SamplingParams
 from slipstream.speculate.options import read_speculation
-from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
-    from slipstream.models.tokenizer import Tokenizer
+    from slipstream.text.tokenizer import Tokenizer
 
 PROMPTS = (  # chosen for answers that are long enough to be timed
     "What is the capital of France, and what is it known for?",
@@ -93,7 +93,7 @@ def _compare(llm: LLM, text: str, max_tokens: int, out: Console) -> tuple[Answer
 
 def paint(outputs: Iterable[RequestOutput], tokenizer: Tokenizer, out: Console) -> RequestOutput:
     """Write an answer as it arrives, with accepted draft tokens in colour. Returns the last output."""
-    from slipstream.engine.detokenizer import IncrementalDetokenizer
+    from slipstream.text.detokenizer import IncrementalDetokenizer
 
     detokenizer, last = IncrementalDetokenizer(tokenizer), None
     num_shown = num_accepted = 0

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream import __version__
+from slipstream.checkpoints.hub import DEFAULT_MODEL, list_models
 from slipstream.commands.machine import cpu_name, gpu_names, instruction_sets, memory_bytes, num_cores
 from slipstream.config import GIB, cache_dir
 from slipstream.errors import ConfigError
-from slipstream.models.hub import DEFAULT_MODEL, list_models
 
 MIN_PYTHON = (3, 11)
 # The requirements of pyproject.toml; a test compares the two.
@@ -181,10 +181,10 @@ def _attention() -> Iterator[Finding]:
     import torch
 
     from slipstream.attention.backend import AttentionBackend, AttentionLayer
-    from slipstream.attention.cpu import CpuBackend
-    from slipstream.attention.flex import FlexBackend
+    from slipstream.attention.backends.cpu import CpuBackend
+    from slipstream.attention.backends.flex import FlexBackend
+    from slipstream.attention.backends.reference import ReferenceBackend
     from slipstream.attention.metadata import CommonAttentionMetadata
-    from slipstream.attention.reference import ReferenceBackend
 
     kv_cache = torch.randn(2, 2, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     common = CommonAttentionMetadata(
@@ -216,8 +216,8 @@ def _attention_choice() -> Iterator[Finding]:
     """The choice of ``auto`` here and its reason; what FlashInfer would do for a model of common shape."""
     import torch
 
+    from slipstream.attention.backends.flashinfer_paths import Features, HeadShape, choose_paths, is_installed
     from slipstream.attention.choice import choose_backend
-    from slipstream.attention.flashinfer_paths import Features, HeadShape, choose_paths, is_installed
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name, reason = choose_backend("auto", device)

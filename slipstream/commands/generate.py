@@ -14,10 +14,10 @@ from slipstream.commands.session import check, open_model, show_stream
 from slipstream.config import EngineOptions
 from slipstream.errors import RequestError
 from slipstream.output import Completion, DraftStats, Logprobs, RequestOutput
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.models.tokenizer import Tokenizer
+    from slipstream.text.tokenizer import Tokenizer
 
 
 def run(

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.output import DraftStats, RequestOutput
-from slipstream.types import SamplingParams, TokenUpdates
+from slipstream.output import DraftStats, RequestOutput, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient

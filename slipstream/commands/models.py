@@ -9,8 +9,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.checkpoints.hub import CachedModel, list_models
 from slipstream.config import cache_dir
-from slipstream.models.hub import CachedModel, list_models
 
 
 def run(*, as_json: bool) -> int:

@@ -19,10 +19,10 @@ import typer
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
 from slipstream.load.settings import LoadSettings
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
-from slipstream.types import SamplingParams
 
 R = TypeVar("R")
 

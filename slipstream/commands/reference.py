@@ -1,7 +1,7 @@
 """The reference lists of the documentation, made from the dataclasses that define options and parameters.
 
 ``python -m slipstream.commands.reference`` writes them into the pages of a checkout; a test compares them, so that a
-page cannot fall behind the code. Knows Markdown and nothing of what the options do.
+page cannot differ from the code. Knows Markdown and nothing of what the options do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import fill_help
 from slipstream.train.settings import TrainSettings
 
-# Defaults of engine options that depend neither on the model nor on the machine.
+# What an engine option is if it is not set and nothing is derived from the model and the machine.
 _UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
 _WIDTH = 120
 _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,12 +1,12 @@
-"""``slipstream serve``: the model behind an OpenAI-compatible API."""
+"""``slipstream serve``: a model with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.config import EngineOptions
 from slipstream.errors import ConfigError
-from slipstream.models.hub import with_shipped_head
 from slipstream.server.settings import ServerSettings
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.config import EngineOptions
 from slipstream.engine.find_models import resolve_models
 from slipstream.errors import RequestError
-from slipstream.models.hub import with_shipped_head
 from slipstream.output import RequestOutput
 from slipstream.speculate.options import synthetic_warning
 

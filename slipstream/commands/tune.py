@@ -15,9 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
+from slipstream.checkpoints.head_checkpoint import open_head_checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.kernels.tiles import (
+from slipstream.kernels.tuning.measurement import Heads, compile_all, measure, measure_layer
+from slipstream.kernels.tuning.tiles import (
     MEASURED_TOKENS,
     Measured,
     Table,
@@ -29,12 +32,9 @@ from slipstream.kernels.tiles import (
     versions,
     write_table,
 )
-from slipstream.kernels.tuning import Heads, compile_all, measure, measure_layer
-from slipstream.models.draft_head import read_head
-from slipstream.models.fused_head import head_weights
 from slipstream.models.fused_layer import layer_weights
-from slipstream.models.head_checkpoint import open_head_checkpoint
-from slipstream.models.hub import resolve_model
+from slipstream.models.heads.draft_head import read_head
+from slipstream.models.heads.fused_head import head_weights
 from slipstream.models.load import open_decoder
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import HEAD_SHAPES, SHAPES, shape_config

@@ -1,4 +1,4 @@
-"""Devices behind one small interface; ``open_device`` picks one."""
+"""Devices with one small interface; ``open_device`` picks one."""
 
 from __future__ import annotations
 

@@ -18,15 +18,10 @@ from typing import Any
 from slipstream.engine.build import EngineInfo
 from slipstream.errors import RequestError
 from slipstream.pooling import PoolingParams
+from slipstream.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Request
 from slipstream.sampling.registry import check_request
+from slipstream.sampling_params import MAX_SEED, SamplingParams
 from slipstream.scheduler.pages import check_fits
-from slipstream.types import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_SEED,
-    Request,
-    SamplingParams,
-)
 from slipstream.values import MAX_INT32, Bounds, check_vocabulary, describe_value, is_valid_text, read_number
 
 Prompt = str | Sequence[int]

@@ -11,16 +11,18 @@ import torch
 
 from slipstream.attention.backend import Caps
 from slipstream.attention.choice import open_caches
+from slipstream.checkpoints.checkpoint import Checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.config import GIB, WEIGHT_FORMATS, EngineConfig, EngineOptions
 from slipstream.device import choose_device, open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve, resolve_dtype
 from slipstream.errors import ConfigError, ModelError, RequestError, nearest
+from slipstream.fields import Fields
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
+from slipstream.host_drafting import HostProposer
 from slipstream.kernels import native
-from slipstream.models.fields import Fields
-from slipstream.models.hub import resolve_model
 from slipstream.models.load import (
     OnLoaded,
     Placement,
@@ -33,8 +35,6 @@ from slipstream.models.load import (
 )
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import shape_config
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import Checkpoint
 from slipstream.pooling import PoolingDefaults
 from slipstream.runner.runner import Runner
 from slipstream.runner.step_timing import OnCost
@@ -42,11 +42,11 @@ from slipstream.sampling_params import MODEL_DEFAULTS, SamplingParams
 from slipstream.scheduler.draft_length import AdaptiveLength, DraftLength
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.step_costs import StepCosts
-from slipstream.speculate.host_proposer import HostProposer
 from slipstream.speculate.method import Drafter, TargetFiles
 from slipstream.speculate.options import read_speculation
 from slipstream.speculate.registry import find_method
 from slipstream.speculate.speculator import draft_nothing
+from slipstream.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("slipstream.engine")
 

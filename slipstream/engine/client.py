@@ -15,9 +15,10 @@ from slipstream.engine.reader import EmbeddingReader, EmbeddingSink, OutputReade
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.text_stream import TextStream
 from slipstream.errors import EngineError, RequestError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import TokenUpdates
 from slipstream.pooling import PoolingParams
-from slipstream.types import SamplingParams, TokenUpdates
+from slipstream.sampling_params import SamplingParams
+from slipstream.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "Prompt", "Submission"]
 
@@ -40,9 +41,9 @@ class EngineClient:
         self._admission = Admission(lambda: self.running.info, self.running.id_prefix)
         self._closed = False
         decoder = self.running.info.tokenizer or _NoText()
-        self._output = OutputProcessor(decoder, self.running.finish, self.config.speculative)
-        self._thread = None if in_line else OutputThread(self._output)
-        self._deliver = self._output.process if self._thread is None else self._thread.deliver
+        self.output = OutputProcessor(decoder, self.running.finish, self.config.speculative)
+        self._thread = None if in_line else OutputThread(self.output)
+        self._deliver = self.output.process if self._thread is None else self._thread.deliver
 
     @classmethod
     def in_thread(cls, build: Callable[[], Engine]) -> EngineClient:
@@ -90,31 +91,31 @@ class EngineClient:
         if self._closed:
             raise EngineError("the engine is closed")
         self._admission.check_again(submission)
-        begin(self._output.register(submission, reader))
+        begin(self.output.register(submission, reader))
         try:
             for request in submission.requests:
                 self.running.add(request)
         except BaseException:  # also KeyboardInterrupt: no part of the request may stay
-            self._output.forget(submission)
+            self.output.forget(submission)
             raise
 
     @contextmanager
     def tapped(self, listener: Callable[[TokenUpdates], None]) -> Iterator[None]:
         """Call a listener with every collected token of every request, for benchmarks."""
-        self._output.taps.append(listener)
+        self.output.taps.append(listener)
         try:
             yield
         finally:
-            self._output.taps.remove(listener)
+            self.output.taps.remove(listener)
 
     def abort(self, request_id: str) -> None:
         """End a caller's request; its reader is notified of the end."""
-        if (ends := self._output.abort(request_id)) is not None:
+        if (ends := self.output.abort(request_id)) is not None:
             self._deliver(ends)
 
     def forget(self, submission: Submission) -> None:
         """End a request without notifying its reader."""
-        self._output.forget(submission)
+        self.output.forget(submission)
 
     def close(self) -> None:
         if not self._closed:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.trace import open_trace
+from slipstream.output import TokenUpdates
+from slipstream.request import Request
 from slipstream.runner.program import LaunchedStep
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import Request, TokenUpdates
 
 
 class EngineCore:
@@ -21,7 +22,7 @@ class EngineCore:
         self._max_in_flight = steps_in_flight
         self._in_flight: deque[LaunchedStep] = deque()
         self._stats = EngineStats(prefix_cache_refused=int(scheduler.prefix_caching_is_refused))
-        self._trace = open_trace(runner.device)
+        self.trace = open_trace(runner.device)
 
     def add(self, request: Request) -> None:
         if request.params.extra:
@@ -59,7 +60,7 @@ class EngineCore:
 
     def step(self) -> TokenUpdates:
         """Launch until enough steps are in flight, then collect the oldest one."""
-        start, trace = time.monotonic(), self._trace
+        start, trace = time.monotonic(), self.trace
         while len(self._in_flight) < self._max_in_flight:
             with trace.host("schedule"):
                 plan = self.scheduler.schedule()

@@ -11,7 +11,8 @@ import torch
 
 from slipstream.engine.core import EngineCore
 from slipstream.errors import RequestError
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 
 Deliver = Callable[[TokenUpdates], None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.config import EngineOptions
-from slipstream.models.hub import resolve_model
 from slipstream.speculate.options import read_speculation
 
 

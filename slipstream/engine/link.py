@@ -32,8 +32,9 @@ from slipstream.engine.wire import (
     engine_address,
 )
 from slipstream.errors import EngineError
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
+from slipstream.text.tokenizer import Tokenizer
 
 _RESTARTING = "the engine is being restarted; try again in a moment"
 
@@ -59,7 +60,7 @@ class EngineLink:
         self._deliver = deliver
         self.id_prefix = client_prefix(address.client, address.incarnation)
         self._lock = threading.Lock()
-        self._known: set[str] = set()  # requests that have not ended here
+        self.known: set[str] = set()  # requests that have not ended here
         self._failure: str | None = None
         self._stats = EngineStats(num_sync_violations=address.num_sync_violations)
         self._violations_before = address.num_sync_violations  # of engines that have ended
@@ -114,7 +115,7 @@ class EngineLink:
             except zmq.Again:
                 return False
             self._monitor.note_message()
-            self._handle(decode(frames))
+            self.handle(decode(frames))
         return True
 
     def note_time(self) -> None:
@@ -128,11 +129,11 @@ class EngineLink:
             if not self._is_ready:
                 raise EngineError(self.trouble or _RESTARTING)
             self._outbox.send_multipart(encode(Add(request)))
-            self._known.add(request.request_id)
+            self.known.add(request.request_id)
 
     def finish(self, request_id: str) -> None:
         with self._lock:
-            self._known.discard(request_id)
+            self.known.discard(request_id)
             if self._is_ready:
                 self._outbox.send_multipart(encode(Finish(request_id)))
 
@@ -143,11 +144,11 @@ class EngineLink:
             close_context(self._context)
         self._end_all("the engine was closed")
 
-    def _handle(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         if isinstance(message, TokenUpdates):
             if message.others:
                 with self._lock:
-                    self._known.difference_update(message.ended)
+                    self.known.difference_update(message.ended)
             self._deliver(message)
         elif isinstance(message, Stats):
             message.stats.num_sync_violations += self._violations_before
@@ -184,7 +185,7 @@ class EngineLink:
 
     def _end_all(self, reason: str) -> None:
         with self._lock:
-            lost, self._known = sorted(self._known), set()
+            lost, self.known = sorted(self.known), set()
         if lost:
             # Not the requests' fault, hence "abort" and not "error".
             now = time.monotonic()

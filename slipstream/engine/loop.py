@@ -21,7 +21,8 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.driver import Add, Deliver, Driver, Finish, Message, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 
 _EXIT_INTERRUPTED = 130
 _WAIT_SLICE_S = 0.5
@@ -88,7 +89,7 @@ class EngineLoop:
         except BaseException:
             _abandoned_threads.append(self._thread)
             raise
-        self._core: EngineCore | None = engine.core
+        self.core: EngineCore | None = engine.core
         self._stats = engine.core.stats
         self.info = engine.describe()
         # An interpreter that exits while a thread is inside CUDA calls takes the process down.
@@ -96,7 +97,7 @@ class EngineLoop:
 
     @property
     def stats(self) -> EngineStats:
-        return self._stats if self._core is None else self._core.stats
+        return self._stats if self.core is None else self.core.stats
 
     def add(self, request: Request) -> None:
         # Under the lock: a message put after the loop has emptied its inbox for the last time would never be read.
@@ -112,8 +113,8 @@ class EngineLoop:
         """End the thread and release the device's memory: the next engine may need all of it."""
         atexit.unregister(self._stop)
         self._stop()
-        if self._core is not None:
-            self._stats, device, self._core = self._core.stats, self._core.runner.device, None
+        if self.core is not None:
+            self._stats, device, self.core = self.core.stats, self.core.runner.device, None
             release_memory(device)
 
     def _stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.types import Request
+from slipstream.request import Request
 
 
 def warn_of_lowered_limits(request: Request) -> str | None:

@@ -11,12 +11,20 @@ from collections.abc import Callable
 from typing import Protocol
 
 from slipstream.engine.admission import Submission
-from slipstream.engine.detokenizer import Decoder, StopStringMatcher, open_detokenizer
 from slipstream.engine.text_stream import TextStream
 from slipstream.errors import RequestError
-from slipstream.output import Completion, DraftStats, Logprob, Logprobs
+from slipstream.output import (
+    Completion,
+    DraftStats,
+    FinishReason,
+    Logprob,
+    LogprobRow,
+    Logprobs,
+    TokenUpdate,
+    TokenUpdates,
+)
 from slipstream.speculative_config import SpeculativeConfig
-from slipstream.types import FinishReason, LogprobRow, TokenUpdate, TokenUpdates
+from slipstream.text.detokenizer import Decoder, StopStringMatcher, open_detokenizer
 
 
 class Reader(Protocol):
@@ -41,17 +49,17 @@ class OutputProcessor:
         self._decoder = decoder
         self._end_request = end_request
         self._speculative = speculative
-        self._streams: dict[str, TextStream] = {}  # by the engine's own ids
-        self._submissions: dict[str, Submission] = {}  # by the callers' ids
+        self.streams: dict[str, TextStream] = {}  # by the engine's own ids
+        self.submissions: dict[str, Submission] = {}  # by the callers' ids
         self._lock = threading.Lock()  # guards the callers' ids, which any thread may register and release
         self.taps: list[Callable[[TokenUpdates], None]] = []  # see updates before they are processed
 
     def register(self, submission: Submission, reader: Reader) -> list[TextStream]:
         """The streams of a submission, in the order of its requests; the first update may come at once."""
         with self._lock:
-            if submission.request_id in self._submissions:
+            if submission.request_id in self.submissions:
                 raise RequestError(f"request id '{submission.request_id}' is already in use; choose another")
-            self._submissions[submission.request_id] = submission
+            self.submissions[submission.request_id] = submission
         streams = []
         for request in submission.requests:
             params = request.params
@@ -66,7 +74,7 @@ class OutputProcessor:
                 matcher=StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None,
             )
             streams.append(stream)
-        self._streams.update((stream.request.request_id, stream) for stream in streams)
+        self.streams.update((stream.request.request_id, stream) for stream in streams)
         return streams
 
     def _no_drafts(self) -> DraftStats | None:
@@ -78,7 +86,7 @@ class OutputProcessor:
     def abort(self, request_id: str) -> TokenUpdates | None:
         """Abort a caller's request and free its id. Returns the ends of its streams to process; None if unknown."""
         with self._lock:
-            submission = self._submissions.pop(request_id, None)
+            submission = self.submissions.pop(request_id, None)
         if submission is None:
             return None
         for request in submission.requests:
@@ -88,17 +96,17 @@ class OutputProcessor:
     def forget(self, submission: Submission) -> None:
         """Remove every trace of a request without notifying its reader."""
         with self._lock:
-            if self._submissions.get(submission.request_id) is submission:
-                del self._submissions[submission.request_id]
+            if self.submissions.get(submission.request_id) is submission:
+                del self.submissions[submission.request_id]
         for request in submission.requests:
-            if self._streams.pop(request.request_id, None) is not None:
+            if self.streams.pop(request.request_id, None) is not None:
                 self._end_request(request.request_id)
 
     def process(self, updates: TokenUpdates) -> None:
         """Append the tokens of a step to their streams and notify the readers."""
         for tap in self.taps:
             tap(updates)
-        streams, others, drafts = self._streams, updates.others, updates.num_drafts
+        streams, others, drafts = self.streams, updates.others, updates.num_drafts
         for i, request_id in enumerate(updates.request_ids):
             stream = streams.get(request_id)
             if stream is None:
@@ -219,9 +227,9 @@ class OutputProcessor:
         completion, submission = stream.completion, stream.submission
         completion.finish_reason, completion.stop_reason = finish, stop_reason
         stream.error = error
-        self._streams.pop(stream.request.request_id, None)
-        if not any(request.request_id in self._streams for request in submission.requests):
+        self.streams.pop(stream.request.request_id, None)
+        if not any(request.request_id in self.streams for request in submission.requests):
             with self._lock:
                 # Otherwise another request has taken the id by now.
-                if self._submissions.get(submission.request_id) is submission:
-                    del self._submissions[submission.request_id]
+                if self.submissions.get(submission.request_id) is submission:
+                    del self.submissions[submission.request_id]

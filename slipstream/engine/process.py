@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions
 from slipstream.engine.build import EngineInfo
 from slipstream.engine.driver import Deliver
@@ -17,9 +18,8 @@ from slipstream.engine.find_models import resolve_models
 from slipstream.engine.link import EngineLink, LinkAddress
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.supervisor import EngineSupervisor
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
-from slipstream.types import Request
+from slipstream.request import Request
+from slipstream.text.tokenizer import Tokenizer
 
 _WAIT_MS = 50
 _MESSAGES_A_TURN = 64
@@ -42,60 +42,60 @@ class EngineProcess:
     """A ``RunningEngine`` in another process. ``deliver`` is called from a thread of this object."""
 
     def __init__(self, options: EngineOptions, deliver: Deliver, step_timeout_s: float = 300.0) -> None:
-        self._supervisor, tokenizer = open_supervisor(options, 1, step_timeout_s)
-        address = LinkAddress(str(self._supervisor.folder), 0, self._supervisor.state().generation, step_timeout_s)
-        self._link = EngineLink(address, self._supervisor.ready, tokenizer, deliver)
+        self.supervisor, tokenizer = open_supervisor(options, 1, step_timeout_s)
+        address = LinkAddress(str(self.supervisor.folder), 0, self.supervisor.state().generation, step_timeout_s)
+        self.link = EngineLink(address, self.supervisor.ready, tokenizer, deliver)
         self._closing = False
-        self._watching = threading.Thread(target=self._supervisor.run, name="slipstream-engine-watch", daemon=True)
+        self._watching = threading.Thread(target=self.supervisor.run, name="slipstream-engine-watch", daemon=True)
         self._reading = threading.Thread(target=self._read, name="slipstream-engine-read", daemon=True)
         self._watching.start()
         self._reading.start()
 
     @property
     def info(self) -> EngineInfo:
-        return self._link.info
+        return self.link.info
 
     @property
     def id_prefix(self) -> str:
-        return self._link.id_prefix
+        return self.link.id_prefix
 
     @property
     def stats(self) -> EngineStats:
-        return self._link.stats
+        return self.link.stats
 
     @property
     def is_ready(self) -> bool:
-        return self._link.is_ready
+        return self.link.is_ready
 
     @property
     def trouble(self) -> str | None:
-        return self._link.trouble
+        return self.link.trouble
 
     @property
     def num_restarts(self) -> int:
-        return self._link.num_restarts
+        return self.link.num_restarts
 
     @property
     def pid(self) -> int:
-        return self._supervisor.pid
+        return self.supervisor.pid
 
     def add(self, request: Request) -> None:
-        self._link.add(request)
+        self.link.add(request)
 
     def finish(self, request_id: str) -> None:
-        self._link.finish(request_id)
+        self.link.finish(request_id)
 
     def close(self) -> None:
-        self._supervisor.close(self._watching)
+        self.supervisor.close(self._watching)
         self._closing = True
         self._reading.join()
-        self._link.close()
+        self.link.close()
 
     def _read(self) -> None:
         noted_at = time.monotonic()
         while not self._closing:
-            self._link.wait(_WAIT_MS)
-            self._link.read(_MESSAGES_A_TURN)
+            self.link.wait(_WAIT_MS)
+            self.link.read(_MESSAGES_A_TURN)
             if time.monotonic() - noted_at > 2 * _WAIT_MS / 1000:
-                self._link.note_time()
+                self.link.note_time()
                 noted_at = time.monotonic()

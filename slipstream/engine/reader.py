@@ -14,8 +14,7 @@ from slipstream.engine.admission import Submission
 from slipstream.engine.lowered_limits import warn_of_lowered_limits
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.text_stream import TextStream
-from slipstream.output import Completion, EmbeddingOutput, RequestOutput, RequestTimings
-from slipstream.types import TokenUpdates
+from slipstream.output import Completion, EmbeddingOutput, RequestOutput, RequestTimings, TokenUpdates
 
 Sink = Callable[[RequestOutput], None]
 EmbeddingSink = Callable[[EmbeddingOutput], None]

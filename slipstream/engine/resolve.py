@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from slipstream.attention.cascade import least_saved
 from slipstream.attention.choice import BACKENDS, CASCADING, NON_CAUSAL, RECORDS_PROMPTS, choose_backend, exact_lengths
 from slipstream.cache_spec import page_bytes, row_bytes
 from slipstream.config import (
@@ -28,6 +27,7 @@ from slipstream.config import (
 )
 from slipstream.engine.cache_dtype import resolve_cache_dtype
 from slipstream.errors import ConfigError, nearest
+from slipstream.scheduler.cascade import least_saved
 from slipstream.speculate.options import read_speculation
 from slipstream.speculative_config import NO_NEEDS, Needs, SpeculativeConfig
 

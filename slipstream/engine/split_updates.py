@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from slipstream.engine.wire import client_of
-from slipstream.types import TokenUpdates
+from slipstream.output import TokenUpdates
 
 Pick = Callable[[Sequence[Any]], Sequence[Any]]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-from slipstream.output import DraftStats
-from slipstream.types import TokenUpdates
+from slipstream.output import DraftStats, TokenUpdates
 
 # Upper edges in seconds: a step takes a fraction of a millisecond on a fast GPU, seconds for a long prompt on a CPU.
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slipstream.engine.admission import Submission
-from slipstream.engine.detokenizer import Detokenizer, StopStringMatcher
 from slipstream.output import Completion, Logprobs
 from slipstream.pooling import PooledVector
-from slipstream.types import Request
+from slipstream.request import Request
+from slipstream.text.detokenizer import Detokenizer, StopStringMatcher
 
 if TYPE_CHECKING:
     from slipstream.engine.output_processor import Reader

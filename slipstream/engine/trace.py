@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.config import trace_path
 from slipstream.device.interface import Device, Timestamp
 from slipstream.errors import ConfigError
-from slipstream.types import StepPlan
+from slipstream.plan import StepPlan
 
 _MAX_STEPS = 100_000  # larger traces cannot be opened
 _NOTHING: AbstractContextManager[None] = nullcontext()

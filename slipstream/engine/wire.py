@@ -21,8 +21,9 @@ from slipstream.config import EngineConfig
 from slipstream.engine.driver import Add, Finish, Stop
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import RequestError
+from slipstream.output import TokenUpdates
 from slipstream.pooling import PoolingDefaults
-from slipstream.types import SamplingParams, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

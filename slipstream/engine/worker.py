@@ -40,8 +40,8 @@ from slipstream.engine.wire import (
     watch_address,
 )
 from slipstream.errors import SlipstreamError
+from slipstream.output import TokenUpdate, TokenUpdates
 from slipstream.sampling.registry import register_modules
-from slipstream.types import TokenUpdate, TokenUpdates
 
 _STATS_EVERY_S = 0.1
 _PULSE_EVERY_S = 1.0
@@ -119,7 +119,7 @@ class Worker:
         self._operations = args.operations
         self._core: EngineCore | None = None
         self._driver: Driver | None = None
-        self._early: deque[Message] = deque()  # the rest of a message that stands for several
+        self._early: deque[Message] = deque()  # the rest of a message that carries several
         self._gone: tuple[str, ...] = ()  # prefixes of clients that are gone
         self._stats_sent_at = 0.0
 

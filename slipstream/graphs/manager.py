@@ -124,7 +124,7 @@ class CudaGraphManager:
         A piecewise pass captures itself, since it alone knows where its attention layers are.
         """
         self._compile(self._urgent, create_forward_fn)
-        return {desc: self._capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
+        return {desc: self.capture_one(desc, create_forward_fn) for desc in self._with_progress(progress_bar_desc)}
 
     @property
     def num_recorded(self) -> int:
@@ -149,7 +149,7 @@ class CudaGraphManager:
                 self._compile(some, create_forward_fn)
                 self._num_compiled = len(some)
             self._num_compiled -= 1
-            self._capture_one(desc, create_forward_fn)
+            self.capture_one(desc, create_forward_fn)
         except torch.OutOfMemoryError:
             logger.warning("no memory for more graphs; %d sizes run in larger ones", len(self._missing))
             self._missing.clear()
@@ -175,7 +175,7 @@ class CudaGraphManager:
             for desc in descs:
                 create_forward_fn(desc, warmup=True).run()
 
-    def _capture_one(self, desc: BatchExecutionDescriptor, create_forward_fn: CreateForwardFn) -> AttentionStatePair:
+    def capture_one(self, desc: BatchExecutionDescriptor, create_forward_fn: CreateForwardFn) -> AttentionStatePair:
         device = self._device
         with device.use_stream(device.compute_stream), device.sync_guard.allow("capture"), self._memory.measured():
             with device.warm_up():

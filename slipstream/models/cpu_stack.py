@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from slipstream.config import ModelConfig
-from slipstream.kernels.decoder_stack import DecoderStack, StackLayer
-from slipstream.kernels.quant_linear import default_planes
+from slipstream.kernels.linear.quant_linear import default_planes
+from slipstream.kernels.native.decoder_stack import DecoderStack, StackLayer
 from slipstream.models.layers import Attention, FeedForward, RMSNorm
 
 

@@ -13,8 +13,8 @@ from slipstream.attention.context import NORMED, AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
-from slipstream.kernels.decoder_stack import DecoderStack, decoder_stack
-from slipstream.kernels.rope_cache import TokenPlaces
+from slipstream.kernels.attention.rope_cache import TokenPlaces
+from slipstream.kernels.native.decoder_stack import DecoderStack, decoder_stack
 from slipstream.models.cpu_stack import stack_of
 from slipstream.models.experts import Experts, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         self.model = Trunk(config, self.layer_class)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, {"lm_head": config.vocab_size})
         self._output: Matrix | None = None  # a tied embedding in a layout for products
-        self._stack: DecoderStack | None = None  # all layers as one operation, where possible
+        self.stack: DecoderStack | None = None  # all layers as one operation, where possible
         self._fused: FusedLayers | None = None  # the same layers for steps of few tokens
         self.cos_sin = layer_tables(config, max_position, self.device)
         open_weights(self, scheme_of(config.quantization))
@@ -105,10 +105,10 @@ class Decoder(nn.Module):
             context.tap(NORMED, normed)
             return normed
         hidden: Tensor = embed(input_ids)
-        if self._stack is not None:
+        if self.stack is not None:
             step = cast(GroupedQueryStep, context.group_steps[0])  # all layers of a stack have the same cache
             if (common := step.in_place()) is not None:
-                return self._forward_at_once(self._stack, hidden, context, step, common)
+                return self._forward_at_once(self.stack, hidden, context, step, common)
         residual: Tensor | None = None
         for idx, (layer, cos_sin) in enumerate(zip(self.model.layers, self.cos_sin, strict=True)):
             context.tap(idx, hidden, residual)
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         if self.lm_head is None:
             self._output = self.model.embed_tokens.matrix.for_products(device)
         if self.layer_class is DecoderLayer and self.config.is_plain:
-            self._stack = stack_of(self.config, self.model.layers)
+            self.stack = stack_of(self.config, self.model.layers)
             self._fused = fuse(self.model.layers)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:

@@ -11,7 +11,7 @@ from slipstream.attention.context import AttentionContext
 from slipstream.attention.gdn import DeltaInputs, DeltaNetSpec, GDNLayer, GDNStep
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.kernels.gated_norm import gated_norm
+from slipstream.kernels.recurrent.gated_norm import gated_norm
 from slipstream.models.layers import Layer, Linear, RMSNorm
 from slipstream.weights.matrix import Slot
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.config import ExpertsConfig, ModelConfig
 from slipstream.errors import ModelError
-from slipstream.kernels.moe import route_tokens
+from slipstream.kernels.linear.moe import route_tokens
 from slipstream.models.layers import FeedForward, Layer, Linear, Reduction
 from slipstream.weights.matrix import ExpertMatrices, ExpertShape, Slot, StoredExperts, WeightScheme
 

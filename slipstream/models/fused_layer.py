@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.config import ModelConfig
-from slipstream.kernels.fused_linear import add_scaled, embed_scaled, scale_tokens
-from slipstream.kernels.small_linear import Epilogue, Scaled
-from slipstream.kernels.tiles import Kind, Weight, max_fused_tokens
-from slipstream.kernels.tiles import Weight as TileKey
+from slipstream.kernels.linear.fused_linear import add_scaled, embed_scaled, scale_tokens
+from slipstream.kernels.linear.small_linear import Epilogue, Scaled
+from slipstream.kernels.tuning.tiles import Kind, Weight, max_fused_tokens
+from slipstream.kernels.tuning.tiles import Weight as TileKey
 from slipstream.models.layers import Attention, Embedding, FeedForward, Linear, Reduction, RMSNorm
 
 

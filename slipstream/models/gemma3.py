@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.context import AttentionContext
+from slipstream.checkpoints.hf_config import MAX_LAYERS, layer_windows, read_decoder_config, read_rope, require
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
+from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder, DecoderLayer
-from slipstream.models.fields import Fields
-from slipstream.models.hf_config import (
-    MAX_LAYERS,
-    layer_windows,
-    read_decoder_config,
-    read_rope,
-    require,
-)
 from slipstream.models.layers import RMSNorm
 
 # Values that Gemma's configs leave out because they never differ.

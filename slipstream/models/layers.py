@@ -12,10 +12,10 @@ from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep, NewHeads
 from slipstream.config import ModelConfig
-from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
-from slipstream.kernels.rope_cache import HeadNorms
-from slipstream.kernels.scaled_embedding import scaled_embedding
-from slipstream.kernels.small_linear import Epilogue
+from slipstream.kernels.attention.rope_cache import HeadNorms
+from slipstream.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from slipstream.kernels.elementwise.scaled_embedding import scaled_embedding
+from slipstream.kernels.linear.small_linear import Epilogue
 from slipstream.weights.dense import DenseWeight
 from slipstream.weights.matrix import Matrix, Slot, StoredWeight, WeightScheme, WeightShape
 

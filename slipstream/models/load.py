@@ -12,14 +12,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from slipstream.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from slipstream.checkpoints.tensor_header import TensorHeader
 from slipstream.config import EngineConfig, ModelConfig, NetworkSize
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
 from slipstream.models.experts import ExpertWeights
 from slipstream.models.layers import Embedding, Linear
 from slipstream.models.registry import Architecture, architecture_of
-from slipstream.models.tensor_header import TensorHeader
-from slipstream.models.weights import Checkpoint, open_checkpoint
 from slipstream.values import describe_value
 from slipstream.weights.matrix import ExpertMatrices, Matrix, PackingSlot, Slot, StoredExperts, StoredWeight
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.checkpoints.hf_config import read_decoder_config, same_window
 from slipstream.config import ModelConfig
+from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder
-from slipstream.models.fields import Fields
-from slipstream.models.hf_config import read_decoder_config, same_window
 
 
 class Mistral(Decoder):

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.checkpoints.hf_config import read_decoder_config, read_experts, require, same_window
 from slipstream.config import ModelConfig
+from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder
-from slipstream.models.fields import Fields
-from slipstream.models.hf_config import read_decoder_config, read_experts, require, same_window
 
 _NAMES = {
     ".block_sparse_moe.": ".mlp.",

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.columns import Column
 from slipstream.parameters import Parameter
-from slipstream.types import Request, StepPlan
+from slipstream.plan import StepPlan
+from slipstream.request import Request
 
 
 class StateSetting(NamedTuple):

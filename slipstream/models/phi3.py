@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoints.hf_config import read_decoder_config, same_window
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
+from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder
-from slipstream.models.fields import Fields
-from slipstream.models.hf_config import read_decoder_config, same_window
 
 
 class Phi3(Decoder):

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.attention.gdn import DeltaNetSpec
 from slipstream.cache_spec import CacheSpec, GroupedQuerySpec
-from slipstream.config import ExpertsConfig, ModelConfig
-from slipstream.errors import ModelError
-from slipstream.models.decoder import Decoder, DecoderLayer
-from slipstream.models.delta_net import GatedDeltaNet, split_projection
-from slipstream.models.fields import Fields
-from slipstream.models.hf_config import (
+from slipstream.checkpoints.hf_config import (
     MAX_LAYERS,
     read_decoder_config,
     read_expert_layers,
@@ -27,6 +22,11 @@ from slipstream.models.hf_config import (
     read_layer_types,
     require,
 )
+from slipstream.config import ExpertsConfig, ModelConfig
+from slipstream.errors import ModelError
+from slipstream.fields import Fields
+from slipstream.models.decoder import Decoder, DecoderLayer
+from slipstream.models.delta_net import GatedDeltaNet, split_projection
 from slipstream.weights.matrix import Slot
 
 _KINDS = ("linear_attention", "full_attention")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol, cast
 
+from slipstream.checkpoints.hf_config import read_architecture_name
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
+from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder
-from slipstream.models.fields import Fields
-from slipstream.models.hf_config import read_architecture_name
 from slipstream.values import describe_value
 
 _ARCHITECTURES = {
@@ -27,7 +27,7 @@ _ARCHITECTURES = {
 }
 
 
-_registered: dict[str, Architecture] = {}
+registered: dict[str, Architecture] = {}
 
 
 class Architecture(Protocol):
@@ -39,15 +39,15 @@ class Architecture(Protocol):
 
 def register(name: str, architecture: Architecture) -> None:
     """Register an architecture under its name in config.json."""
-    if name in _ARCHITECTURES or _registered.get(name, architecture) is not architecture:
+    if name in _ARCHITECTURES or registered.get(name, architecture) is not architecture:
         raise ValueError(f"two architectures are called {name}")
-    _registered[name] = architecture
+    registered[name] = architecture
 
 
 def architecture_of(hf: dict[str, Any]) -> Architecture:
     name = read_architecture_name(Fields.from_dict(hf))
-    if name in _registered:
-        return _registered[name]
+    if name in registered:
+        return registered[name]
     if name not in _ARCHITECTURES:
         raise ModelError(
             f"architecture {describe_value(name)} is not supported{nearest(name, _ARCHITECTURES)} "

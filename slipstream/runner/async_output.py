@@ -12,10 +12,11 @@ from torch import Tensor
 
 from slipstream.device.interface import Device, Event
 from slipstream.device.sync_guard import SyncGuard
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS
+from slipstream.kernels.step.commit import NUM_HEADER_COLUMNS
+from slipstream.output import LogprobRow
+from slipstream.plan import RowStatus, StepPlan, StepResult
 from slipstream.runner.rings import Ring
 from slipstream.sampling.logprobs import LOGPROB_WIDTH, unpack_logprobs
-from slipstream.types import LogprobRow, RowStatus, StepPlan, StepResult
 
 _MAX_VIEWS = 256
 _STATUS = {int(status): status for status in RowStatus}  # a table lookup is faster than the enum's

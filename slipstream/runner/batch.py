@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slipstream.plan import Composition, StepPlan
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.program import HeadWork, StepHead
 from slipstream.runner.staging import Int32s
 from slipstream.runner.step_graphs import ChosenGraph, StepGraphs
-from slipstream.types import Composition, StepPlan
 
 _NUM_KEPT = 8  # recent compositions are kept, since draft lengths alternate
 

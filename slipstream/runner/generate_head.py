@@ -15,7 +15,8 @@ from torch import Tensor
 from slipstream.columns import Column
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS, CheckedTokens, commit
+from slipstream.kernels.step.commit import NUM_HEADER_COLUMNS, CheckedTokens, commit
+from slipstream.plan import Composition, RowInit, StepPlan
 from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, TargetOutput
@@ -25,7 +26,6 @@ from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
 from slipstream.speculate.verify import Verifier
-from slipstream.types import Composition, RowInit, StepPlan
 
 
 class GenerateHead:

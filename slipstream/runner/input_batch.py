@@ -12,13 +12,13 @@ from torch import Tensor
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
-from slipstream.kernels.prepare_inputs import BatchLayout, StepInputs, TokenInputs, prepare_inputs
+from slipstream.kernels.step.prepare_inputs import BatchLayout, StepInputs, TokenInputs, prepare_inputs
+from slipstream.plan import Composition
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.staging import Int32s
 from slipstream.sampling.operation import Positions
 from slipstream.speculate.speculator import DraftBatch, TargetPass, largest_lengths
 from slipstream.speculate.verify import Drafted
-from slipstream.types import Composition
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,16 @@ from slipstream.columns import Column
 from slipstream.device.interface import Event
 from slipstream.device.sync_guard import SyncGuard
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
-from slipstream.kernels.pool import PooledRequests, pool
+from slipstream.kernels.step.pool import PooledRequests, pool
+from slipstream.plan import Composition, RowInit, StepPlan, StepResult
 from slipstream.pooling import PooledVector, VectorType
+from slipstream.request import Request
 from slipstream.runner.async_output import Channel
 from slipstream.runner.generate_head import GenerateHead, GenerateWork
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, HeadWork, LaunchedStep, TargetOutput
 from slipstream.runner.rings import Ring
 from slipstream.speculate.speculator import GraphSetting
-from slipstream.types import Composition, Request, RowInit, StepPlan, StepResult
 
 
 def _kind_of(request: Request) -> int:

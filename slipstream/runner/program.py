@@ -19,10 +19,10 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.models.model_state import ModelState, StepRequests
+from slipstream.plan import Composition, RowInit, StepPlan, StepResult
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.request_state import RequestRows
 from slipstream.speculate.speculator import GraphSetting, Speculator
-from slipstream.types import Composition, RowInit, StepPlan, StepResult
 
 
 class Model(Protocol):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slipstream.plan import StepPlan
 from slipstream.runner.async_output import PromptSpan
 from slipstream.sampling.logprobs import pack_logprobs
-from slipstream.types import StepPlan
 
 # Positions whose logits, a row of the vocabulary each, are in memory at a time.
 _SCORED_AT_ONCE = 128

@@ -19,11 +19,12 @@ from slipstream.columns import Column
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.kernels.request_rows import RowState
+from slipstream.plan import HostDraft, PageDiff, RowInit, RowStatus
+from slipstream.request import MAX_DEVICE_STOP_IDS, Request
 from slipstream.runner.staging import Int32s, StagedWrites
 from slipstream.sampling import registry
 from slipstream.sampling.operation import SamplingRows
 from slipstream.speculate.place_host_drafts import NUM_HEADER_COLUMNS, place_host_drafts
-from slipstream.types import MAX_DEVICE_STOP_IDS, HostDraft, PageDiff, Request, RowInit, RowStatus
 
 _INT_FIELDS = (
     "num_computed",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slipstream.graphs.descriptor import Tier
+from slipstream.plan import Composition, RowInit
 from slipstream.sampling.operation import SamplingOperation
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
-from slipstream.types import Composition, RowInit
 
 
 @dataclass(frozen=True, slots=True)

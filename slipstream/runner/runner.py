@@ -9,6 +9,8 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.models.model_state import StateSetting
+from slipstream.plan import StepPlan
+from slipstream.request import Request
 from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.executor import StepExecutor
 from slipstream.runner.graph_plan import GraphPlan
@@ -21,7 +23,6 @@ from slipstream.runner.step_graphs import GraphSizes, StepGraphs
 from slipstream.runner.step_timing import OnCost, StepTimer
 from slipstream.sampling.registry import refuse_unknown
 from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
-from slipstream.types import Request, StepPlan
 
 
 class Runner:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.interface import Device, Event
-from slipstream.kernels.row_writes import write_rows
+from slipstream.kernels.step.row_writes import write_rows
 from slipstream.runner.rings import Ring
 
 Int32s = npt.NDArray[np.int32]

@@ -8,9 +8,9 @@ from torch import Tensor
 from slipstream.columns import Column
 from slipstream.device.operation import operation
 from slipstream.parameters import Parameter, Texts
+from slipstream.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Request
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
 from slipstream.sampling_params import MAX_STOP_LENGTH
-from slipstream.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Request
 
 
 @operation(like="logits")

@@ -8,8 +8,8 @@ from torch import Tensor
 from slipstream.columns import Column
 from slipstream.device.operation import operation
 from slipstream.parameters import Parameter, TokenNumbers
+from slipstream.request import Request
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
-from slipstream.types import Request
 from slipstream.values import check_vocabulary
 
 MAX_LOGIT_BIAS = 300

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
-from slipstream.types import MAX_LOGPROBS, LogprobRow
+from slipstream.output import LogprobRow
+from slipstream.sampling_params import MAX_LOGPROBS
 
 LOGPROB_WIDTH = 1 + 2 * (1 + MAX_LOGPROBS)
 

@@ -11,8 +11,8 @@ from slipstream.columns import Column
 from slipstream.device.operation import operation
 from slipstream.errors import RequestError
 from slipstream.parameters import Parameter
+from slipstream.request import MAX_DEVICE_STOP_IDS, Request
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
-from slipstream.types import MAX_DEVICE_STOP_IDS, Request
 from slipstream.values import Bounds
 
 

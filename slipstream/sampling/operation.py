@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.columns import Column
 from slipstream.parameters import Parameter
-from slipstream.types import Request
+from slipstream.request import Request
 
 
 class Stage(enum.IntEnum):

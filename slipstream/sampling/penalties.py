@@ -13,8 +13,8 @@ from slipstream.columns import Column
 from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
+from slipstream.request import Request
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
-from slipstream.types import Request
 from slipstream.values import Bounds
 
 # Programs that share the counting of one row, and the tokens each reads at a time.

@@ -12,24 +12,24 @@ from collections.abc import Iterable
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.parameters import Parameter, register_parameter
+from slipstream.request import Request
 from slipstream.sampling.operation import SamplingOperation
 from slipstream.sampling_params import PARAMETERS
-from slipstream.types import Request
 
-_registered: dict[str, SamplingOperation] = {}
+registered: dict[str, SamplingOperation] = {}
 
 
 def register(operation: SamplingOperation) -> None:
     """Register an operation for engines that are built from now on, and its parameters for requests."""
-    if _registered.get(operation.name, operation) is not operation or operation.name in {o.name for o in packaged()}:
+    if registered.get(operation.name, operation) is not operation or operation.name in {o.name for o in packaged()}:
         raise ValueError(f"two sampling operations are called {operation.name}")
     _declare_parameters(operation)
-    _registered[operation.name] = operation
+    registered[operation.name] = operation
 
 
 def modules() -> tuple[str, ...]:
     """Modules that an engine's own process imports, so that the operations registered here exist there."""
-    names = {operation.apply.__module__: operation for operation in _registered.values()}
+    names = {operation.apply.__module__: operation for operation in registered.values()}
     return tuple(name for name, own in names.items() if getattr(sys.modules.get(name), "OPERATION", None) is own)
 
 
@@ -45,7 +45,7 @@ def register_modules(names: Iterable[str]) -> None:
 
 
 def operations() -> tuple[SamplingOperation, ...]:
-    return in_order((*packaged(), *_registered.values()))
+    return in_order((*packaged(), *registered.values()))
 
 
 @functools.cache

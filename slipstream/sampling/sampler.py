@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from slipstream.request import Request
 from slipstream.sampling import temperature
 from slipstream.sampling.check_logits import check_logits
 from slipstream.sampling.draw import DrawKeys, draw_tokens
@@ -15,7 +16,6 @@ from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.mask import apply_mask
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows
 from slipstream.sampling.registry import operations
-from slipstream.types import Request
 
 _NOISE = frozenset((temperature.OPERATION.name,))
 

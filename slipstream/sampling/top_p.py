@@ -9,9 +9,9 @@ from slipstream.columns import Column
 from slipstream.device.operation import operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
 from slipstream.parameters import Parameter
+from slipstream.request import Request
 from slipstream.sampling.operation import SamplingOperation, Stage, is_sampled
 from slipstream.sampling.threshold import BLOCK, NUM_WARPS, find_largest, find_threshold, keep_at_least
-from slipstream.types import Request
 from slipstream.values import Bounds
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.speculate.rehearsal import Judged
+from slipstream.host_drafting import Judged
 
 Rows = npt.NDArray[np.int64]
 
@@ -27,7 +27,7 @@ _FEW = 4  # requests
 
 class Acceptance:
     def __init__(self, num_rows: int, most: int) -> None:
-        # Of every row and draft position: the probability of acceptance, and the number of trials it is based on.
+        # Of every row and draft position: the probability of acceptance, and the number of its trials.
         self.right: npt.NDArray[np.float64] = np.full((num_rows, most), _HOPE)
         self._num_seen: npt.NDArray[np.float64] = np.zeros((num_rows, most))
         self.num_failed: Rows = np.zeros(num_rows, dtype=np.int64)  # steps since a draft was accepted

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.output import FinishReason, TokenUpdate, TokenUpdates
+from slipstream.plan import RowStatus, StepPlan, StepResult
 from slipstream.scheduler.request_pages import RequestPages
 from slipstream.scheduler.request_state import RequestState
-from slipstream.types import FinishReason, RowStatus, StepPlan, StepResult, TokenUpdate, TokenUpdates
 
 _FINISH_REASONS: dict[RowStatus, FinishReason] = {
     RowStatus.STOPPED: "stop",

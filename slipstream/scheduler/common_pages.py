@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.attention.cascade import pays
+from slipstream.scheduler.cascade import pays
 from slipstream.scheduler.request_state import RequestState
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.config import SchedulerConfig
+from slipstream.host_drafting import HostProposer
+from slipstream.plan import HostDraft, StepPlan, StepResult
 from slipstream.scheduler.draft_length import DraftLength, FixedLength, Lengths
 from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool
 from slipstream.scheduler.request_state import RequestState
-from slipstream.speculate.host_proposer import HostProposer
-from slipstream.types import HostDraft, StepPlan, StepResult
 
 _CATCH_UP_AT_ONCE = 64  # limits the length of a single step
 

@@ -21,10 +21,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.host_drafting import Rehearsal
+from slipstream.plan import Composition
 from slipstream.scheduler.acceptance import Acceptance, Rows
 from slipstream.scheduler.step_costs import StepCosts
-from slipstream.speculate.rehearsal import Rehearsal
-from slipstream.types import Composition
 
 _MARGIN = 1.02  # a change must be expected to gain more than this
 _MARGIN_REHEARSED = 1.1  # to start drafting after rehearsal: any text repeats a few tokens by chance
@@ -128,7 +128,7 @@ class AdaptiveLength:
     ) -> None:
         self.choices = list(lengths)
         self._knows_acceptance = knows_acceptance
-        self._rehearsal = rehearsal
+        self.rehearsal = rehearsal
         self.length = initial  # of all steps except trials
         self.costs = costs
         self.acceptance = Acceptance(num_rows, max(lengths))
@@ -137,7 +137,7 @@ class AdaptiveLength:
         self._num_launched, self._num_collected, self._num_looked_at = 0, 0, 0  # steps
         self._trial: _Trial | None = None
         self._tried: list[_Tried] = []
-        self._num_since_trial, self._interval, self._longest_interval = 0, _FIRST, _TRIAL_EVERY
+        self._num_since_trial, self.interval, self.longest_interval = 0, _FIRST, _TRIAL_EVERY
         self._decided_at: tuple[int, int] = (0, 0)  # batch size and version of the costs
 
     def next_lengths(self) -> Lengths:
@@ -149,7 +149,7 @@ class AdaptiveLength:
         return Lengths(0 if self._goes_without else trial.length, self._num_proposed(self.length))
 
     def _num_proposed(self, num_checked: int) -> int:
-        return num_checked if self._rehearsal is None else self._rehearsal.num_proposed(num_checked)
+        return num_checked if self.rehearsal is None else self.rehearsal.num_proposed(num_checked)
 
     @property
     def _goes_without(self) -> bool:
@@ -158,16 +158,16 @@ class AdaptiveLength:
 
     @property
     def _rehearses(self) -> bool:
-        return self._rehearsal is not None and not self.length
+        return self.rehearsal is not None and not self.length
 
     def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
         self.update()  # unprocessed results of the row are its previous request's
-        self.acceptance.move_in(row, drafts=self._rehearsal is None or num_drafts > 0)
-        if self._rehearsal is not None:
-            self._rehearsal.move_in(row, token_ids, num_drafts)
+        self.acceptance.move_in(row, drafts=self.rehearsal is None or num_drafts > 0)
+        if self.rehearsal is not None:
+            self.rehearsal.move_in(row, token_ids, num_drafts)
         # The more of a batch is new, the sooner a trial is worth it.
         others = 0 if self._batch is None else len(self._batch[1]) - 1
-        self._interval = min(self._interval, max(_FIRST, self._interval * others // (others + 1)))
+        self.interval = min(self.interval, max(_FIRST, self.interval * others // (others + 1)))
 
     def launched(self, composition: Composition) -> None:
         rows = self._rows_of(composition)
@@ -180,7 +180,7 @@ class AdaptiveLength:
         if self._rehearses:
             return
         self._num_since_trial += 1
-        if self._num_since_trial >= (2 * self._interval if self.length else self._interval):
+        if self._num_since_trial >= (2 * self.interval if self.length else self.interval):
             self._begin_trial(len(rows))
 
     def _go_on_trying(self, trial: _Trial, step: int, composition: Composition) -> None:
@@ -215,8 +215,8 @@ class AdaptiveLength:
         for outcome in self._collected:
             self._take(outcome)
         self._collected.clear()
-        if self._rehearsal is not None and not self.length and self._batch is not None:
-            has_learnt |= self._rehearse(self._rehearsal, self._batch[0])
+        if self.rehearsal is not None and not self.length and self._batch is not None:
+            has_learnt |= self._rehearse(self.rehearsal, self._batch[0])
         if has_learnt:
             self._decide()
 
@@ -227,7 +227,7 @@ class AdaptiveLength:
             return  # a step with catch-up tokens
         if composition.num_tokens != (1 + check,) * num_reqs or composition.num_drafts != (check,) * num_reqs:
             return  # a step with prefill
-        if self._rehearsal is not None:
+        if self.rehearsal is not None:
             make = check  # rehearsed drafts cost the device next to nothing to propose
         if check != make:
             # A trial step costs half of verification and half of proposal, each about half of a usual step.
@@ -258,9 +258,9 @@ class AdaptiveLength:
         now, then = (self._rate(len(rows), length, tokens) for length in (usual, longer))
         is_right = 2 * np.count_nonzero(accepted > usual) >= len(rows)
         if is_right and now is not None and then is not None and then > _NEARLY * now:
-            self._interval = max(_SOON, self._interval // 2)
+            self.interval = max(_SOON, self.interval // 2)
         else:
-            self._interval = min(2 * self._interval, self._longest_interval)
+            self.interval = min(2 * self.interval, self.longest_interval)
 
     def _rehearse(self, rehearsal: Rehearsal, batch: Composition) -> bool:
         """Whether a draft was right: without one, a length that was not worth it before is not worth it now."""
@@ -290,11 +290,11 @@ class AdaptiveLength:
             if rate is not None and rate > best_rate and length != self.length:
                 best, best_rate = length, rate
         if best != self.length:
-            if self._rehearsal is not None:
-                self._rehearsal.forget()
+            if self.rehearsal is not None:
+                self.rehearsal.forget()
             # Everything beyond is known only from old results; after giving up, the next trial comes soon.
             if not self.length or not best:
-                self._interval = min(self._interval, _FIRST if self.length else _SOON)
+                self.interval = min(self.interval, _FIRST if self.length else _SOON)
             self.length = best
             self._trial, self._num_since_trial = None, 0
 
@@ -320,7 +320,7 @@ class AdaptiveLength:
         extra = max(0.0, more + num_changes * _CHANGE_S) / seconds
         least = min(_TRIAL_EVERY + _MORE_FOR_EACH * (num_reqs - 1), _TRIAL_EVERY_OF_MANY)
         least = _TRIAL_BEYOND if self.length else least
-        self._longest_interval = max(least, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
+        self.longest_interval = max(least, min(math.ceil(extra / _TRIAL_SHARE), _TRIAL_AT_LAST))
         self._num_since_trial = 0
         assert self._batch is not None
         rows = self._batch[1]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from slipstream.plan import Composition, PageDiff, RowInit, StepPlan
 from slipstream.scheduler.request_state import RequestState
-from slipstream.types import Composition, PageDiff, RowInit, StepPlan
 
 _NUM_RECENT = 8  # recent compositions are kept, since draft lengths alternate
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from slipstream.config import CacheConfig
 from slipstream.errors import RequestError
-from slipstream.types import Request
+from slipstream.request import Request
 
 NULL_PAGE = 0
 _ROOT = b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slipstream.types import MAX_DEVICE_STOP_IDS, Request
+from slipstream.request import MAX_DEVICE_STOP_IDS, Request
 
 NO_ROW = -1
 NEVER = 1 << 62

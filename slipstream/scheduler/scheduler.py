@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
+from slipstream.host_drafting import HostProposer
+from slipstream.output import TokenUpdates
+from slipstream.plan import Composition, RowInit, StepPlan, StepResult
+from slipstream.request import Request
 from slipstream.scheduler.collected_step import TokenCollector
 from slipstream.scheduler.draft_ledger import DraftLedger
 from slipstream.scheduler.draft_length import DraftLength
@@ -21,8 +25,6 @@ from slipstream.scheduler.request_pages import RequestPages
 from slipstream.scheduler.request_state import NO_ROW, RequestState
 from slipstream.scheduler.stats import SchedulerStats
 from slipstream.scheduler.steady_batch import SteadyBatch
-from slipstream.speculate.host_proposer import HostProposer
-from slipstream.types import Composition, Request, RowInit, StepPlan, StepResult, TokenUpdates
 
 
 class _Launched(NamedTuple):
@@ -40,7 +42,7 @@ class Scheduler:
         draft_length: DraftLength | None = None,
         host_proposer: HostProposer | None = None,
     ) -> None:
-        self._config, self._cache = config, cache
+        self.config, self._cache = config, cache
         self.drafts = DraftLedger(config, draft_length, host_proposer)
         self.pool = PagePool(cache.num_pages, cache.page_size, config.prefix_caching)
         self._pages = RequestPages(config, self.pool, self.drafts)
@@ -77,9 +79,9 @@ class Scheduler:
         decodes, prefills = self._split_running()
         # Decodes first: each needs one token and its drafts, and users are reading their text.
         num_drafts = self.drafts.count_checked(lengths, decodes)
-        budget = self._config.max_num_batched_tokens - opened.add_decodes(decodes, num_drafts)
+        budget = self.config.max_num_batched_tokens - opened.add_decodes(decodes, num_drafts)
         if decodes:
-            budget = min(budget, self._config.mixed_prefill_tokens)
+            budget = min(budget, self.config.mixed_prefill_tokens)
         for state in prefills:
             budget -= self._add_prefill(opened, state, budget)
         self._admit(opened, budget)
@@ -155,7 +157,7 @@ class Scheduler:
 
     @property
     def prefix_caching_is_refused(self) -> bool:
-        return bool(self._config.prefix_caching_refused)
+        return bool(self.config.prefix_caching_refused)
 
     @property
     def has_requests(self) -> bool:
@@ -179,7 +181,7 @@ class Scheduler:
 
     def _add_prefill(self, opened: OpenPlan, state: RequestState, budget: int) -> int:
         num_tokens = state.num_tokens_bound - state.num_computed  # tokens that no launched step computes
-        return opened.add_prefill(state, min(num_tokens, budget, self._config.max_prefill_chunk))
+        return opened.add_prefill(state, min(num_tokens, budget, self.config.max_prefill_chunk))
 
     def _admit(self, opened: OpenPlan, budget: int) -> None:
         """Admit waiting requests while rows, budget, staging space and pages for all their tokens last."""
@@ -190,7 +192,7 @@ class Scheduler:
             cached = self._pages.find_cached(state)
             needed = self._pages.num_first(state) - len(cached)
             room = self.pool.num_free - self.pool.num_unheld(cached)
-            if needed > room or num_staged > self._config.max_model_len:
+            if needed > room or num_staged > self.config.max_model_len:
                 return
             self.waiting.pop(0)
             self._pages.move_in(state, cached, needed)
@@ -212,14 +214,14 @@ class Scheduler:
 
     def _must_drain(self) -> bool:
         """Whether the next step needs exact lengths, which are only bounds while steps are in flight."""
-        exact = self._config.exact_lengths
+        exact = self.config.exact_lengths
         if exact == "never" or not self._in_flight:
             return False
         may_admit = bool(self.waiting and self._free_rows)
         return exact == "always" or may_admit or any(s.num_tokens_bound - s.num_computed > 1 for s in self.running)
 
     def _needs_exact_lengths(self, has_prompts: bool) -> bool:
-        exact = self._config.exact_lengths
+        exact = self.config.exact_lengths
         is_exact = exact == "always" or (exact == "prefill" and has_prompts)
         assert not (is_exact and self._in_flight)
         return is_exact
@@ -292,7 +294,7 @@ class Scheduler:
         """When idle, every row and page must be free."""
         if self._requests or self._in_flight:
             raise RuntimeError("check_idle with requests present")
-        if num_lost := self._config.max_num_seqs - len(self._free_rows):
+        if num_lost := self.config.max_num_seqs - len(self._free_rows):
             raise RuntimeError(f"leak: {num_lost} rows")
         self._pages.check_idle()
 

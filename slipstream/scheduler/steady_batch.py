@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slipstream.plan import StepPlan
 from slipstream.scheduler.draft_length import Lengths
 from slipstream.scheduler.request_state import NEVER, RequestState
-from slipstream.types import StepPlan
 
 
 class SteadyBatch:

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from slipstream.engine.text_stream import TextStream
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import Completion, Logprobs
 from slipstream.server.generation import Generation
 from slipstream.server.logprobs import TextOffsets, chat_logprobs, completion_logprobs
@@ -32,6 +31,7 @@ from slipstream.server.protocol import (
     Speculation,
     Usage,
 )
+from slipstream.text.tokenizer import Tokenizer
 
 
 def usage_of(generation: Generation) -> Usage:

@@ -18,18 +18,18 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.engine.client import EngineClient
 from slipstream.engine.link import EngineLink, LinkAddress
 from slipstream.engine.supervisor import EngineSupervisor
 from slipstream.engine.wire import Ready
 from slipstream.errors import ConfigError
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
 from slipstream.server.counters import SharedCounters
 from slipstream.server.ending import Ending, noting_signals
 from slipstream.server.front_end import FrontEnd
 from slipstream.server.metrics import LAYOUT
 from slipstream.server.settings import ServerSettings
+from slipstream.text.tokenizer import Tokenizer
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 READY = b"ready\n"

@@ -9,10 +9,10 @@ import codecs
 import math
 from collections.abc import Sequence
 
-from slipstream.engine.detokenizer import IncrementalDetokenizer
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import Logprob, Logprobs
 from slipstream.server.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from slipstream.text.detokenizer import IncrementalDetokenizer
+from slipstream.text.tokenizer import Tokenizer
 
 _FLOOR = -9999.0  # JSON has no infinity
 

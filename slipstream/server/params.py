@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.sampling_params import MAX_SEED
+from slipstream.sampling_params import MAX_SEED, SamplingParams
 from slipstream.server.errors import ApiError
 from slipstream.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, SamplingFields
 from slipstream.server.sampling_fields import DECLARED
-from slipstream.types import SamplingParams
 
 
 def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

@@ -12,6 +12,7 @@ from slipstream import __version__
 from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.errors import RequestError
 from slipstream.pooling import PoolingParams
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.answer_writer import AnswerPlan
 from slipstream.server.answers import Answer, ChatAnswer, CompletionAnswer
 from slipstream.server.embeddings import EmbeddingAnswer
@@ -21,7 +22,6 @@ from slipstream.server.http.exchange import HttpRequest
 from slipstream.server.json_body import read_body
 from slipstream.server.params import chat_params, completion_params, plain_messages, prompts_of
 from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingFields
-from slipstream.types import SamplingParams
 
 
 class ModelName:

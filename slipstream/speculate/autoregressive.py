@@ -21,8 +21,8 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
-from slipstream.kernels.prepare_inputs import TokenInputs
 from slipstream.kernels.request_rows import RowState
+from slipstream.kernels.step.prepare_inputs import TokenInputs
 from slipstream.sampling.draw import DrawKeys, DrawnDrafts, draw_drafts
 from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps
@@ -185,7 +185,7 @@ class AutoRegressiveSpeculator(ABC):
             prepare_next_pass(self._rows, batch.rows, idx, last_draft, self._page_size, self.slots_before, inputs)
             # The host's bound advances with the device's lengths.
             bounds = np.minimum(batch.seq_lens_bound + idx, self._max_len)
-            context = self._context(batch, num_reqs, self._one_each[: num_reqs + 1], starts, 1, bounds)
+            context = self.context(batch, num_reqs, self._one_each[: num_reqs + 1], starts, 1, bounds)
             left = self._select(self._next(idx, batch.num_drafts, inputs.tokens.input_ids, left, context))
             self._choose(batch, idx, left, noise)
         return drafts
@@ -199,7 +199,7 @@ class AutoRegressiveSpeculator(ABC):
         drawn = DrawnDrafts(self._draft_ids[:num_reqs, idx], kept)
         draw_drafts(logits, batch.rows, keys, noise, self._purpose, self._target_ids, drawn)
 
-    def _context(
+    def context(
         self, batch: DraftBatch, num_tokens: int, starts: Tensor, starts_cpu: Int32s, query_len: int, bounds: Int32s
     ) -> AttentionContext:
         """The attention context of a pass over the drafter's own inputs."""

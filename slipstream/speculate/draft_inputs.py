@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
-from slipstream.kernels.prepare_inputs import (
+from slipstream.kernels.request_rows import RowState
+from slipstream.kernels.step.prepare_inputs import (
     TokenInputs,
     TokenSources,
     copy_pages,
@@ -22,7 +23,6 @@ from slipstream.kernels.prepare_inputs import (
     fill_request,
     fill_tokens,
 )
-from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 
 _BLOCK = 1024

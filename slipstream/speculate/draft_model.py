@@ -86,7 +86,7 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
 
     def first_context(self, batch: DraftBatch, target: TargetAttention | None = None) -> AttentionContext:
         starts, bounds = batch.start_loc_cpu, np.minimum(batch.seq_lens_bound, self._max_len)
-        return self._context(batch, batch.num_tokens, batch.start_loc, starts, batch.max_query_len, bounds)
+        return self.context(batch, batch.num_tokens, batch.start_loc, starts, batch.max_query_len, bounds)
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         return self._model.forward(input_ids, context)

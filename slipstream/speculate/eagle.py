@@ -26,8 +26,8 @@ from slipstream.config import EngineConfig, ModelConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.kernels.draft_states import keep_states
 from slipstream.kernels.request_rows import RowState
+from slipstream.kernels.step.draft_states import keep_states
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import ShiftedPassInputs, find_slots_before, prepare_shifted_pass

@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from slipstream.errors import ConfigError
-from slipstream.speculate.host_proposer import HostProposer
-from slipstream.speculate.rehearsal import Rehearsal
+from slipstream.host_drafting import HostProposer, Rehearsal
 from slipstream.speculative_config import Needs, SpeculativeConfig
 
 if TYPE_CHECKING:
+    from slipstream.checkpoints.checkpoint import Checkpoint
     from slipstream.config import DraftModel, EngineConfig
     from slipstream.device.interface import Device
     from slipstream.models.decoder import Decoder
     from slipstream.models.load import Placement
-    from slipstream.models.tokenizer import Tokenizer
-    from slipstream.models.weights import Checkpoint
     from slipstream.speculate.speculator import MakeSpeculator
+    from slipstream.text.tokenizer import Tokenizer
 
 
 class TargetFiles(NamedTuple):

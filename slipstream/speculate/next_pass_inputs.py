@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
-from slipstream.kernels.prepare_inputs import TokenInputs
 from slipstream.kernels.request_rows import RowState
+from slipstream.kernels.step.prepare_inputs import TokenInputs
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
-from slipstream.types import RowStatus
+from slipstream.plan import RowStatus
 
 
 class NextPassInputs(NamedTuple):

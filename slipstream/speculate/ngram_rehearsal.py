@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.host_drafting import Judged
 from slipstream.speculate.methods.ngram import MAX_KEY, MIN_KEY
 from slipstream.speculate.ngram_match import copied, latest_longest_match
-from slipstream.speculate.rehearsal import Judged
 from slipstream.speculative_config import SpeculativeConfig
 
 _AT_ONCE = 4  # texts processed after a step, about 10 us each while the device is busy

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.attention.choice import open_caches
+from slipstream.checkpoints.checkpoint import Checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.config import DraftModel, EngineConfig
 from slipstream.device.interface import Device
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
-from slipstream.models.hub import resolve_model
 from slipstream.models.load import build_model, load_weights, measure_model, open_decoder
 from slipstream.models.registry import Architecture, architecture_of
-from slipstream.models.weights import Checkpoint
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.method import TargetFiles
 from slipstream.speculate.speculator import MakeSpeculator

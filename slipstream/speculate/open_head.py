@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.choice import open_caches
+from slipstream.checkpoints.checkpoint import Checkpoint
+from slipstream.checkpoints.head_checkpoint import open_head_checkpoint
+from slipstream.checkpoints.hub import resolve_model
+from slipstream.checkpoints.tensor_header import TensorHeader
 from slipstream.config import DraftModel, EngineConfig, ModelConfig, NetworkSize
 from slipstream.device.interface import Device
 from slipstream.models.decoder import Decoder, is_mtp_tensor
-from slipstream.models.draft_head import HeadPlan, Kind, build_head, check_num_layers, read_head
-from slipstream.models.head_checkpoint import open_head_checkpoint
-from slipstream.models.hub import resolve_model
+from slipstream.models.heads.draft_head import HeadPlan, Kind, build_head, check_num_layers, read_head
+from slipstream.models.heads.mtp import mtp_tensors
 from slipstream.models.load import (
     Placement,
     built_under,
@@ -25,11 +28,8 @@ from slipstream.models.load import (
     load_weights,
     randomize_weights,
 )
-from slipstream.models.mtp_head import mtp_tensors
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import HEAD_SHAPES
-from slipstream.models.tensor_header import TensorHeader
-from slipstream.models.weights import Checkpoint
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.method import TargetFiles
 from slipstream.speculate.speculator import MakeSpeculator

@@ -16,7 +16,7 @@ from slipstream.kernels.triton_jit import (
     tl,
     wait_for_last,
 )
-from slipstream.types import RowStatus
+from slipstream.plan import RowStatus
 
 
 @operation(writes=("rows.token_ids", "rows.num_drafts"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.device.operation import operation
 from slipstream.kernels.request_rows import RowState
-from slipstream.types import RowStatus
+from slipstream.plan import RowStatus
 
 NUM_HEADER_COLUMNS = 2  # the position of the first staged draft, and how many there are
 

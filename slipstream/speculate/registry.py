@@ -18,23 +18,23 @@ _METHODS = {
     "mtp": (f"{_FILES}.mtp", "Mtp"),
 }
 _METHOD_OF_A_MODEL = "draft_model"  # as in vLLM, a model without a method selects this one
-_registered: dict[str, DraftMethod] = {}
+registered: dict[str, DraftMethod] = {}
 
 
 def register(method: DraftMethod) -> None:
     """Register a method under its name."""
-    if method.name in _METHODS or _registered.get(method.name, method) is not method:
+    if method.name in _METHODS or registered.get(method.name, method) is not method:
         raise ValueError(f"two methods are called {method.name}")
-    _registered[method.name] = method
+    registered[method.name] = method
 
 
 def method_names() -> tuple[str, ...]:
-    return (*_METHODS, *_registered)
+    return (*_METHODS, *registered)
 
 
 def find_method(name: str) -> DraftMethod:
-    if name in _registered:
-        return _registered[name]
+    if name in registered:
+        return registered[name]
     module, class_name = _METHODS[name]
     method: DraftMethod = getattr(importlib.import_module(module), class_name)()
     return method

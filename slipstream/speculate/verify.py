@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
-from slipstream.kernels.commit import CheckedTokens
+from slipstream.kernels.step.commit import CheckedTokens
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,

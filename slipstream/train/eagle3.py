@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from slipstream.checkpoints.checkpoint import Checkpoint
+from slipstream.checkpoints.hub import resolve_model
 from slipstream.config import ModelConfig, writable_folder
 from slipstream.errors import ConfigError
-from slipstream.models.hub import resolve_model
 from slipstream.models.load import open_decoder
 from slipstream.models.registry import architecture_of
-from slipstream.models.weights import Checkpoint
 from slipstream.train.card import write_card
 from slipstream.train.curves import draw_curves
 from slipstream.train.data import Source, Texts

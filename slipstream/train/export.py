@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.models.draft_head import HeadPlan, read_head
+from slipstream.models.heads.draft_head import HeadPlan, read_head
 from slipstream.train.head import TrainableHead
 from slipstream.train.vocabulary import DraftVocabulary
 

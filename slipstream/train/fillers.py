@@ -9,7 +9,7 @@ import random
 import string
 from collections.abc import Sequence
 
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.train.prompt_templates import NAMES
 
 _LEAST_LETTERS = 4

@@ -2,7 +2,7 @@
 
 At index t of the first step the head takes the target's states at t and the token at t + 1, and predicts the token at
 t + 2. In step j it takes its own output at index t of step j - 1 and the token at t + 1 + j, at position t + j, as the
-engine does for the j-th draft after t (``models/eagle3_head.py``, ``speculate/eagle.py``). Parameters have the names
+engine does for the j-th draft after t (``models/heads/eagle3.py``, ``speculate/eagle.py``). Parameters have the names
 of the file.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.models.draft_head import HeadPlan
+from slipstream.models.heads.draft_head import HeadPlan
 from slipstream.models.rope import cos_sin_table
 from slipstream.train.attention import KeyValue, draft_attention
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.entropy_grads import entropy_grads
+from slipstream.kernels.training.entropy_grads import entropy_grads
 
 _CHUNK = 8192  # rows at a time
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from slipstream.errors import ConfigError, RequestError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.train.fillers import Fillers
 from slipstream.train.prompt_templates import OPENERS, PLAIN_OPENERS
 

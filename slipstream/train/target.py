@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.backends.cpu import CpuBackend
+from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.context import StepTokens
-from slipstream.attention.cpu import CpuBackend
 from slipstream.attention.grouped_query import serve_layers
 from slipstream.attention.groups import CacheSizes, allocate
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.attention.triton import TritonBackend
+from slipstream.checkpoints.checkpoint import Checkpoint
 from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import plan_engine
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.load import build_model, load_weights
-from slipstream.models.weights import Checkpoint
 
 _PAGE = 16  # tokens; texts are padded to whole pages
 _MAX_TOKENS = 16384  # in one pass

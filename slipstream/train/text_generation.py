@@ -21,6 +21,7 @@ import numpy as np
 from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError, EngineError
 from slipstream.output import RequestOutput
+from slipstream.sampling_params import SamplingParams
 from slipstream.train.fillers import Fillers, filler_words
 from slipstream.train.prompt_templates import (
     DOCUMENTS,
@@ -33,7 +34,6 @@ from slipstream.train.prompt_templates import (
 from slipstream.train.prompts import Opening, PromptFormat
 from slipstream.train.repetition_filter import Ids, length_without_repetition
 from slipstream.train.settings import TrainSettings
-from slipstream.types import SamplingParams
 
 _TURN_TEMPERATURES = (0.5, 0.7, 0.9)  # used in turn, as are the others
 _DOCUMENT_TEMPERATURES, _FOREIGN_TEMPERATURE = (0.7, 0.8, 0.9), 0.7  # at higher ones small targets slip into English

@@ -62,7 +62,7 @@ class Trainer:
     def __init__(
         self, settings: TrainSettings, target_model: TargetModel, head: TrainableHead, texts: Texts, checkpoint: Path
     ) -> None:
-        self._settings, self._target, self._head, self._path = settings, target_model, head, checkpoint
+        self._settings, self._target, self.head, self._path = settings, target_model, head, checkpoint
         sizes = (settings.batch_tokens, settings.draft_steps, settings.seed)
         self._batches, self._held_out = (Batches(texts, held_out, *sizes) for held_out in (False, True))
         self._cache, self._num_tokens = HiddenStateCache(target_model), len(texts.token_ids)
@@ -130,12 +130,12 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         loss = self.compute_loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._head.parameters(), _MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), _MAX_NORM)
         self._optimizer.step()
         return loss.detach()
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        head, device, num_steps = self._head, self._target.device, self._settings.draft_steps
+        head, device, num_steps = self.head, self._target.device, self._settings.draft_steps
         # On the host, since nonzero on the device would synchronise.
         rows = to_device(batch.trained.flatten().nonzero().flatten(), device)
         token_ids = to_device(batch.token_ids, device)
@@ -173,7 +173,7 @@ class Trainer:
 
     def _hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """First position of each chain of drafts, and for each step whether its draft is the target's greedy token."""
-        head, device, num_steps = self._head, self._target.device, self._settings.draft_steps
+        head, device, num_steps = self.head, self._target.device, self._settings.draft_steps
         answered = batch.answered.flatten()
         # A run of answer positions never spans two rows, since the last position of a row is never one.
         whole = answered.clone()
@@ -196,11 +196,11 @@ class Trainer:
         return starts, hits
 
     def save(self) -> None:
-        tensors: dict[str, Tensor] = {f"head.{name}": parameter for name, parameter in self._head.named_parameters()}
-        for name, parameter in self._head.named_parameters():
+        tensors: dict[str, Tensor] = {f"head.{name}": parameter for name, parameter in self.head.named_parameters()}
+        for name, parameter in self.head.named_parameters():
             state = self._optimizer.state[parameter]
             tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
-        tensors["target_ids"] = self._head.target_ids
+        tensors["target_ids"] = self.head.target_ids
         write_store(
             self._path, tensors, {"settings": self._settings.training_settings(), "progress": vars(self.progress)}
         )
@@ -208,10 +208,10 @@ class Trainer:
     def restore(self, stored: Stored) -> None:
         """Resume from the checkpoint."""
         tensors, self.progress = stored
-        if not torch.equal(tensors["target_ids"], self._head.target_ids.cpu()):
+        if not torch.equal(tensors["target_ids"], self.head.target_ids.cpu()):
             raise ConfigError(f"{self._path} was made from different texts; delete it and run the command again")
         with torch.no_grad():
-            for name, parameter in self._head.named_parameters():
+            for name, parameter in self.head.named_parameters():
                 parameter.copy_(tensors[f"head.{name}"])
                 own = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}
                 self._optimizer.state[parameter] = {

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.fused_linear import (
+from slipstream.kernels.elementwise.geglu import ACTIVATIONS
+from slipstream.kernels.linear.dense_linear import embedding, head_logits, linear
+from slipstream.kernels.linear.fused_linear import (
     linear_add,
     linear_add_scaled,
     linear_few,
@@ -15,12 +17,10 @@ from slipstream.kernels.fused_linear import (
     scaled_gated,
     scaled_linear,
 )
-from slipstream.kernels.geglu import ACTIVATIONS
-from slipstream.kernels.linear import embedding, head_logits, linear
-from slipstream.kernels.moe import expert_mlp
-from slipstream.kernels.small_linear import Epilogue, Product, Scaled
-from slipstream.kernels.tiles import Kind
-from slipstream.kernels.tiles import Weight as TileKey
+from slipstream.kernels.linear.moe import expert_mlp
+from slipstream.kernels.linear.small_linear import Epilogue, Product, Scaled
+from slipstream.kernels.tuning.tiles import Kind
+from slipstream.kernels.tuning.tiles import Weight as TileKey
 from slipstream.weights.matrix import (
     ExpertMatrices,
     ExpertShape,

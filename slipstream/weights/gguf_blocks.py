@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.kernels.quant_weights import KINDS, PanelMemory, QuantSegment, pack_gguf, packed_bytes
+from slipstream.kernels.linear.quant_weights import KINDS, PanelMemory, QuantSegment, pack_gguf, packed_bytes
 from slipstream.weights.dense import Dense
 from slipstream.weights.matrix import (
     ExpertShape,

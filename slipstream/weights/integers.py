@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.kernels.quant_weights import PanelMemory, pack_codes, packed_bytes
+from slipstream.kernels.linear.quant_weights import PanelMemory, pack_codes, packed_bytes
 from slipstream.weights.dense import DenseWeight
 from slipstream.weights.matrix import ExpertShape, Matrix, PackingSlot, StoredExperts, StoredWeight, WeightShape
 from slipstream.weights.quantised import PlannedMatrix, can_multiply, join_segments

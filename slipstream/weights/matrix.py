@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.kernels.decoder_stack import StackMatrix
-from slipstream.kernels.small_linear import Epilogue, Product, Scaled
-from slipstream.kernels.tiles import Kind
-from slipstream.kernels.tiles import Weight as TileKey
+from slipstream.kernels.linear.small_linear import Epilogue, Product, Scaled
+from slipstream.kernels.native.decoder_stack import StackMatrix
+from slipstream.kernels.tuning.tiles import Kind
+from slipstream.kernels.tuning.tiles import Weight as TileKey
 
 
 class WeightShape(NamedTuple):

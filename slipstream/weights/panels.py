@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.decoder_stack import StackMatrix
-from slipstream.kernels.geglu import ACTIVATIONS
-from slipstream.kernels.linear import PackedWeight, cut_panels, panel_linear, panel_width
+from slipstream.kernels.elementwise.geglu import ACTIVATIONS
+from slipstream.kernels.linear.dense_linear import PackedWeight, cut_panels, panel_linear, panel_width
+from slipstream.kernels.native.decoder_stack import StackMatrix
 from slipstream.weights.matrix import Matrix, WeightShape
 
 

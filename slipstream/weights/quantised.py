@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels import native
-from slipstream.kernels.decoder_stack import StackMatrix
-from slipstream.kernels.geglu import ACTIVATIONS
-from slipstream.kernels.quant_linear import default_planes, quant_embedding, quant_linear
-from slipstream.kernels.quant_weights import QuantMatrix, QuantSegment, dequantised
+from slipstream.kernels.elementwise.geglu import ACTIVATIONS
+from slipstream.kernels.linear.quant_linear import default_planes, quant_embedding, quant_linear
+from slipstream.kernels.linear.quant_weights import QuantMatrix, QuantSegment, dequantised
+from slipstream.kernels.native.decoder_stack import StackMatrix
 from slipstream.weights.matrix import Matrix, WeightShape
 
 

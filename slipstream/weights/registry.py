@@ -21,14 +21,14 @@ _METHODS = {
     "gptq": ("slipstream.weights.gptq_awq", "read_gptq"),
     "awq": ("slipstream.weights.gptq_awq", "read_awq"),
 }
-_registered: dict[str, ReadScheme] = {}
+registered: dict[str, ReadScheme] = {}
 
 
 def register(method: str, read: ReadScheme) -> None:
     """``read`` makes the scheme of a ``quantization_config``, or raises a ``ModelError``."""
-    if method in _METHODS or _registered.get(method, read) is not read:
+    if method in _METHODS or registered.get(method, read) is not read:
         raise ValueError(f"two schemes of weights are called {method}")
-    _registered[method] = read
+    registered[method] = read
 
 
 def scheme_of(quantization: Mapping[str, Any] | None) -> WeightScheme:
@@ -40,10 +40,10 @@ def scheme_of(quantization: Mapping[str, Any] | None) -> WeightScheme:
         module, name = _METHODS[method]
         read: ReadScheme = getattr(importlib.import_module(module), name)
         return read(quantization)
-    if not isinstance(method, str) or method not in _registered:
-        known = (*_METHODS, *_registered)
+    if not isinstance(method, str) or method not in registered:
+        known = (*_METHODS, *registered)
         raise ModelError(
             f"quantized weights of the kind {describe_value(method)} are not supported"
             f"{nearest(str(method), known)} (supported: {', '.join(known)})"
         )
-    return _registered[method](quantization)
+    return registered[method](quantization)

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import cascade
-from slipstream.attention import triton as triton_backend
 from slipstream.attention.backend import AttentionLayer
-from slipstream.attention.cascade import least_saved, pays
+from slipstream.attention.backends import triton as triton_backend
+from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.attention.triton import TritonBackend
 from slipstream.kernels import triton_jit
-from slipstream.kernels.cascade_attention import cascade_attention
-from slipstream.kernels.rms_norm import rms_norm
-from slipstream.kernels.rope_cache import HeadNorms
+from slipstream.kernels.attention.cascade_attention import cascade_attention
+from slipstream.kernels.attention.rope_cache import HeadNorms
+from slipstream.kernels.elementwise.rms_norm import rms_norm
+from slipstream.scheduler import cascade
+from slipstream.scheduler.cascade import least_saved, pays
 from tests.contexts import context_of
-from tests.kernels.dense_attention import dense_attention
+from tests.kernels.attention.dense_attention import dense_attention
 from tests.kernels.triton_check import quietly_interpreted
 
 # Llama 3.1 8B in bfloat16: 32 layers, 8 key heads of 128.

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from slipstream.attention import choice
+from slipstream.attention.backends.flashinfer_paths import NOT_INSTALLED
 from slipstream.attention.choice import choose_backend, make_backend
-from slipstream.attention.flashinfer_paths import NOT_INSTALLED
 from slipstream.config import EngineOptions, Hardware, ModelConfig
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine.resolve import resolve

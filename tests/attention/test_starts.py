@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from slipstream.attention.backend import AttentionBackend, AttentionLayer
-from slipstream.attention.cpu import CpuBackend
+from slipstream.attention.backends.cpu import CpuBackend
+from slipstream.attention.backends.reference import ReferenceBackend
+from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.attention.reference import ReferenceBackend
-from slipstream.attention.triton import TritonBackend
 from slipstream.kernels import native
 from tests.contexts import context_of
-from tests.kernels.dense_attention import dense_attention, plant_nan
+from tests.kernels.attention.dense_attention import dense_attention, plant_nan
 
 PAGE, HEADS, KV_HEADS, DIM, MAX_PAGES = 4, 4, 2, 32, 12
 SEQ_LENS, STARTS = (9, 40, 33, 24), (0, 30, 32, 8)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands.run_cli import Outcome, RunCli, assert_one_line_error
-from tests.models.tiny_heads import TAPS, Case, eagle, eagle3
+from tests.models.heads.tiny_heads import TAPS, Case, eagle, eagle3
 
 LONG = {"max_position_embeddings": 512}
 

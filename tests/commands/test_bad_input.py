@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models.hub import ALIASES, DEFAULT_MODEL
+from slipstream.checkpoints.hub import ALIASES, DEFAULT_MODEL
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 
@@ -207,9 +207,9 @@ def test_speculation_is_checked_before_any_model_is_looked_for(
     line: str,
 ) -> None:
     # The default model without its head: with it, some of these arguments would name it.
-    monkeypatch.setattr("slipstream.models.hub._HEADS", tmp_path / "heads")
+    monkeypatch.setattr("slipstream.checkpoints.hub._HEADS", tmp_path / "heads")
     # Users of a name before its owner: a module that is imported for the first time would keep the replacement.
-    for owner in ("commands.bench.shape_config", "engine.build.resolve_model", "models.hub.resolve_model"):
+    for owner in ("commands.bench.shape_config", "engine.build.resolve_model", "checkpoints.hub.resolve_model"):
         monkeypatch.setattr(f"slipstream.{owner}", lambda name: pytest.fail(f"looked for {name}"))
     outcome = cli(*command, *options)
     assert_one_line_error(outcome)

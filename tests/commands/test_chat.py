@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.llm import LLM
 from slipstream.output import RequestOutput
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests.commands.run_cli import RunCli, assert_one_line_error
 
 SHORT = ("--max-tokens", 6, "--ignore-eos")

@@ -13,10 +13,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
+from tests.checkpoints.tiny_gguf import random_state, write_model
 from tests.commands.run_cli import Outcome, RunCli, assert_one_line_error
 from tests.corruption.gguf_image import Image, Value, nested
-from tests.models.tiny_gguf import random_state, write_model
-from tests.models.tiny_heads import TAPS, eagle3
+from tests.models.heads.tiny_heads import TAPS, eagle3
 
 # A tenth of a second is usual; these once needed minutes.
 MAX_SECONDS = 10.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.checkpoints.hub import ALIASES, DEFAULT_MODEL
 from slipstream.commands import doctor
-from slipstream.models.hub import ALIASES, DEFAULT_MODEL
 from tests.commands.run_cli import RunCli
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slipstream.models.hub import ALIASES, DEFAULT_MODEL
+from slipstream.checkpoints.hub import ALIASES, DEFAULT_MODEL
 from tests.commands.run_cli import RunCli
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream.commands import tune
-from slipstream.kernels.small_linear import Tile
-from slipstream.kernels.tiles import MEASURED_TOKENS, Measured, Weight, read_table, versions, write_table
+from slipstream.kernels.linear.small_linear import Tile
+from slipstream.kernels.tuning.tiles import MEASURED_TOKENS, Measured, Weight, read_table, versions, write_table
 from tests import tiny_models
 from tests.commands.run_cli import RunCli, assert_one_line_error
 

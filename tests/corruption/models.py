@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import tiny_models
+from tests.checkpoints import test_gguf_architectures as converted_models
+from tests.checkpoints.tiny_gguf import random_state, sentencepiece_tokenizer, write_model
 from tests.corruption.tokenizers import tiny_tokenizers
-from tests.models import test_gguf_architectures as converted_models
-from tests.models.tiny_gguf import random_state, sentencepiece_tokenizer, write_model
-from tests.models.tiny_heads import TAPS, eagle, eagle3, eagle_of_speculators
+from tests.models.heads.tiny_heads import TAPS, eagle, eagle3, eagle_of_speculators
 
 _LONG = {"max_position_embeddings": 512}
 

@@ -28,7 +28,7 @@ LENGTH = 24
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     registry.register(NAME, Toy)
 
 

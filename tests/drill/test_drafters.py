@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
+from slipstream.plan import RowStatus
 from slipstream.speculate import registry
 from slipstream.speculate.options import fill_help, read_speculation
 from slipstream.speculate.place_host_drafts import place_host_drafts
 from slipstream.speculate.speculator import DraftBatch
-from slipstream.types import RowStatus
 from tests.bundles import make_rows
 from tests.drill.toy_block import Block, BlockSpeculator
 from tests.drill.toy_drafters import HostRepeat, Repeat
@@ -48,7 +48,7 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     for method in METHODS:
         registry.register(method)
 

@@ -28,7 +28,7 @@ LENGTH = 16
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     monkeypatch.setattr(parameters, "_extra", {})
     registry.register(NAME, Shifted)
     register_parameter(SHIFT)

@@ -50,7 +50,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     monkeypatch.setattr(parameters, "_extra", {})
     registry.register(toy_sampling.OPERATION)
 
@@ -172,7 +172,7 @@ def test_the_drill_finds(
 ) -> None:
     expected = plain(folders)
     broken = dataclasses.replace(toy_sampling.OPERATION, apply=fault)
-    monkeypatch.setattr(registry, "_registered", {broken.name: broken})
+    monkeypatch.setattr(registry, "registered", {broken.name: broken})
     found = [output.token_ids for output in generate(folders, **drafts("ngram", folders))]
     assert found != expected and broken_rules(found) > 0
 
@@ -232,7 +232,7 @@ def test_a_file_that_cannot_be_found_is_said_to_be_missing() -> None:
 def test_an_engine_that_is_older_than_an_operation_refuses_it(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     with LLM(folders["target"], dtype="float64", max_num_seqs=2) as llm:
         registry.register(toy_sampling.OPERATION)
         output = llm.generate([5, 6], SamplingParams(max_tokens=3, extra={"clock_size": 5}))[0]

@@ -30,7 +30,7 @@ IGNORED = ("lm_head", "model.layers.1.mlp.down_proj")
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     registry.register(METHOD, Int8Rows)
 
 

@@ -26,11 +26,11 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.request_rows import RowState
 from slipstream.models.decoder import Decoder
 from slipstream.models.registry import architecture_of
+from slipstream.plan import RowStatus
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.method import Drafter, DraftMethod, TargetFiles
 from slipstream.speculate.speculator import DraftBatch, MakeSpeculator, NoSpeculator
 from slipstream.speculative_config import Needs, SpeculativeConfig
-from slipstream.types import RowStatus
 from tests.sim.tiny_engines import LIKELY
 from tests.tiny_models import VOCAB_SIZE
 

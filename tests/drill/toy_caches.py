@@ -20,7 +20,7 @@ from slipstream.attention.grouped_query import NewHeads
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import CacheSpec, Shape
 from slipstream.device.operation import operation
-from slipstream.kernels.rope_cache import rotate, rotation
+from slipstream.kernels.attention.rope_cache import rotate, rotation
 
 FLOATS = ("float64", "float32")
 DECAY = 0.75  # exact in binary

@@ -13,9 +13,9 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.errors import ConfigError
+from slipstream.host_drafting import HostProposer
 from slipstream.kernels.request_rows import RowState
 from slipstream.models.decoder import Decoder
-from slipstream.speculate.host_proposer import HostProposer
 from slipstream.speculate.host_staged import HostStagedSpeculator
 from slipstream.speculate.method import Drafter, DraftMethod, TargetFiles, read_integer
 from slipstream.speculate.speculator import DraftBatch, MakeSpeculator, NoSpeculator

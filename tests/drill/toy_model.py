@@ -18,7 +18,7 @@ from slipstream.models.layers import Layer, Linear
 from slipstream.models.llama import Llama
 from tests import tiny_models
 from tests.drill.toy_caches import DECAY, Differences, RunningSums, SumLayer
-from tests.models import plain_heads
+from tests.models.heads import plain_heads
 
 NAME = "ToyForCausalLM"
 KINDS = ("attention", "differences", "sums")

@@ -14,9 +14,9 @@ from slipstream.columns import Column
 from slipstream.device.operation import operation
 from slipstream.errors import RequestError
 from slipstream.parameters import Parameter, TokenIds
+from slipstream.request import Request
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows, Stage
 from slipstream.sampling_params import value_of
-from slipstream.types import Request
 from slipstream.values import Bounds
 
 MOST_CLASSES = 3

@@ -18,8 +18,9 @@ from slipstream.device.operation import operation
 from slipstream.models.llama import Llama
 from slipstream.models.model_state import StateSetting, StepRequests
 from slipstream.parameters import Parameter
+from slipstream.plan import StepPlan
+from slipstream.request import Request
 from slipstream.sampling_params import value_of
-from slipstream.types import Request, StepPlan
 from slipstream.values import Bounds
 
 NAME = "ShiftedForCausalLM"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.errors import ModelError
-from slipstream.kernels.geglu import ACTIVATIONS
+from slipstream.kernels.elementwise.geglu import ACTIVATIONS
 from slipstream.weights.dense import Dense
 from slipstream.weights.matrix import ExpertShape, Matrix, StoredExperts, StoredWeight, WeightFormat, WeightShape
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.engine.core import EngineCore
-from slipstream.types import FinishReason, Request, SamplingParams
+from slipstream.output import FinishReason
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 
 
 @dataclass

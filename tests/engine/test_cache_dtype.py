@@ -14,7 +14,7 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.types import Request
+from slipstream.request import Request
 from tests import tiny_models
 from tests.engine.drive import Outcome, make_request, run
 

@@ -15,9 +15,10 @@ from slipstream.engine.driver import Deliver
 from slipstream.engine.resolve import resolve
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import RequestError
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.output import RequestOutput
-from slipstream.types import Request, SamplingParams, TokenUpdate, TokenUpdates
+from slipstream.output import RequestOutput, TokenUpdate, TokenUpdates
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
+from slipstream.text.tokenizer import Tokenizer
 from tests.test_config import CPU, MODEL
 
 PROMPT = [ord("x")] * 3

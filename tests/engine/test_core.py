@@ -10,8 +10,8 @@ import torch
 
 from slipstream.engine.build import Engine
 from slipstream.errors import RequestError
+from slipstream.request import Request
 from slipstream.runner.async_output import InFlightStep
-from slipstream.types import Request
 from tests.engine.drive import make_request, run
 
 MakeEngine = Callable[..., Engine]

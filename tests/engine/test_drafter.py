@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions, NetworkSize
 from slipstream.models.load import Placement
-from slipstream.models.weights import open_checkpoint
 from slipstream.speculate.method import TargetFiles
 from slipstream.speculate.options import read_speculation
 from slipstream.speculate.registry import find_method
 from tests import tiny_models
-from tests.models import tiny_heads
-from tests.models.tiny_heads import HIDDEN, NUM_LAYERS, VOCAB, Case
+from tests.models.heads import tiny_heads
+from tests.models.heads.tiny_heads import HIDDEN, NUM_LAYERS, VOCAB, Case
 
 LONG = {"max_position_embeddings": 512}
 BOTH = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}

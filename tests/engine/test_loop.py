@@ -20,7 +20,7 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.driver import Add, Driver, Finish, Stop
 from slipstream.engine.loop import EngineLoop
 from slipstream.errors import EngineError
-from slipstream.types import TokenUpdates
+from slipstream.output import TokenUpdates
 from tests import tiny_models
 from tests.engine.drive import make_request
 
@@ -64,8 +64,8 @@ def test_a_request_beside_the_end_of_the_loop_is_answered(
     adding = threading.Thread(target=add)
     adding.start()
     if ends == "fails":
-        assert loop._core is not None
-        monkeypatch.setattr(loop._core, "finish", lambda request_id: 1 / 0)
+        assert loop.core is not None
+        monkeypatch.setattr(loop.core, "finish", lambda request_id: 1 / 0)
         ending = threading.Thread(target=lambda: (loop.finish("x"), loop._thread.join()))
     else:
         ending = threading.Thread(target=loop.close)

@@ -12,9 +12,8 @@ from slipstream.engine.admission import Submission
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.reader import OutputReader, OutputThread
 from slipstream.engine.stats import EngineStats
-from slipstream.output import SYNTHETIC_NOTICE, RequestOutput
+from slipstream.output import SYNTHETIC_NOTICE, LogprobRow, RequestOutput, TokenUpdate, TokenUpdates
 from slipstream.speculative_config import SpeculativeConfig
-from slipstream.types import LogprobRow, TokenUpdate, TokenUpdates
 from tests.engine.drive import make_request
 
 NGRAM = SpeculativeConfig("ngram", 4)

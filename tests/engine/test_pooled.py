@@ -16,7 +16,8 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.engine.core import EngineCore
 from slipstream.pooling import KIND_NAMES, PoolingParams
-from slipstream.types import Request, SamplingParams
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.engine.drive import make_request
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import zmq
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine import link, supervisor, worker
@@ -46,9 +47,8 @@ from slipstream.engine.wire import (
 from slipstream.errors import ConfigError, EngineError, ModelError, RequestError
 from slipstream.llm import LLM
 from slipstream.models.registry import architecture_of
-from slipstream.models.weights import open_checkpoint
-from slipstream.output import RequestOutput
-from slipstream.types import LogprobRow, SamplingParams, TokenUpdate, TokenUpdates
+from slipstream.output import LogprobRow, RequestOutput, TokenUpdate, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.engine.drive import make_request
 
@@ -133,7 +133,7 @@ def test_speculation_is_checked_before_the_process_starts(tmp_path: Path, monkey
 
 def test_a_dead_engine_is_replaced(folder: Path) -> None:
     with LLM(str(folder), own_process=True, max_model_len=512) as llm:
-        running = llm._client.running
+        running = llm.client.running
         assert isinstance(running, EngineProcess)
         stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
         next(stream)
@@ -176,7 +176,7 @@ def test_the_engine_ends_with_its_server(folder: Path) -> None:
     program = (
         "import os, sys, signal\nfrom slipstream.llm import LLM\n"
         f"llm = LLM({str(folder)!r}, own_process=True)\n"
-        "print(llm._client.running.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(llm.client.running.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     wait_for_end(int(ran.stdout))
@@ -207,7 +207,7 @@ def test_an_engine_that_is_told_nothing_leaves_nothing(tmp_path: Path) -> None:
 def test_closing_while_the_engine_is_away(folder: Path) -> None:
     for pause_s in (0.0, 0.5):
         llm = LLM(str(folder), own_process=True)
-        running = llm._client.running
+        running = llm.client.running
         assert isinstance(running, EngineProcess)
         os.kill(running.pid, signal.SIGKILL)
         time.sleep(pause_s)
@@ -216,10 +216,10 @@ def test_closing_while_the_engine_is_away(folder: Path) -> None:
 
 def test_a_refused_request_leaves_nothing_registered(folder: Path) -> None:
     with LLM(str(folder), own_process=True) as llm:
-        running = llm._client.running
+        running = llm.client.running
         assert isinstance(running, EngineProcess)
         os.kill(running.pid, signal.SIGKILL)
-        process = running._supervisor.child.process
+        process = running.supervisor.child.process
         assert process is not None
         process.wait(5)
         try:  # one that is sent before the death is noticed ends with it
@@ -227,15 +227,15 @@ def test_a_refused_request_leaves_nothing_registered(folder: Path) -> None:
             assert all("ended with code -9" in (output.error or "") for output in outputs)
         except EngineError:
             pass
-        assert not llm._client._output._submissions
-        assert not llm._client._output._streams
+        assert not llm.client.output.submissions
+        assert not llm.client.output.streams
 
 
 def test_sockets_are_private(folder: Path) -> None:
     with LLM(str(folder), own_process=True) as llm:
-        running = llm._client.running
+        running = llm.client.running
         assert isinstance(running, EngineProcess)
-        folder = running._supervisor.folder
+        folder = running.supervisor.folder
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
 
@@ -253,28 +253,28 @@ def test_figures_of_an_engine_that_is_not_done_preparing_travel(folder: Path) ->
 def test_a_request_that_cannot_be_read_is_the_only_one_to_fail(folder: Path) -> None:
     """The worker's own guard: whatever a client's checks let through, the engine goes on."""
     with LLM(str(folder), own_process=True) as llm:
-        submission = llm._client.prepare([1, 2], GREEDY)
+        submission = llm.client.prepare([1, 2], GREEDY)
         (request,) = submission.requests
         odd = replace(submission, requests=(replace(request, prompt_token_ids=(True, "x")),))  # type: ignore[arg-type]
         answers: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        llm._client.submit(odd, answers.put)
+        llm.client.submit(odd, answers.put)
         assert "the engine cannot read this request" in (answers.get(timeout=60).error or "")
         assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == 16
 
 
 def test_what_cannot_be_encoded_leaks_no_slot(folder: Path) -> None:
     with LLM(str(folder), own_process=True) as llm:
-        submission = llm._client.prepare([1, 2], GREEDY, "mine")
+        submission = llm.client.prepare([1, 2], GREEDY, "mine")
         (request,) = submission.requests
         odd = replace(submission, requests=(replace(request, priority=2**70),))
         with pytest.raises(OverflowError):
-            llm._client.submit(odd, lambda output: None)
-        llm._client.submit(submission, (answers := queue.SimpleQueue[RequestOutput]()).put, every_token=False)
+            llm.client.submit(odd, lambda output: None)
+        llm.client.submit(submission, (answers := queue.SimpleQueue[RequestOutput]()).put, every_token=False)
         assert answers.get(timeout=60).finish_reason == "length"
 
 
 def running_process(llm: LLM) -> EngineProcess:
-    running = llm._client.running
+    running = llm.client.running
     assert isinstance(running, EngineProcess)
     return running
 
@@ -397,14 +397,14 @@ def test_a_restart_brings_its_own_limits(folder: Path) -> None:
         running = running_process(llm)
         long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
         assert len(llm.generate([1, 2], long)[0].token_ids) == 300
-        waiting = llm._client.prepare([1, 2], long)
-        supervised = running._supervisor
+        waiting = llm.client.prepare([1, 2], long)
+        supervised = running.supervisor
         supervised._options = replace(supervised._options, num_gpu_blocks_override=8, max_model_len=100)
         os.kill(running.pid, signal.SIGKILL)
         wait_until(lambda: running.num_restarts == 1)
         assert llm.config.cache.num_pages == 9 and llm.config.scheduler.max_model_len == 100
         with pytest.raises(RequestError, match="the KV cache holds"):
-            llm._client.submit(waiting, lambda output: None)
+            llm.client.submit(waiting, lambda output: None)
         with pytest.raises(RequestError, match="the context holds 100"):
             llm.generate([list(range(150))], GREEDY)
         assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == 16
@@ -415,4 +415,4 @@ def test_requests_that_have_ended_are_not_known_any_more(folder: Path) -> None:
         running = running_process(llm)
         llm.generate([[1, 2], [3, 4]], GREEDY)
         next(llm.stream([1, 2, 3], GREEDY))  # left at once
-        wait_until(lambda: not running._link._known)
+        wait_until(lambda: not running.link.known)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions
 from slipstream.engine import supervisor
 from slipstream.engine.driver import Stop
@@ -24,10 +25,10 @@ from slipstream.engine.stats import EngineStats
 from slipstream.engine.supervisor import open_push
 from slipstream.engine.wire import EngineBack, EngineLost, Ready, Refused, Stats, client_address, encode
 from slipstream.errors import EngineError
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.front_end_process import link_address
-from slipstream.types import SamplingParams, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 from tests.engine.drive import make_request
 from tests.test_config import CPU, MODEL
 
@@ -48,24 +49,24 @@ class ScriptedChild:
         self.generation = 0
         self.num_sync_violations = 0
         self.monitor = PulseMonitor(300.0)
-        self._client: zmq.Socket[bytes] | None = None
+        self.client: zmq.Socket[bytes] | None = None
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for message in messages:
             self.say(message)
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, generation: int) -> ScriptedChild:
         self.generation = generation
-        self._client = open_push(context, client_address(folder, 0))
+        self.client = open_push(context, client_address(folder, 0))
         return self
 
     def say(self, message: Any) -> None:
         self._messages.put(message)
 
     def tell_client(self, message: Any) -> None:
-        assert self._client is not None
+        assert self.client is not None
         if isinstance(message, Stats):
             self.num_sync_violations = message.stats.num_sync_violations
-        self._client.send_multipart(encode(message))
+        self.client.send_multipart(encode(message))
 
     def die(self) -> None:
         self.exit_code = -9
@@ -117,7 +118,7 @@ class Bench:
         monkeypatch.setattr(supervisor, "_Child", start)
         self.delivered: queue.SimpleQueue[TokenUpdates] = queue.SimpleQueue()
         self.running = EngineProcess(EngineOptions(model=str(folder)), self.delivered.put)
-        self.pause = self.running._supervisor._pause = Pause()  # type: ignore[assignment]
+        self.pause = self.running.supervisor._pause = Pause()  # type: ignore[assignment]
 
     def close(self) -> None:
         self.running.close()
@@ -209,7 +210,7 @@ def test_a_dead_engine_has_lost_the_requests_that_it_had_not_ended(start: Start)
     first.tell_client(TokenUpdates.from_list([TokenUpdate("ended", [5], "length"), TokenUpdate("open", [6])]))
     assert bench.delivered.get(timeout=60).ended == ["ended"]
     bench.running.finish("left")
-    assert bench.running._link._known == {"open", "waiting"}
+    assert bench.running.link.known == {"open", "waiting"}
     first.die()
     lost = bench.delivered.get(timeout=60)
     assert lost.ended == ["open", "waiting"]
@@ -218,12 +219,12 @@ def test_a_dead_engine_has_lost_the_requests_that_it_had_not_ended(start: Start)
         assert update.error == ("the engine process ended with code -9; it is being restarted, send the request again")
     wait_until(lambda: bench.running.num_restarts == 1)
     assert bench.delivered.empty()
-    assert not bench.running._link._known
+    assert not bench.running.link.known
 
 
 def address_in(bench: Bench) -> LinkAddress:
     """Of a client that starts now. No other client has its number, so it receives what the test sends."""
-    return link_address(bench.running._supervisor, client=1, incarnation=1)
+    return link_address(bench.running.supervisor, client=1, incarnation=1)
 
 
 def test_a_client_that_starts_while_there_is_no_engine(start: Start, tokenizer: Tokenizer) -> None:
@@ -239,7 +240,7 @@ def test_a_client_that_starts_while_there_is_no_engine(start: Start, tokenizer: 
         assert not link.is_ready and link.trouble == RESTARTING
         with pytest.raises(EngineError, match="try again"):
             link.add(make_request("a", [1]))
-        link._handle(EngineBack(2, 1, READY))
+        link.handle(EngineBack(2, 1, READY))
         link.add(make_request("a", [1]))
         assert link.is_ready and link.num_restarts == 1
         bench.pause.set()
@@ -260,10 +261,10 @@ def test_a_client_that_starts_after_a_restart(start: Start, tokenizer: Tokenizer
         assert link.is_ready and link.num_restarts == 1
         link.add(make_request("a", [1]))
         assert link.stats.num_sync_violations == bench.running.stats.num_sync_violations == 2
-        link._handle(EngineLost(0, "it died", 2))
-        link._handle(EngineBack(1, 1, READY))
-        assert link.is_ready and link.num_restarts == 1 and link._known == {"a"}
-        link._handle(EngineLost(1, "it died", 2))
-        assert not link.is_ready and not link._known
+        link.handle(EngineLost(0, "it died", 2))
+        link.handle(EngineBack(1, 1, READY))
+        assert link.is_ready and link.num_restarts == 1 and link.known == {"a"}
+        link.handle(EngineLost(1, "it died", 2))
+        assert not link.is_ready and not link.known
     finally:
         link.close()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.split_updates import UpdateSplitter
 from slipstream.engine.wire import client_of, client_prefix
-from slipstream.types import TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
 
 
 @st.composite

@@ -12,7 +12,7 @@ from tests.engine.drive import make_request, run
 
 
 def test_off_unless_asked_for(make_engine: Callable[..., Engine]) -> None:
-    assert isinstance(make_engine().core._trace, NoTrace)
+    assert isinstance(make_engine().core.trace, NoTrace)
 
 
 def test_every_step_has_its_ranges(
@@ -22,8 +22,8 @@ def test_every_step_has_its_ranges(
     monkeypatch.setenv("SLIPSTREAM_TRACE", str(path))
     core = make_engine().core
     run(core, [make_request("r", range(20), 6)])
-    assert isinstance(core._trace, Trace)
-    core._trace.write()
+    assert isinstance(core.trace, Trace)
+    core.trace.write()
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     by_name = {name: [e for e in events if e["name"] == name] for name in ("schedule", "launch", "wait", "collect")}
     assert [len(by_name[name]) for name in ("launch", "wait", "collect")] == [6, 6, 6]

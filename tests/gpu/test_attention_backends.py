@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from slipstream.attention.backend import AttentionBackend, AttentionLayer
-from slipstream.attention.flashinfer import FlashInferBackend
-from slipstream.attention.flashinfer_library import FlashInferLibrary
-from slipstream.attention.flashinfer_paths import Choice, Features, HeadShape, Paths, choose_paths
-from slipstream.attention.flex import FlexBackend
-from slipstream.attention.reference import ReferenceBackend
-from slipstream.attention.triton import TritonBackend
+from slipstream.attention.backends.flashinfer import FlashInferBackend
+from slipstream.attention.backends.flashinfer_library import FlashInferLibrary
+from slipstream.attention.backends.flashinfer_paths import Choice, Features, HeadShape, Paths, choose_paths
+from slipstream.attention.backends.flex import FlexBackend
+from slipstream.attention.backends.reference import ReferenceBackend
+from slipstream.attention.backends.triton import TritonBackend
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_shape
 from slipstream.models import shapes

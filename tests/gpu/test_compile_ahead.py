@@ -62,7 +62,7 @@ def test_nothing_is_left_to_compile_when_graphs_are_recorded(
     config = {**shapes.SHAPES["smollm2-135m"], "num_hidden_layers": 2, "intermediate_size": 1200, "vocab_size": 4000}
     monkeypatch.setitem(shapes.SHAPES, "own", config)
     late: list[str] = []
-    capture = CudaGraphManager._capture_one
+    capture = CudaGraphManager.capture_one
 
     def capture_one(self: CudaGraphManager, *args: Any) -> Any:
         before = len(compiled)
@@ -71,7 +71,7 @@ def test_nothing_is_left_to_compile_when_graphs_are_recorded(
         finally:
             late.extend(compiled[before:])
 
-    monkeypatch.setattr(CudaGraphManager, "_capture_one", capture_one)
+    monkeypatch.setattr(CudaGraphManager, "capture_one", capture_one)
     options = EngineOptions(device="cuda", dtype="bfloat16", max_num_seqs=16, max_model_len=512, speculate="ngram")
     core = build_shape(options, "own").core
     while core.use_idle_time():

@@ -12,8 +12,8 @@ import torch
 
 from slipstream.config import GRAPH_MODES, EngineOptions
 from slipstream.engine.build import Engine, build_engine
+from slipstream.request import Request
 from slipstream.speculate.rejection import DRAFT_NOISE, RESIDUAL_NOISE
-from slipstream.types import Request
 from tests.engine.drive import make_request, run
 from tests.speculate.coin_model import make_core, sigmas_off
 from tests.speculate.unbiased import drawn_with, try_many

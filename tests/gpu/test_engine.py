@@ -19,7 +19,9 @@ from slipstream.config import GRAPH_MODES, EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
 from slipstream.llm import LLM
-from slipstream.types import Request, SamplingParams, StepPlan
+from slipstream.plan import StepPlan
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from tests.engine.drive import make_request, run
 
 try:

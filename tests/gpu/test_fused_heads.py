@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-fused_heads = pytest.importorskip("tests.models.test_fused_head", reason="transformers makes the tiny targets")
+fused_heads = pytest.importorskip("tests.models.heads.test_fused_head", reason="transformers makes the tiny targets")
 pytestmark = pytest.mark.gpu
 
 

@@ -20,7 +20,7 @@ from slipstream.engine.build import Engine, build_engine, build_shape
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.manager import CudaGraphManager
 from slipstream.models import shapes
-from slipstream.types import Request
+from slipstream.request import Request
 from tests.engine.drive import Outcome, make_request, run
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +109,7 @@ def check_quiet(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tiny_mtp = pytest.importorskip("tests.models.tiny_mtp", reason="transformers writes the tiny models")
+    tiny_mtp = pytest.importorskip("tests.models.heads.tiny_mtp", reason="transformers writes the tiny models")
     changes = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
     written: Path = tiny_mtp.write_hybrid(tmp_path_factory.mktemp("hybrid"), **changes)
     return written

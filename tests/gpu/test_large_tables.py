@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels.paged_attention import PagedRequests
-from slipstream.kernels.prepare_inputs import prepare_inputs
-from slipstream.kernels.rope_cache import NewTokens, rope_and_cache
-from slipstream.kernels.triton_attention import triton_attention
-from slipstream.types import RowStatus
+from slipstream.kernels.attention.paged_attention import PagedRequests
+from slipstream.kernels.attention.rope_cache import NewTokens, rope_and_cache
+from slipstream.kernels.attention.triton_attention import triton_attention
+from slipstream.kernels.step.prepare_inputs import prepare_inputs
+from slipstream.plan import RowStatus
 from tests.bundles import bundle
 
 pytestmark = pytest.mark.gpu

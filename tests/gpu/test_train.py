@@ -10,11 +10,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers writes the tiny models")
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.cli import main
 from slipstream.llm import LLM
-from slipstream.models.weights import open_checkpoint
+from slipstream.sampling_params import SamplingParams
 from slipstream.train.target import load_target
-from slipstream.types import SamplingParams
 from tests import tiny_models
 from tests.train.conftest import TAPS, arguments, build_target
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
-from slipstream.types import Request
+from slipstream.request import Request
 from tests import tiny_models
 from tests.engine.drive import make_request, run
-from tests.models import tiny_heads
+from tests.models.heads import tiny_heads
 
 LONG = {"max_position_embeddings": 512}
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.kernels import decode_attention
+from slipstream.kernels.attention import decode_attention
 from tests.operation_checks import checked_operations
 
 

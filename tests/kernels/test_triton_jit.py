@@ -68,7 +68,7 @@ WAIT, START = "    wait_for_last(EARLY)\n", "    let_next_start(EARLY)\n"
     ],
 )
 def test_such_faults_are_found(changed: str, fault: str) -> None:
-    source = Path(triton_jit.__file__).with_name("fused_linear.py").read_text()
+    source = Path(triton_jit.__file__).parent.joinpath("linear", "fused_linear.py").read_text()
     assert source.count(WAIT + START) == 1
     assert early_faults(source.replace(WAIT + START, changed)) == [f"_scale_kernel {fault}"]
 

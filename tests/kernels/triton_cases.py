@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.commit import NUM_HEADER_COLUMNS, commit
-from slipstream.kernels.entropy_grads import entropy_grads
-from slipstream.kernels.geglu import geglu
-from slipstream.kernels.prepare_inputs import prepare_inputs
-from slipstream.kernels.rope_cache import rope_and_cache, rotation, rotation_and_slots
-from slipstream.kernels.row_writes import write_rows
-from slipstream.kernels.swiglu import swiglu
-from slipstream.kernels.tap import tap
-from slipstream.kernels.triton_attention import triton_attention
-from slipstream.types import RowStatus
-from tests.kernels.dense_attention import hide_queries, plant_nan
+from slipstream.kernels.attention.rope_cache import rope_and_cache, rotation, rotation_and_slots
+from slipstream.kernels.attention.triton_attention import triton_attention
+from slipstream.kernels.elementwise.geglu import geglu
+from slipstream.kernels.elementwise.swiglu import swiglu
+from slipstream.kernels.elementwise.tap import tap
+from slipstream.kernels.step.commit import NUM_HEADER_COLUMNS, commit
+from slipstream.kernels.step.prepare_inputs import prepare_inputs
+from slipstream.kernels.step.row_writes import write_rows
+from slipstream.kernels.training.entropy_grads import entropy_grads
+from slipstream.plan import RowStatus
+from tests.kernels.attention.dense_attention import hide_queries, plant_nan
 from tests.kernels.triton_cases_cascade import cascades
 from tests.kernels.triton_cases_delta import chunks, convolutions, gated_norms, recurrences
 from tests.kernels.triton_cases_drafts import head_passes

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.kernels.cascade_attention import cascade_attention
+from slipstream.kernels.attention.cascade_attention import cascade_attention
 from tests.kernels.triton_check import Case, Real
 
 

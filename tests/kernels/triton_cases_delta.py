@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.causal_conv import causal_conv
-from slipstream.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule
-from slipstream.kernels.gated_norm import gated_norm
+from slipstream.kernels.recurrent.causal_conv import causal_conv
+from slipstream.kernels.recurrent.delta_rule import chunked_delta_rule, recurrent_delta_rule
+from slipstream.kernels.recurrent.gated_norm import gated_norm
 from tests.kernels.triton_check import Case, Real
 
 

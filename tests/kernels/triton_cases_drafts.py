@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.draft_states import join_states, keep_states
-from slipstream.kernels.fused_linear import linear_few
+from slipstream.kernels.linear.fused_linear import linear_few
+from slipstream.kernels.step.draft_states import join_states, keep_states
 from tests.kernels.triton_check import Case, Real
 
 # Tokens, size of a state, vocabulary: one of each, none divisible by anything, a model's own, none at all.

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.kernels.decode_attention import decode_attention
-from slipstream.kernels.fused_linear import (
+from slipstream.kernels.attention.decode_attention import decode_attention
+from slipstream.kernels.linear.fused_linear import (
     add_scaled,
     embed_scaled,
     linear_add,
@@ -16,7 +16,7 @@ from slipstream.kernels.fused_linear import (
     scaled_gated,
     scaled_linear,
 )
-from tests.kernels.dense_attention import hide_queries, plant_nan
+from tests.kernels.attention.dense_attention import hide_queries, plant_nan
 from tests.kernels.triton_check import Case, Real
 
 # Tokens, outputs, inputs: one of each, none divisible by anything, a model's own, several tiles of tokens.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.moe import expert_mlp, route_tokens
-from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
+from slipstream.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from slipstream.kernels.linear.moe import expert_mlp, route_tokens
 from tests.kernels.triton_check import Case, Real
 
 

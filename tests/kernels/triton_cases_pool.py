@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.pool import pool
+from slipstream.kernels.step.pool import pool
 from slipstream.pooling import PoolingKind
 from tests.kernels.triton_check import Case, Real, poisoned
 

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.attention.context import NORMED, StepTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.config import EngineOptions, ModelConfig
 from slipstream.engine.build import build_engine
 from slipstream.errors import ModelError
@@ -19,8 +20,7 @@ from slipstream.llm import LLM
 from slipstream.models import fused_layer
 from slipstream.models.load import build_model, load_weights
 from slipstream.models.registry import architecture_of
-from slipstream.models.weights import open_checkpoint
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
 
 SHAPE: dict[str, Any] = {

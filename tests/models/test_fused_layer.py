@@ -10,7 +10,8 @@ import pytest
 from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
 from slipstream.models import fused_layer
-from slipstream.types import Request, SamplingParams
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
 
 

@@ -12,7 +12,7 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.llm import LLM
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
 
 

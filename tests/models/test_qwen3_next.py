@@ -18,11 +18,11 @@ from slipstream.models import delta_net
 from slipstream.models.load import Placement, load_weights, measure_model
 from slipstream.models.qwen3_next import Qwen3Next
 from slipstream.models.shapes import shape_config, weight_bytes
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
-from tests.models.test_draft_heads import Run
+from tests.models.heads.test_draft_heads import Run
+from tests.models.heads.tiny_mtp import random_mtp
 from tests.models.test_parity import all_logits
-from tests.models.tiny_mtp import random_mtp
 
 VARIANTS = [name for name in tiny_models.VARIANTS if name.startswith("qwen3-next")]
 
@@ -104,7 +104,7 @@ def test_no_call_for_plain_layers_is_taken(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.build("qwen3.5"), tmp_path)
     model = build_engine(EngineOptions(model=str(tmp_path), dtype="float32")).core.runner.program.model
     assert isinstance(model, Qwen3Next)
-    assert (model._stack, model._fused) == (None, None)
+    assert (model.stack, model._fused) == (None, None)
 
 
 def test_nothing_stands_between_a_product_and_the_kernels_that_start_early(

@@ -11,14 +11,14 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slipstream.checkpoints.hf_config import read_decoder_config, read_rope
 from slipstream.config import EngineOptions, RopeConfig
 from slipstream.engine.build import build_engine
 from slipstream.errors import ModelError
 from slipstream.llm import LLM
-from slipstream.models.hf_config import read_decoder_config, read_rope
 from slipstream.models.phi3 import Phi3
 from slipstream.models.rope import cos_sin_table, inverse_frequencies
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
 
 from .test_parity import all_logits

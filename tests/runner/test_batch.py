@@ -10,8 +10,8 @@ import pytest
 from slipstream.device.sim import SimDevice
 from slipstream.engine.core import EngineCore
 from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.plan import Composition, StepPlan
 from slipstream.runner.batch import PreparedBatch
-from slipstream.types import Composition, StepPlan
 from tests.engine.drive import make_request
 from tests.sim.world import World
 

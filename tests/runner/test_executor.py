@@ -6,8 +6,8 @@ from typing import Any
 
 from slipstream.device.sim import SimDevice
 from slipstream.engine.core import EngineCore
+from slipstream.plan import Composition
 from slipstream.runner.program import TargetOutput
-from slipstream.types import Composition
 from tests.engine.drive import make_request
 from tests.sim.world import World
 

@@ -6,8 +6,10 @@ import torch
 from slipstream.config import EngineConfig, EngineOptions, Hardware
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine.resolve import resolve
+from slipstream.plan import PageDiff, RowInit, RowStatus
+from slipstream.request import MAX_DEVICE_STOP_IDS, Request
 from slipstream.runner.request_state import RequestRows
-from slipstream.types import MAX_DEVICE_STOP_IDS, PageDiff, Request, RowInit, RowStatus, SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests.test_config import MODEL
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from slipstream.device.cpu import CpuDevice, CpuEvent
+from slipstream.plan import RowStatus, ScheduledRequest, StepPlan
 from slipstream.runner.async_output import OutputRing, PromptSpan, StepOutput
 from slipstream.runner.rings import Ring
 from slipstream.sampling.logprobs import pack_logprobs
-from slipstream.types import RowStatus, ScheduledRequest, StepPlan
 
 
 @dataclass

@@ -7,10 +7,12 @@ import torch
 from slipstream.config import EngineOptions, Hardware
 from slipstream.device.cpu import CpuDevice
 from slipstream.engine.resolve import resolve
+from slipstream.plan import RowInit
+from slipstream.request import Request
 from slipstream.runner.request_state import RequestRows
 from slipstream.sampling.operation import Positions, SamplingRows
 from slipstream.sampling.sampler import SamplingNeeds
-from slipstream.types import Request, RowInit, SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests.test_config import MODEL
 
 

@@ -19,12 +19,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from slipstream.request import Request
 from slipstream.sampling.gumbel import gumbel_noise
 from slipstream.sampling.min_p import apply_min_p
 from slipstream.sampling.operation import Positions, SamplingOperation
 from slipstream.sampling.registry import operations
 from slipstream.sampling.sampler import NOISE_ALONE, SamplingNeeds, process, sample
-from slipstream.types import Request
 from tests.sampling.rows import make_request, make_rows
 
 VOCAB = 60

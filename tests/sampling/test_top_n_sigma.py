@@ -6,7 +6,7 @@ import torch
 
 from slipstream.sampling.sampler import SamplingNeeds, process
 from slipstream.sampling.top_n_sigma import apply_top_n_sigma
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 from tests.sampling.rows import make_request, make_rows
 
 VOCAB = 60

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.output import LogprobRow
+from slipstream.plan import RowStatus, ScheduledRequest, StepPlan, StepResult
+from slipstream.request import MAX_DEVICE_STOP_IDS, Request
+from slipstream.sampling_params import SamplingParams
 from slipstream.scheduler.collected_step import take_tokens
 from slipstream.scheduler.request_state import RequestState
-from slipstream.types import (
-    MAX_DEVICE_STOP_IDS,
-    LogprobRow,
-    Request,
-    RowStatus,
-    SamplingParams,
-    ScheduledRequest,
-    StepPlan,
-    StepResult,
-)
 
 STOPS = tuple(range(100, 101 + MAX_DEVICE_STOP_IDS))
 STOP = STOPS[-1]  # which the device does not look for

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.attention.cascade import MAX_TOKENS
+from slipstream.plan import StepPlan
+from slipstream.scheduler.cascade import MAX_TOKENS
 from slipstream.scheduler.common_pages import count_common_pages
 from slipstream.scheduler.request_state import RequestState
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import StepPlan
 from tests.scheduler.test_scheduler import Device, make, request, simulate
 
 STEM = list(range(10, 22))  # three pages of four
@@ -89,7 +89,7 @@ def test_who_filled_a_page_and_who_found_it() -> None:
 
 def test_never_means_that_pages_are_not_counted() -> None:
     scheduler = make(budget=64)
-    scheduler._pages._config = replace(scheduler._config, least_saved=None)
+    scheduler._pages.config = replace(scheduler.config, least_saved=None)
     device = Device(scheduler, 2)
     device._check_common = lambda _plan: None  # type: ignore[method-assign]
     assert started(scheduler, device).composition.num_common_pages == 0

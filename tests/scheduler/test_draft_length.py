@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from slipstream.plan import Composition
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.step_costs import StepCosts
-from slipstream.types import Composition
 
 CHOICES = (0, 1, 2, 3, 5, 7)
 HIGH = (0.730, 0.521, 0.355, 0.245, 0.170, 0.118, 0.082)
@@ -136,7 +136,7 @@ def test_who_has_begun_with_drafts_soon_tries_more() -> None:
     """Trials are rare where drafts are dear; but of what lies beyond the first nothing is known that is not old."""
     engine = Engine(8, dear(0.6))
     engine.run(ZERO, 400)
-    assert engine.policy.length == 0 and engine.policy._interval > 20
+    assert engine.policy.length == 0 and engine.policy.interval > 20
     engine.trace.clear()
     engine.run((0.95, *ZERO[1:]), 120)
     begin = next(i for i, made in enumerate(engine.trace) if engine.trace[i : i + 4] == [1] * 4)
@@ -233,13 +233,13 @@ def test_steps_that_were_in_flight_when_the_length_fell_are_no_trials() -> None:
     engine = Engine(1, dear(0.05), in_flight=4)
     engine.run(HIGH, 200)
     engine.policy.update()
-    before = engine.policy._interval = 8
-    engine.policy._longest_interval = 64
+    before = engine.policy.interval = 8
+    engine.policy.longest_interval = 64
     usual = Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3)
     engine.policy.length = 1
     engine.policy.collected(usual, [0], [0])
     engine.policy.update()
-    assert engine.policy._interval == before
+    assert engine.policy.interval == before
 
 
 def test_nothing_is_tried_that_could_not_pay() -> None:
@@ -418,17 +418,17 @@ def test_what_was_learnt_while_others_used_the_machine_is_forgotten(load: float)
 def test_steps_with_prompts_are_no_trials() -> None:
     policy = AdaptiveLength(CHOICES, 7, 4, costs_of(in_graphs=True))
     policy.move_in(0)
-    before = policy._interval
+    before = policy.interval
     beside = Composition(("a", "b"), (1, 1), (0, 1), (8, 30), (True, False), (7, 0), 38, 3)
     for accepted in ([7, 0], [0, 0]):
         policy.launched(beside)
         policy.collected(beside, accepted, [0, 0])
         policy.update()
-        assert policy._interval == before
+        assert policy.interval == before
 
 
 def test_a_request_that_comes_makes_no_trial_later() -> None:
     policy = AdaptiveLength(CHOICES, 3, 4, costs_of(in_graphs=True))
-    policy._interval = 8
+    policy.interval = 8
     policy.move_in(0)
-    assert policy._interval == 8
+    assert policy.interval == 8

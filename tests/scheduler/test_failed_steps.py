@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.plan import RowStatus, ScheduledRequest
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import RowStatus, ScheduledRequest
 from tests.scheduler.test_scheduler import Device, Row, make, request, run_to_end
 
 PROMPT = list(range(10, 23))  # three full pages of four tokens, and one token more

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.plan import RowStatus, ScheduledRequest, StepPlan, StepResult
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.pages import PagePool, page_hashes
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculative_config import Needs
-from slipstream.types import Request, RowStatus, SamplingParams, ScheduledRequest, StepPlan, StepResult
 
 PARAMS = SamplingParams(temperature=0.0, seed=0)
 STOP_ID = 1
@@ -67,14 +69,14 @@ class Device:
     """Rows as the device has them. Checks every plan against what it really holds."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
-        self.rows = [Row() for _ in range(scheduler._config.max_num_seqs)]
+        self.rows = [Row() for _ in range(scheduler.config.max_num_seqs)]
         self.scheduler = scheduler
         self.rng = random.Random(seed)
         # What each slot was computed from: the token there and all before it. Reading another is a wrong token.
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
-        config = self.scheduler._config
+        config = self.scheduler.config
         for init in plan.row_inits:
             limits = (init.request.max_total_tokens, init.request.num_drafts(config.num_drafts))
             self.rows[init.row] = Row(list(init.token_ids), init.num_computed, *limits, RowStatus.RUNNING)
@@ -107,7 +109,7 @@ class Device:
 
     def _advance(self, row: Row, scheduled: ScheduledRequest) -> list[int]:
         page_size = self.scheduler.pool.page_size
-        config = self.scheduler._config
+        config = self.scheduler.config
         # Law 2: the bound is never below the truth; without drafts it is exact while the row runs.
         assert scheduled.num_computed_bound >= row.computed
         assert scheduled.num_computed_bound == row.computed or config.num_drafts
@@ -128,7 +130,7 @@ class Device:
 
     def _draw(self, row: Row, scheduled: ScheduledRequest, end: int) -> list[int]:
         """One token, and before it as many drafts as chance accepts of those that chance made."""
-        config, page_size = self.scheduler._config, self.scheduler.pool.page_size
+        config, page_size = self.scheduler.config, self.scheduler.pool.page_size
         room = min(scheduled.num_drafts, row.max_drafts, row.limit - len(row.tokens) - 1)
         num_drafts = self.rng.randint(0, max(0, room))
         for position in range(end, end + num_drafts):  # drafts leave their keys, accepted or not

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import CacheConfig, SchedulerConfig
+from slipstream.output import TokenUpdates
+from slipstream.plan import Composition, RowStatus, StepPlan, StepResult
 from slipstream.scheduler.draft_length import DraftLength, FixedLength, Lengths
 from slipstream.scheduler.request_state import RequestState
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.types import Composition, RowStatus, StepPlan, StepResult, TokenUpdates
 from tests.scheduler.test_scheduler import Device, make, request
 
 
@@ -54,7 +55,7 @@ class Varying(FixedLength):
 
 def pair(lengths: Callable[[], DraftLength | None], **sizes: int | bool) -> tuple[Counting, Undecided]:
     like = make(**sizes)  # type: ignore[arg-type]
-    return Counting(like._config, like._cache, lengths()), Undecided(like._config, like._cache, lengths())
+    return Counting(like.config, like._cache, lengths()), Undecided(like.config, like._cache, lengths())
 
 
 def assert_same_plan(one: StepPlan | None, other: StepPlan | None) -> None:

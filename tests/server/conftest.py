@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.weights import open_checkpoint
+from slipstream.checkpoints.checkpoint import open_checkpoint
+from slipstream.text.tokenizer import Tokenizer
 from tests import tiny_models
 
 from .scripted import ScriptedServer

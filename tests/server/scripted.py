@@ -16,13 +16,15 @@ from slipstream.engine.client import EngineClient
 from slipstream.engine.driver import Deliver
 from slipstream.engine.resolve import resolve
 from slipstream.engine.stats import EngineStats
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import LogprobRow, TokenUpdate, TokenUpdates
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from slipstream.server.counters import SharedCounters
 from slipstream.server.front_end import FrontEnd
 from slipstream.server.front_end_process import open_listener
 from slipstream.server.metrics import LAYOUT
 from slipstream.server.settings import ServerSettings
-from slipstream.types import LogprobRow, Request, SamplingParams, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 from tests.test_config import CPU, MODEL
 
 Text = str | list[int] | Callable[[Request], str]
@@ -40,7 +42,7 @@ class ScriptedEngine:
         self.stats = EngineStats()
         self.requests: list[Request] = []
         self.likeliest: Sequence[int] = (1, 2)  # token ids beside the chosen one
-        self._deliver, self._steps = deliver, steps
+        self.deliver, self._steps = deliver, steps
 
     def steps_of(self, request: Request) -> Sequence[Step]:
         """A test may put something here that tells requests apart."""
@@ -65,7 +67,7 @@ class ScriptedEngine:
 
     def _deliver_next(self, updates: list[TokenUpdate]) -> None:
         """The first of them, and the rest when the server has written what came of it."""
-        self._deliver(TokenUpdates.from_list([updates.pop(0)]))
+        self.deliver(TokenUpdates.from_list([updates.pop(0)]))
         if updates:
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._deliver_next, updates)

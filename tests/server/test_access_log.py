@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.server.access_log import LineLimit
 from slipstream.server.settings import ServerSettings
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedServer
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import Completion
+from slipstream.request import Request
 from slipstream.server.answers import Answer, ChatAnswer, CompletionAnswer, as_event
-from slipstream.types import Request
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedServer, chunks_of
 

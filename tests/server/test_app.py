@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.types import Request
+from slipstream.request import Request
 
 from .scripted import ScriptedServer, Step, chunks_of
 

@@ -16,10 +16,10 @@ from slipstream.config import EngineOptions
 from slipstream.engine.resolve import resolve
 from slipstream.engine.supervisor import EngineState
 from slipstream.engine.wire import Ready
+from slipstream.sampling_params import SamplingParams
 from slipstream.server import front_end_group
 from slipstream.server.front_end_group import FrontEndGroup
 from slipstream.server.settings import ServerSettings
-from slipstream.types import SamplingParams
 from tests.test_config import CPU, MODEL
 
 READY = Ready(resolve(EngineOptions(), CPU, MODEL), SamplingParams(), ())

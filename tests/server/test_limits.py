@@ -109,7 +109,7 @@ class Site:
     def __init__(self, limits: ConnectionLimits, check: Callable[[HttpRequest], None] = lambda request: None) -> None:
         self.ended: list[tuple[str, int | None]] = []
         self.waiting: list[Exchange] = []
-        self.listener = Listener(limits, check, self._handle, self._note)
+        self.listener = Listener(limits, check, self.handle, self._note)
         self.clients: list[Client] = []
 
     def _handle(self, exchange: Exchange) -> None:
@@ -277,8 +277,8 @@ def test_answers_that_are_not_read_do_not_pile_up(clock: Clock) -> None:
             request = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
             sending = asyncio.create_task(_send(writer, 60 * request + b"GET /wait HTTP/1.1\r\n\r\n"))
             await asyncio.sleep(0.5)
-            (own,) = site.listener._connections
-            assert own._transport.get_write_buffer_size() < 2 * len(body)
+            (own,) = site.listener.connections
+            assert own.transport.get_write_buffer_size() < 2 * len(body)
             assert len(site.ended) < 60 and not site.waiting
             while not site.waiting:  # it reads after all, and gets everything
                 assert await asyncio.wait_for(reader.read(1 << 20), 60)
@@ -300,7 +300,7 @@ def test_a_client_that_leaves_its_answers_unread_is_dropped(clock: Clock) -> Non
 
     async def run() -> None:
         site = Site(LIMITS)
-        site.listener._handle = lambda exchange: exchange.respond(200, b"x" * 20_000_000, b"text/plain")
+        site.listener.handle = lambda exchange: exchange.respond(200, b"x" * 20_000_000, b"text/plain")
         async with site.open():
             _, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
             writer.write(b"GET / HTTP/1.1\r\n\r\n" * 2)
@@ -321,7 +321,7 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(clock: Clock, last: b
 
     async def run() -> int:
         site = Site(LIMITS)
-        site.listener._handle = lambda exchange: exchange.respond(200, b"x" * size, b"text/plain")
+        site.listener.handle = lambda exchange: exchange.respond(200, b"x" * size, b"text/plain")
         async with site.open():
             reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
             writer.write(b"GET / HTTP/1.1\r\n" + last + b"\r\n")
@@ -601,7 +601,7 @@ def test_what_follows_a_body_is_no_header() -> None:
             asked.append(exchange.request)
             exchange.respond(200, b"", b"text/plain")
 
-        site.listener._handle = handle
+        site.listener.handle = handle
         async with site.open():
             client = await site.client()
             await client.say(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -683,8 +683,8 @@ def test_every_answer_leaves_at_once() -> None:
         async with site.open():
             await site.client()
             await until(lambda: site.listener.num_connections == 1)
-            (own,) = site.listener._connections
-            found = own._transport.get_extra_info("socket")
+            (own,) = site.listener.connections
+            found = own.transport.get_extra_info("socket")
             assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     asyncio.run(run())

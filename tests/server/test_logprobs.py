@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import Logprob
 from slipstream.server.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedServer, chunks_of
 

@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from slipstream.llm import LLM
-from slipstream.types import SamplingParams
+from slipstream.sampling_params import SamplingParams
 
 from .conftest import MODEL_NAME, RunningServer
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.errors import EngineError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 from slipstream.server.answers import CompletionAnswer
 from slipstream.server.settings import ServerSettings
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedServer
 
@@ -63,7 +64,7 @@ def test_every_end_gives_the_places_back_once(
     def fail_later(request: Request) -> None:
         updates = [TokenUpdate(request.request_id, [5]), TokenUpdate(request.request_id, [], "error", error="fault")]
         for seconds, update in zip((0.0, 0.05), updates, strict=True):
-            asyncio.get_running_loop().call_later(seconds, narrow.engine._deliver, TokenUpdates.from_list([update]))
+            asyncio.get_running_loop().call_later(seconds, narrow.engine.deliver, TokenUpdates.from_list([update]))
 
     asked = {"prompt": ["x", "y"], "stream": stream}
     statuses = {"well": [200], "refused": [400], "the engine is away": [503], "n beyond the queue": [400]}

@@ -10,11 +10,12 @@ import re
 import pytest
 
 from slipstream.engine.client import EngineClient
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 from slipstream.server.front_end import FrontEnd
 from slipstream.server.front_end_process import open_listener
 from slipstream.server.settings import ServerSettings
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedEngine
 
@@ -29,7 +30,7 @@ class Endless(ScriptedEngine):
 
     def say(self, num_tokens: int) -> None:
         updates = [TokenUpdate(request.request_id, [70] * num_tokens) for request in self.requests]
-        self._deliver(TokenUpdates.from_list(updates))
+        self.deliver(TokenUpdates.from_list(updates))
 
 
 def make(tokenizer: Tokenizer, shutdown_timeout_s: float) -> tuple[FrontEnd, Endless]:
@@ -59,7 +60,7 @@ def test_a_client_that_does_not_read_holds_nothing_up(
         writer.write(request_bytes(STREAM))
         while not engine.requests:
             await asyncio.sleep(0.01)
-        (connection,) = front_end.listener._connections
+        (connection,) = front_end.listener.connections
         while connection.can_write:
             engine.say(10_000)
             await asyncio.sleep(0)
@@ -84,19 +85,19 @@ def test_a_client_that_falls_behind_gets_the_rest_in_one_piece(tokenizer: Tokeni
         writer.write(request_bytes({**STREAM, "n": 1, "max_tokens": 2**30}))
         while not engine.requests:
             await asyncio.sleep(0.01)
-        (connection,) = front_end.listener._connections
+        (connection,) = front_end.listener.connections
         num_said = 0
         while connection.can_write:
             engine.say(10_000)
             num_said += 10_000
             await asyncio.sleep(0)
-        buffered = connection._transport.get_write_buffer_size()
+        buffered = connection.transport.get_write_buffer_size()
         for _ in range(500):
             engine.say(10)
             num_said += 10
             await asyncio.sleep(0)
-        assert connection._transport.get_write_buffer_size() == buffered, "news of a slow client is not queued as bytes"
-        engine._deliver(TokenUpdates.from_list([TokenUpdate(engine.requests[0].request_id, [], "length")]))
+        assert connection.transport.get_write_buffer_size() == buffered, "news of a slow client is not queued as bytes"
+        engine.deliver(TokenUpdates.from_list([TokenUpdate(engine.requests[0].request_id, [], "length")]))
         answer = b""
         while not answer.endswith(b"0\r\n\r\n"):
             answer += await asyncio.wait_for(reader.read(1 << 20), 60)

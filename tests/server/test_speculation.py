@@ -12,9 +12,9 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import SYNTHETIC_NOTICE
 from slipstream.server.protocol import MAX_REQUEST_DRAFTS
+from slipstream.text.tokenizer import Tokenizer
 
 from .conftest import MODEL_NAME, RunningServer, start_server
 from .scripted import ScriptedServer, chunks_of

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.types import Request, TokenUpdate, TokenUpdates
+from slipstream.output import TokenUpdate, TokenUpdates
+from slipstream.request import Request
 
 from .scripted import ScriptedServer, chunks_of
 
@@ -22,7 +23,7 @@ def counted(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> Script
         prompt = scripted.client.tokenizer.decode(request.prompt_token_ids)
         token_ids = scripted.client.tokenizer.encode("abc"[: request.choice + 1], add_special_tokens=False)
         update = TokenUpdate(request.request_id, token_ids, "length", num_cached_tokens=NUM_CACHED[prompt])
-        scripted.engine._deliver(TokenUpdates.from_list([update]))
+        scripted.engine.deliver(TokenUpdates.from_list([update]))
 
     monkeypatch.setattr(scripted.engine, "add", answer)
     return scripted
@@ -52,7 +53,7 @@ def test_a_request_that_fails_is_told_apart_from_an_engine_that_is_lost(
 
     def fail(request: Request) -> None:
         update = TokenUpdate(request.request_id, [], reason, error="what happened")
-        scripted.engine._deliver(TokenUpdates.from_list([update]))
+        scripted.engine.deliver(TokenUpdates.from_list([update]))
 
     monkeypatch.setattr(scripted.engine, "add", fail)
     asked: dict[str, Any] = {"prompt": "x"} if path == PATH else {"messages": [{"role": "user", "content": "x"}]}
@@ -69,7 +70,7 @@ def test_the_time_to_the_first_token_is_that_of_the_first(
     def answer(request: Request) -> None:
         for seconds, ends in ((1.5, None), (2.5, None), (4.0, "length")):
             update = TokenUpdate(request.request_id, [5], ends, time=request.arrival_time + seconds)  # type: ignore[arg-type]
-            scripted.engine._deliver(TokenUpdates.from_list([update]))
+            scripted.engine.deliver(TokenUpdates.from_list([update]))
 
     monkeypatch.setattr(scripted.engine, "add", answer)
     assert scripted.post(PATH, prompt="x", n=2).status_code == 200

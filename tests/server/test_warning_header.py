@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import SYNTHETIC_WARNING
+from slipstream.text.tokenizer import Tokenizer
 
 from .scripted import ScriptedServer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from slipstream.types import Request
+from slipstream.request import Request
 from tests.sim.hash_model import NUM_LAYERS, VOCAB_SIZE, candidates, guess
 
 _MASK = 2**64 - 1

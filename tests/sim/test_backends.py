@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.attention.flashinfer import FlashInferBackend
+from slipstream.attention.backends.flashinfer import FlashInferBackend
+from slipstream.attention.backends.triton import TritonBackend, TritonMetadata
 from slipstream.attention.metadata import CommonAttentionMetadata
-from slipstream.attention.triton import TritonBackend, TritonMetadata
 from slipstream.device.sim import DeviceFaultError
 from slipstream.graphs.mode import CUDAGraphMode
 from tests.sim.tiny_engines import (
@@ -110,7 +110,7 @@ def test_the_same_tokens_as_plain_through_flex(
 ) -> None:
     """Few tokens: its mask is asked about every pair of token and key, one operator at a time.
 
-    N-gram drafts are in ``tests/attention/test_flex.py``, all methods in the long matrix below.
+    N-gram drafts are in ``tests/attention/backends/test_flex.py``, all methods in the long matrix below.
     """
     watched = watch(monkeypatch, folders, "flex", "eagle3")
     found = run(watched.engine, shortened(arrivals(3), 4))

@@ -93,7 +93,7 @@ def lazy(_config: EngineConfig, device: SimDevice) -> LazyBackend:
 
 def test_a_drafters_recording_takes_the_state_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(worlds(make_backend=lazy))
-    right = CudaGraphManager._capture_one
+    right = CudaGraphManager.capture_one
 
     def faulty(self: CudaGraphManager, *arguments: Any) -> AttentionStatePair:
         right(self, *arguments)
@@ -101,7 +101,7 @@ def test_a_drafters_recording_takes_the_state_of_the_warm_up(monkeypatch: pytest
             self.states[desc] = AttentionStatePair(pair.warmup, pair.warmup)
         return pair
 
-    monkeypatch.setattr(CudaGraphManager, "_capture_one", faulty)
+    monkeypatch.setattr(CudaGraphManager, "capture_one", faulty)
     found = worlds(make_backend=lazy)
     assert all(isinstance(error, CaptureError) for error in found), found
 
@@ -133,19 +133,19 @@ def test_drafts_are_never_decoded_in_pieces() -> None:
 
 def test_a_bound_that_forgets_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(worlds(cudagraph_mode="none"))
-    right = AutoRegressiveSpeculator._context
+    right = AutoRegressiveSpeculator.context
 
     def faulty(
         self: Any, batch: Any, num_tokens: int, starts: Any, starts_cpu: Any, query_len: int, bounds: Any
     ) -> Any:
         return right(self, batch, num_tokens, starts, starts_cpu, query_len, bounds - 3 * self.num_drafts)
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "_context", faulty)
+    monkeypatch.setattr(AutoRegressiveSpeculator, "context", faulty)
     assert_found(worlds(cudagraph_mode="none"))
 
 
 def test_a_bound_that_is_copied_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AutoRegressiveSpeculator._context
+    right = AutoRegressiveSpeculator.context
 
     def faulty(
         self: Any, batch: Any, num_tokens: int, starts: Any, starts_cpu: Any, query_len: int, bounds: Any
@@ -153,6 +153,6 @@ def test_a_bound_that_is_copied_from_the_device(monkeypatch: pytest.MonkeyPatch)
         exact = self._seq_lens[: batch.num_reqs].cpu().numpy()
         return right(self, batch, num_tokens, starts, starts_cpu, query_len, exact)
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "_context", faulty)
+    monkeypatch.setattr(AutoRegressiveSpeculator, "context", faulty)
     found = worlds(cudagraph_mode="none")
     assert all(isinstance(error, HostSyncError) for error in found), found

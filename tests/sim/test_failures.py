@@ -26,12 +26,12 @@ from slipstream.device.sync_guard import HostSyncError
 from slipstream.graphs.descriptor import AttentionState, BatchExecutionDescriptor
 from slipstream.graphs.manager import CudaGraphManager, Forward
 from slipstream.graphs.mode import CUDAGraphMode
+from slipstream.plan import StepPlan
 from slipstream.runner.async_output import Channel, InFlightStep, OutputRing, StepOutput
 from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.rings import Ring
 from slipstream.runner.staging import _StagingSlot
-from slipstream.types import StepPlan
 from tests.sim.hash_model import HashBackend, hash_attention
 from tests.sim.world import World
 
@@ -208,7 +208,7 @@ def test_2_drafts_are_decoded_in_full_graphs_or_none() -> None:
 
 def test_2_last_token_indices_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted in the engine's own kernel: what is after the last request is not written."""
-    from slipstream.kernels.prepare_inputs import prepare_inputs
+    from slipstream.kernels.step.prepare_inputs import prepare_inputs
 
     right = prepare_inputs.body
 

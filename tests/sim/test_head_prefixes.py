@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.types import Request, SamplingParams
+from slipstream.request import Request
+from slipstream.sampling_params import SamplingParams
 from tests.sim.oracle import expected_output
 from tests.sim.world import Job, World
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.attention.backends.reference import ReferenceBackend
 from slipstream.attention.context import AttentionContext
-from slipstream.attention.reference import ReferenceBackend
 from slipstream.device.sim import DeviceFaultError
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode
@@ -136,7 +136,7 @@ def test_drafts_decoded_in_pieces_are_found(monkeypatch: pytest.MonkeyPatch, fol
     pieces = PiecewiseForward(device, runner.graphs.manager.pool)
     with torch.inference_mode(), device.use_stream(device.compute_stream):
         each, bounds = speculator._one_each[: size + 1], batch.seq_lens_bound
-        context = speculator._context(batch, size, each, batch.start_loc_cpu, 1, bounds)
+        context = speculator.context(batch, size, each, batch.start_loc_cpu, 1, bounds)
         pieces.record(lambda own: right(speculator, 1, K, speculator._input_ids[:size], None, own), context)
 
     def planted(

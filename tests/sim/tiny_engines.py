@@ -16,20 +16,21 @@ import pytest
 import torch
 
 from slipstream.attention import choice
-from slipstream.attention.flashinfer_paths import Paths
+from slipstream.attention.backends.flashinfer_paths import Paths
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.graphs.piecewise import PiecewiseForward
+from slipstream.plan import StepPlan
+from slipstream.request import Request
 from slipstream.runner.batch import PreparedBatch
 from slipstream.runner.executor import StepExecutor
 from slipstream.runner.program import LaunchedStep
 from slipstream.runner.runner import Runner
-from slipstream.types import Request, StepPlan
 from tests import tiny_models
-from tests.attention.fake_flashinfer import FakeLibrary, paths_of
+from tests.attention.backends.fake_flashinfer import FakeLibrary, paths_of
 from tests.engine.drive import make_request
-from tests.models import tiny_heads
+from tests.models.heads import tiny_heads
 
 K = 3
 LIKELY = (3, 77, 120, 200)  # what the target mostly says, and all that the head knows

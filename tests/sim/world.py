@@ -25,8 +25,12 @@ from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
 from slipstream.kernels.request_rows import RowState
+from slipstream.output import TokenUpdate
+from slipstream.plan import Composition, RowStatus, ScheduledRequest, StepPlan, StepResult
 from slipstream.pooling import KIND_NAMES, PoolingParams
+from slipstream.request import Request
 from slipstream.runner.runner import Runner
+from slipstream.sampling_params import SamplingParams
 from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.draft_model import DraftModelSpeculator
@@ -34,16 +38,6 @@ from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
 from slipstream.speculate.options import read_speculation
 from slipstream.speculate.speculator import NoSpeculator, Speculator
-from slipstream.types import (
-    Composition,
-    Request,
-    RowStatus,
-    SamplingParams,
-    ScheduledRequest,
-    StepPlan,
-    StepResult,
-    TokenUpdate,
-)
 from tests.sim.hash_head import HashHead, HeadShape
 from tests.sim.hash_model import MODEL_CONFIG, NUM_LAYERS, RECURRENT_CONFIG, VOCAB_SIZE, HashBackend, HashModel
 from tests.sim.oracle import (

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionBackend
+from slipstream.attention.backends.reference import ReferenceBackend
+from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.choice import open_caches
 from slipstream.attention.context import AttentionContext
-from slipstream.attention.reference import ReferenceBackend
-from slipstream.attention.triton import TritonBackend
 from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device import open_device
 from slipstream.engine.core import EngineCore

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.plan import RowStatus
 from slipstream.speculate.draft_inputs import (
     ShiftedPassInputs,
     find_slots_before,
@@ -13,7 +14,6 @@ from slipstream.speculate.draft_inputs import (
     prepare_shifted_pass,
 )
 from slipstream.speculate.next_pass_inputs import prepare_next_pass
-from slipstream.types import RowStatus
 from tests.bundles import bundle, make_rows
 
 PAGE, MAX_PAGES, MAX_LEN, ROWS, VOCAB = 4, 6, 24, 5, 900

@@ -21,7 +21,7 @@ from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.head_follower import HeadFollower
 from tests import tiny_models
 from tests.engine.drive import make_request
-from tests.models import tiny_heads
+from tests.models.heads import tiny_heads
 from tests.speculate.test_lossless import IN_GRAPHS, KINDS, MakeEngine, check
 
 LONG = {"max_position_embeddings": 512}

@@ -10,8 +10,8 @@ import pytest
 
 from slipstream.device.sim import SimDevice
 from slipstream.engine.build import Engine
+from slipstream.plan import Composition
 from slipstream.scheduler.draft_length import FixedLength, Lengths
-from slipstream.types import Composition
 from tests.engine.drive import make_request
 from tests.sim.world import World
 from tests.speculations import speculation

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.models import fused_layer
 from tests import tiny_models
-from tests.models import tiny_heads
+from tests.models.heads import tiny_heads
 from tests.speculate import test_head_drafts
 
 

@@ -19,9 +19,9 @@ from slipstream.engine.core import EngineCore
 from slipstream.speculate.eagle import EagleSpeculator
 from tests import tiny_models
 from tests.engine.drive import make_request, run
-from tests.models import plain_heads, tiny_heads
-from tests.models.plain_heads import PlainHead
-from tests.models.tiny_heads import Case, tiny_target
+from tests.models.heads import plain_heads, tiny_heads
+from tests.models.heads.plain_heads import PlainHead
+from tests.models.heads.tiny_heads import Case, tiny_target
 
 LONG = {"max_position_embeddings": 512}
 PAGE = 4

@@ -21,7 +21,7 @@ from slipstream.engine.build import Engine, build_engine
 from slipstream.errors import ConfigError
 from tests import tiny_models
 from tests.engine.drive import Outcome, make_request, run
-from tests.models.tiny_mtp import write_hybrid
+from tests.models.heads.tiny_mtp import write_hybrid
 from tests.speculate.test_lossless import IN_GRAPHS, KINDS, random_requests
 
 MakeEngine = Callable[..., Engine]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slipstream.engine.build import Engine
-from slipstream.types import Request
+from slipstream.request import Request
 from tests.engine.drive import Outcome, make_request, run
 
 MakeEngine = Callable[..., Engine]

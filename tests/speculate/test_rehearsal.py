@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.build import Engine, decide_draft_length
+from slipstream.plan import Composition
 from slipstream.runner.generate_head import GenerateHead
 from slipstream.scheduler.acceptance import Judged
 from slipstream.scheduler.draft_length import AdaptiveLength, Lengths
 from slipstream.scheduler.step_costs import StepCosts
 from slipstream.speculate.ngram_rehearsal import NgramRehearsal
 from slipstream.speculate.speculator import DraftBatch
-from slipstream.types import Composition
 from tests.engine.drive import make_request
 from tests.speculate.test_ngram_search import oracle
 from tests.speculations import speculation
@@ -86,7 +86,7 @@ def test_who_has_no_drafts_gains_nothing_by_them_and_says_nothing_of_others() ->
     writer.policy.move_in(1, writer.known, 0)
     usual = writer.policy.acceptance.usual.copy()
     assert not writer.policy.acceptance.right[1].any()
-    rehearsal = writer.policy._rehearsal
+    rehearsal = writer.policy.rehearsal
     assert rehearsal is not None
     rehearsal.judge([1])
     writer.known += [5, 6] * 5
@@ -234,7 +234,7 @@ def test_only_drafts_from_the_text_are_rehearsed(make_engine: Callable[..., Engi
     adaptive = {"num_speculative_tokens": 3, "adaptive": True}
     engine = make_engine(speculative_config={"method": "ngram", **adaptive})
     policy, _ = decide_draft_length(engine.config, engine.core.runner.caches.caps)
-    assert isinstance(policy, AdaptiveLength) and isinstance(policy._rehearsal, NgramRehearsal)
+    assert isinstance(policy, AdaptiveLength) and isinstance(policy.rehearsal, NgramRehearsal)
     assert speculation("ngram", 3, verify="rejection").depends_on_text_alone
     assert not speculation("ngram", 3, verify="synthetic").depends_on_text_alone
     assert not speculation("draft_model", 3).depends_on_text_alone
@@ -263,7 +263,7 @@ def test_an_engine_tells_of_its_texts_as_they_grow_and_of_who_may_have_drafts(
         core.step()
     assert core.has_work and policy.length
     (state,) = core.scheduler.running
-    assert policy._rehearsal is not None and policy._rehearsal._texts[state.row]._num_drafts == 2
+    assert policy.rehearsal is not None and policy.rehearsal._texts[state.row]._num_drafts == 2
 
 
 def test_while_drafts_are_checked_nothing_is_rehearsed() -> None:
@@ -272,7 +272,7 @@ def test_while_drafts_are_checked_nothing_is_rehearsed() -> None:
     writer.write(fresh(100))
     assert writer.policy.length == 7
     asked: list[Any] = []
-    rehearsal = writer.policy._rehearsal
+    rehearsal = writer.policy.rehearsal
     assert rehearsal is not None
     assert all(text.draft is None for text in rehearsal._texts), "they are forgotten when drafts begin"
     rehearsal.judge = asked.append  # type: ignore[assignment, method-assign]
@@ -311,7 +311,7 @@ def test_a_trial_that_makes_no_more_than_others_is_two_changes_and_not_three(reh
     policy.move_in(0, [1], 7)
     policy._rows_of(Composition(("a",), (1,), (0,), (4,), (True,), (3,), 4, 3))
     policy._begin_trial(1)
-    assert policy._trial is not None and policy._longest_interval == pytest.approx(interval, abs=1)
+    assert policy._trial is not None and policy.longest_interval == pytest.approx(interval, abs=1)
 
 
 def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
@@ -332,7 +332,7 @@ def test_an_engine_says_how_many_are_checked_and_prices_steps_that_make_all(
     timer.time_launches(1, 2)
     assert set(made) == {3}
     monkeypatch.setattr(policy, "_decide", lambda: None)
-    policy.length, policy._interval = 2, 1000
+    policy.length, policy.interval = 2, 1000
     core.add(make_request("r", [7, 8, 9, 7, 8] * 4, max_tokens=20, ignore_eos=True))
     assert core.stats.draft_length == 0
     seen = set()

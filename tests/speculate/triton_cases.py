@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.plan import RowStatus
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_shifted_pass
 from slipstream.speculate.draft_notes import write_notes
@@ -15,7 +16,6 @@ from slipstream.speculate.next_pass_inputs import prepare_next_pass
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import accept_drafts
-from slipstream.types import RowStatus
 from tests.kernels.triton_check import Case, poisoned
 from tests.speculate.triton_cases_ngram import CASES as NGRAM_CASES
 from tests.speculate.triton_cases_rejection import CASES as REJECTION_CASES

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.cli import main
-from slipstream.models.weights import open_checkpoint
 from slipstream.train.target import TargetModel, load_target
 from tests import tiny_models
 

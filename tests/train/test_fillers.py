@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.train import prompt_templates
 from slipstream.train.fillers import Fillers, filler_words
 from tests import tiny_models

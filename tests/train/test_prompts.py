@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.train.fillers import Fillers
 from slipstream.train.prompts import ChatPromptFormat, PlainPromptFormat, choose_prompt_format, read_prompts
 from tests import tiny_models

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.models.tokenizer import Tokenizer
 from slipstream.output import Completion, RequestOutput, RequestTimings
+from slipstream.sampling_params import SamplingParams
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.train.prompts import choose_prompt_format
 from slipstream.train.settings import TrainSettings
 from slipstream.train.text_generation import GeneratedText, TextGenerator, _held_out, whole_sentences
-from slipstream.types import SamplingParams
 from tests import tiny_models
 
 TEXT = "Number <{}> is here. It is a text"

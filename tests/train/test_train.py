@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.errors import ConfigError
 from slipstream.llm import LLM
-from slipstream.models.weights import open_checkpoint
+from slipstream.sampling_params import SamplingParams
 from slipstream.train.data import Texts
 from slipstream.train.eagle3 import make_head
 from slipstream.train.settings import FORMATS, TrainSettings
 from slipstream.train.store import read_store
 from slipstream.train.trainer import Trainer, read_checkpoint
 from slipstream.train.vocabulary import choose_vocabulary
-from slipstream.types import SamplingParams
 from tests import tiny_models
 from tests.commands.run_cli import RunCli, assert_one_line_error, make_runner
 from tests.train.conftest import OPTIONS, arguments, build_target, open_target_model
@@ -89,7 +89,7 @@ def test_generated_texts(target: Path, trained: Path) -> None:
 def test_measured_acceptance_equals_a_count_of_chains(target: Path, trained: Path) -> None:
     """Counts the accepted drafts of each chain one by one."""
     trainer, texts = restored(target, trained), texts_of(trained)
-    head = trainer._head
+    head = trainer.head
     counts, total = [0, 0, 0], 0
     for idx in texts.where(held_out=True).tolist():
         batch = trainer._held_out.make_batch(torch.tensor([idx]))

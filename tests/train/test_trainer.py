@@ -124,7 +124,7 @@ def test_a_killed_training_resumes_to_the_same_curve(target: Path, tmp_path: Pat
     assert later.progress.losses == whole.progress.losses and len(whole.progress.losses) == 10
     assert later.progress.acceptance == whole.progress.acceptance
     assert later.progress.measured_at == [0, 4, 8, 10]
-    for mine, theirs in zip(later._head.parameters(), whole._head.parameters(), strict=True):
+    for mine, theirs in zip(later.head.parameters(), whole.head.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -188,7 +188,7 @@ def test_other_settings_do_not_resume(target: Path, tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_ends_the_training(target: Path, tmp_path: Path) -> None:
     trainer = make_trainer(target, random_texts(20), tmp_path / "c")
     with torch.no_grad():
-        trainer._head.fc.weight[0, 0] = torch.inf
+        trainer.head.fc.weight[0, 0] = torch.inf
     with pytest.raises(ConfigError, match="no longer a number near step 1; lower --lr"):
         trainer.run()
     assert not (tmp_path / "c").exists(), "nothing is kept of it"

@@ -16,8 +16,8 @@ from slipstream.kernels import native
 from slipstream.models.load import Placement, measure_model, open_decoder
 from slipstream.models.registry import architecture_of
 from slipstream.weights.quantised import QuantisedMatrix
+from tests.checkpoints.tiny_gguf import random_state, sentencepiece_tokenizer, write_model
 from tests.engine.drive import make_request, run
-from tests.models.tiny_gguf import random_state, sentencepiece_tokenizer, write_model
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
 

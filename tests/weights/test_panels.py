@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import panel_width
+from slipstream.kernels.linear.dense_linear import panel_width
 from slipstream.weights.dense import DenseWeight
 from slipstream.weights.matrix import Matrix, WeightShape
 from slipstream.weights.panels import Panels

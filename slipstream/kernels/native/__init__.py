@@ -1,6 +1,6 @@
 """C kernels for CPUs: built once with the machine's own compiler, kept in the cache folder, spared where there is none.
 
-torch's operations define every kernel and replace this library where it is missing, so only speed depends on a
+torch's operations define every kernel and replace it wherever this library is missing, so only speed depends on a
 compiler. A fresh build is tried in a child process first: an instruction that the CPU advertises but does not have
 would kill the process that runs it.
 """

@@ -17,7 +17,7 @@ typedef struct {
     _Atomic int failed;
 } Attention;
 
-/* The first slot that a query token sees. Where it is behind the token's own the token sees nothing. */
+/* The first slot that a query token sees. Where it comes after the token's own the token sees nothing. */
 static int64_t first_seen(const Attention *a, int64_t request, int64_t position) {
     int64_t start = a->seq_starts ? a->seq_starts[request] : 0;
     int64_t first = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
@@ -55,7 +55,7 @@ typedef struct {
 #define PAGES_AHEAD 2
 
 /* What lies so many pages after a position, to be asked for while that is worked on: pages are too small and too far
- * apart for the machine to foresee them. Towards the end it is what is there already. */
+ * apart for the machine to prefetch them. Towards the end it is what is there already. */
 CACHED const char *ahead(const Seen *s, int64_t position, const char *here, int kind) {
     int64_t far = position / s->a->page_size + PAGES_AHEAD, side = s->a->kv_heads * s->a->page_size * s->a->dim;
     if (far * s->a->page_size >= s->end) return here;
@@ -306,7 +306,7 @@ static void attend_float32(const void *arg, int64_t first, int64_t end) { attend
 static void attend_float16(const void *arg, int64_t first, int64_t end) { attend_pieces(arg, first, end, CACHED_FLOAT16); }
 static void attend_bfloat16(const void *arg, int64_t first, int64_t end) { attend_pieces(arg, first, end, CACHED_BFLOAT16); }
 
-/* Returns 0, or 1 when there is no memory for the scores. Tokens behind a request's living ones give zero. Keys before
+/* Returns 0, or 1 when there is no memory for the scores. Padding after a request's tokens gives zero. Keys before
  * `seq_starts`, if that is not NULL, are not read. */
 int slip_paged_attention(const float *q, const void *cache, const int32_t *starts, const int32_t *query_lens,
                          const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,

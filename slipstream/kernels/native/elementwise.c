@@ -72,7 +72,7 @@ void slip_rope_and_cache(const float *q, int64_t q_stride, const float *k, int64
     }
 }
 
-/* The largest entry of each row and where it first stands; not a number, at 0, if the row holds anything that is not one. */
+/* The largest entry of each row and where it first occurs; not a number, at 0, if the row holds anything that is not one. */
 typedef struct {
     const float *x;
     int64_t size;

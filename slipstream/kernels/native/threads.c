@@ -1,4 +1,4 @@
-/* Threads for loops. Whoever is there takes the next piece, and the caller waits for pieces that somebody has begun,
+/* Threads for loops. A thread that is ready takes the next piece, and the caller waits for pieces that were begun,
  * never for a thread that has not come: on a machine whose cores others use too, a team that must be complete at the
  * end of every loop waits for the scheduler a hundred times a step. Workers look for work for a moment and then sleep.
  */

@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._limits = listener.limits
-        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._parser: Any = httptools.HttpRequestParser(self)
         self._phase = Phase.IDLE
         self._arriving = Phase.IDLE  # where the parser is, which may be ahead of the answer: idle, head or body
@@ -83,8 +83,8 @@ class Connection(asyncio.Protocol):
     # --- the transport's calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER)
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         self.client = transport.get_extra_info("peername")
         if (own := transport.get_extra_info("socket")) is not None:
             with suppress(OSError):  # a client that has left already
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
         self._ahead += data
         self._advance()
         if len(self._ahead) > _MOST_AHEAD and not self.is_lost:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         if data and not self.is_lost:
-            self._transport.write(data)
+            self.transport.write(data)
 
     def free_body(self, request: HttpRequest) -> None:
         self._listener.free_body(request)
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
     def expire(self) -> None:
         """The deadline has passed."""
         if self._write_deadline is not None and self._write_deadline < time.monotonic():
-            if self._transport.get_write_buffer_size() < self._num_unsent:
+            if self.transport.get_write_buffer_size() < self._num_unsent:
                 self._give_time_to_read()  # slow, but it makes progress
             else:
                 self.abort()
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def abort(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
     def close_gently(self) -> None:
         """Output that was written is still sent. Input is dropped meanwhile: if unread, the kernel would send RST."""
@@ -181,13 +181,13 @@ class Connection(asyncio.Protocol):
         self._free_body()
         if self.is_lost:
             return
-        if self._transport.get_write_buffer_size():
+        if self.transport.get_write_buffer_size():
             self._phase_deadline = None
             self._give_time_to_read()
-        self._transport.resume_reading()
-        if self._transport.can_write_eof():
+        self.transport.resume_reading()
+        if self.transport.can_write_eof():
             with suppress(OSError):
-                self._transport.write_eof()
+                self.transport.write_eof()
 
     def close_if_idle(self) -> None:
         if self._exchange is None:
@@ -201,7 +201,7 @@ class Connection(asyncio.Protocol):
         self._listener.note_phase(self, phase in _UNFINISHED)
 
     def _give_time_to_read(self) -> None:
-        self._num_unsent = self._transport.get_write_buffer_size()
+        self._num_unsent = self.transport.get_write_buffer_size()
         self._write_deadline = time.monotonic() + self._limits.write_timeout_s
 
     def _await_request(self) -> None:
@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
         else:
             self._enter(Phase.BODY, limits.body_timeout_s)
             self._body_start = time.monotonic()
-        self._transport.resume_reading()
+        self.transport.resume_reading()
         self._advance()
 
     def _advance(self) -> None:

@@ -43,9 +43,9 @@ class Listener:
     ) -> None:
         self.limits = limits
         self.check = check
-        self._handle = handle
+        self.handle = handle
         self._note_end = note_end
-        self._connections: dict[Connection, None] = {}
+        self.connections: dict[Connection, None] = {}
         self._unfinished: dict[Connection, None] = {}  # without a complete request, the longest waiting first
         self._sockets: list[socket.socket] = []
         self._arriving: set[asyncio.Task[None]] = set()
@@ -71,7 +71,7 @@ class Listener:
 
     @property
     def num_connections(self) -> int:
-        return len(self._connections)
+        return len(self.connections)
 
     def stop_accepting(self) -> None:
         """Requests under way go on; connections without one are closed."""
@@ -79,14 +79,14 @@ class Listener:
         for own in self._sockets:
             asyncio.get_running_loop().remove_reader(own)
             own.close()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.close_if_idle()
 
     async def wait_until_idle(self, timeout_s: float, ends_now: Callable[[], bool]) -> None:
         """Wait until every response is complete, the time is up, or ``ends_now`` says so."""
         clock = asyncio.get_running_loop().time
         end = clock() + timeout_s
-        while any(connection.is_answering for connection in self._connections):
+        while any(connection.is_answering for connection in self.connections):
             if clock() >= end or ends_now():
                 return
             await asyncio.sleep(0.01)
@@ -95,9 +95,9 @@ class Listener:
         """Flush written output for a while, then close every connection."""
         clock = asyncio.get_running_loop().time
         end = clock() + flush_s
-        while self._connections and clock() < end:
+        while self.connections and clock() < end:
             await asyncio.sleep(0.01)
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.abort()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -144,15 +144,15 @@ class Listener:
     # --- calls of the connections
 
     def take(self, connection: Connection) -> None:
-        if len(self._connections) >= self.limits.max_connections:
+        if len(self.connections) >= self.limits.max_connections:
             # Connections with a request under way are never replaced: then the new one is closed.
             oldest = next((other for other in self._unfinished if other is not connection), connection)
             oldest.make_room()
             self.drop(oldest)
-        self._connections[connection] = None
+        self.connections[connection] = None
 
     def drop(self, connection: Connection) -> None:
-        self._connections.pop(connection, None)
+        self.connections.pop(connection, None)
         self._unfinished.pop(connection, None)
 
     def lose(self, connection: Connection) -> None:
@@ -173,7 +173,7 @@ class Listener:
 
     def _begin(self, exchange: Exchange) -> None:
         if exchange.is_open:
-            self._handle(exchange)
+            self.handle(exchange)
 
     def open_exchange(self, connection: Connection, request: HttpRequest) -> Exchange:
         exchange = Exchange(connection, request, _read_request_id(request))
@@ -193,7 +193,7 @@ class Listener:
     def _tick(self) -> None:
         now = time.monotonic()
         self.date = _date_now()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             if connection.deadline is not None and connection.deadline < now:
                 connection.expire()
         self.on_tick()

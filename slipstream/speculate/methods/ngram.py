@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError
+from slipstream.host_drafting import Rehearsal
 from slipstream.speculate.method import Drafter, DraftMethod, TargetFiles, read_integer
-from slipstream.speculate.rehearsal import Rehearsal
 from slipstream.speculative_config import Needs, SpeculativeConfig
 
 if TYPE_CHECKING:

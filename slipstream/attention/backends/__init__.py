@@ -1,0 +1,1 @@
+"""One file per attention backend, and what it needs."""

@@ -1,0 +1,1 @@
+"""Files of models: found, fetched, checked and read, whatever format they are in."""

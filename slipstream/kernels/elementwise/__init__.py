@@ -1,0 +1,1 @@
+"""Norms, activations and other work on each token by itself."""

@@ -1,0 +1,1 @@
+"""Products with weights: dense, quantised, of experts."""

@@ -1,0 +1,162 @@
+"""All layers of a dense decoder in one operation, for CPUs.
+
+At a few tokens the work between two products is microseconds, less than what a call from Python costs once the weights
+have washed the interpreter out of the caches. The same C kernels as layer by layer, in the same order: equal to the
+bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.device.operation import operation
+from slipstream.kernels import native
+from slipstream.kernels.attention.paged_attention import PagedRequests
+from slipstream.kernels.attention.rope_cache import TokenPlaces
+from slipstream.kernels.linear.dense_linear import PackedWeight
+from slipstream.kernels.linear.quant_weights import QuantMatrix
+from slipstream.kernels.native.records import CACHED_KINDS, MatrixRecord, fields
+
+StackMatrix = PackedWeight | QuantMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayer:
+    """One layer's weights."""
+
+    input_norm: Tensor
+    qkv: StackMatrix
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: StackMatrix
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: StackMatrix  # gated
+    down: StackMatrix
+    window: int
+
+
+_VECTORS = "input_norm qkv_bias q_norm k_norm o_bias post_norm"
+_MATRICES = "qkv o gate_up down"
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        fields(ctypes.c_void_p, _VECTORS)
+        + fields(ctypes.POINTER(MatrixRecord), _MATRICES)
+        + fields(ctypes.c_void_p, "cache")
+        + fields(ctypes.c_int64, "window")
+    )
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = fields(
+        ctypes.c_int64, "hidden heads kv_heads dim intermediate page_size rotary_dim cache_kind"
+    ) + fields(ctypes.c_float, "eps scale")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        fields(ctypes.c_int64, "tokens requests table_stride")
+        + fields(ctypes.c_void_p, "cosine sine page_ids offsets")
+        + fields(ctypes.c_void_p, "starts query_lens seq_lens block_table seq_starts")
+        + fields(ctypes.c_int, "planes num_threads")
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _matrix_record(matrix: StackMatrix) -> MatrixRecord:
+    if isinstance(matrix, QuantMatrix):
+        return matrix.record
+    panels = matrix.panels
+    return MatrixRecord(panels.data_ptr(), None, 0, panels.shape[1], matrix.out_size, matrix.gated)
+
+
+def _layer_record(layer: StackLayer, cache: Tensor) -> _Layer:
+    vectors = (_address(getattr(layer, name)) for name in _VECTORS.split())
+    # ctypes keeps what a pointer was made of.
+    matrices = (ctypes.pointer(_matrix_record(getattr(layer, name))) for name in _MATRICES.split())
+    return _Layer(*vectors, *matrices, cache.data_ptr(), layer.window)
+
+
+@dataclass(slots=True)
+class DecoderStack:
+    """What is fixed about all layers together, and their addresses as C wants them."""
+
+    layers: Sequence[StackLayer]
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    planes: int = 0  # of activations before quantised matrices, see quant_linear
+    _records: ctypes.Array[_Layer] | None = field(default=None, repr=False)
+    _caches: Sequence[Tensor] | None = field(default=None, repr=False)
+
+    def records(self, kv_caches: Sequence[Tensor]) -> ctypes.Array[_Layer]:
+        """One structure a layer; made once, for an engine's caches stay where they are."""
+        if self._records is None or self._caches is not kv_caches:
+            pairs = zip(self.layers, kv_caches, strict=True)
+            self._caches = kv_caches
+            self._records = (_Layer * len(self.layers))(*(_layer_record(layer, cache) for layer, cache in pairs))
+        return self._records
+
+
+@operation(like=("hidden", "hidden"), writes=("kv_caches",))
+def decoder_stack(
+    hidden: Tensor,  # [num_tokens, hidden] float32: the embeddings, or what a layer has left
+    residual: Tensor | None,  # [num_tokens, hidden] float32: the stream it is still to be added to
+    stack: DecoderStack,
+    kv_caches: Sequence[Tensor],  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
+    tokens: TokenPlaces,
+    requests: PagedRequests,
+    begin: int,  # the first layer
+    end: int,  # the one after the last
+) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
+    lib = native.library()
+    assert lib is not None
+    layers = stack.records(kv_caches)
+    sizes = _Sizes(
+        hidden=stack.hidden_size,
+        heads=stack.num_heads,
+        kv_heads=stack.num_kv_heads,
+        dim=stack.head_dim,
+        intermediate=stack.layers[0].gate_up.out_size,
+        page_size=kv_caches[0].shape[3],
+        rotary_dim=tokens.cos.shape[-1],
+        cache_kind=CACHED_KINDS[kv_caches[0].dtype],
+        eps=stack.eps,
+        scale=stack.scale,
+    )
+    step = _Step(
+        tokens=hidden.shape[0],
+        requests=requests.seq_lens.shape[0],
+        table_stride=requests.block_table.stride(0),
+        cosine=tokens.cos.data_ptr(),
+        sine=tokens.sin.data_ptr(),
+        page_ids=tokens.page_ids.data_ptr(),
+        offsets=tokens.offsets.data_ptr(),
+        starts=requests.query_start_loc.data_ptr(),
+        query_lens=requests.query_lens.data_ptr(),
+        seq_lens=requests.seq_lens.data_ptr(),
+        block_table=requests.block_table.data_ptr(),
+        seq_starts=_address(requests.seq_starts),
+        planes=stack.planes,
+        num_threads=torch.get_num_threads(),
+    )
+    out, residual = hidden.clone(), torch.zeros_like(hidden) if residual is None else residual.clone()
+    first = ctypes.addressof(layers) + begin * ctypes.sizeof(_Layer)
+    records = (first, end - begin, ctypes.addressof(sizes), ctypes.addressof(step))
+    if lib.slip_decoder_stack(*records, out.data_ptr(), residual.data_ptr()):
+        raise MemoryError("no memory for the activations of a step")
+    return out, residual

@@ -1,0 +1,1 @@
+"""What begins and ends a step on the request rows."""

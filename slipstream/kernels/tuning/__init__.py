@@ -1,0 +1,1 @@
+"""Tile sizes measured on a GPU: tables, and how they are measured."""

@@ -1,0 +1,1 @@
+"""Networks that draft on the target's hidden states."""
