@@ -5,7 +5,7 @@ leaves four states, or has a prompt. The time is that of a launch among others o
 after a warm-up. Results are compared with the definition's, for the first requests of a batch.
 
 States and rings are taken from several pools in turn, more than the second-level cache holds, as a model's layers do.
-The step's own tokens may lie there, as they do behind the product that made them: what moves little but those can look
+The step's own tokens may be there, as after the projection that computed them: what moves little but those can look
 faster than the memory. Bytes are the fewest that have to be moved, the bandwidth is that of an H200's data sheet.
 
     python benchmarks/gdn_kernels.py [--batch 1,8,64] [--prompt-len 2048,8192]

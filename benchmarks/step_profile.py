@@ -137,9 +137,11 @@ def main() -> int:
     parser.add_argument("--shape", default="smollm2-135m")
     parser.add_argument("--batch", default="1,8,128")
     parser.add_argument("--k", type=int, default=0, help="tokens drafted by an EAGLE-3 head, accepted at fixed rates")
-    parser.add_argument("--ngram", action="store_true", help="the drafts are n-grams, and stand if they are right")
+    parser.add_argument("--ngram", action="store_true", help="draft with n-grams, accepted if they are right")
     parser.add_argument(
-        "--rejected", action="store_true", help="no draft ever stands, and how many are made adapts: soon hardly any"
+        "--rejected",
+        action="store_true",
+        help="reject every draft, with an adaptive draft length: soon hardly any are proposed",
     )
     parser.add_argument("--trace", type=Path, help="where to leave a Chrome trace of every batch")
     options = parser.parse_args()

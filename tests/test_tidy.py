@@ -54,7 +54,7 @@ def functions_of(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def depth_of(node: ast.AST, depth: int = 0) -> int:
-    """How many blocks stand around the innermost statement. An ``elif`` is not deeper than its ``if``."""
+    """How many blocks are around the innermost statement. An ``elif`` is not deeper than its ``if``."""
     deepest = depth
     for child in ast.iter_child_nodes(node):
         opens = isinstance(child, ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Try)

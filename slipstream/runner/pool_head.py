@@ -42,10 +42,10 @@ class _Slot:
 
 
 class _Span(NamedTuple):
-    """The pooled requests of a composition, by their places in the plan."""
+    """The pooled requests of a composition, by their indices in the plan."""
 
     first: int
-    last: int  # the place after the last one; others may be between
+    last: int  # the index after the last one; others may be between
     ends: tuple[int, ...]  # whose prompts end in the step
     is_all: bool  # the step has no request of another kind
 
@@ -61,14 +61,14 @@ class PoolHead:
         max_reqs, size = config.scheduler.max_num_seqs, config.model.hidden_size
         self.dtype: VectorType = "float64" if config.dtype == "float64" else "float32"
         dtype = getattr(torch, self.dtype)
-        place = device.torch_device
-        self._kept = torch.zeros(rows.num_rows, size, dtype=dtype, device=place)  # see `pool`
-        self._out = torch.zeros(max_reqs, size, dtype=dtype, device=place)
+        torch_device = device.torch_device
+        self._kept = torch.zeros(rows.num_rows, size, dtype=dtype, device=torch_device)  # see `pool`
+        self._out = torch.zeros(max_reqs, size, dtype=dtype, device=torch_device)
         self.ring = Ring(
             [
                 _Slot(
                     Channel(
-                        torch.zeros(max_reqs, size, dtype=dtype, device=place),
+                        torch.zeros(max_reqs, size, dtype=dtype, device=torch_device),
                         device.pinned_empty((max_reqs, size), dtype),
                     ),
                     device.event(),
@@ -84,23 +84,23 @@ class PoolHead:
 
     def work_for(self, composition: Composition) -> HeadWork:
         work = self.generate.work_for(composition)
-        places = [place for place, row in enumerate(composition.rows) if self._is_pooled[row]]
-        if not places:
+        indices = [i for i, row in enumerate(composition.rows) if self._is_pooled[row]]
+        if not indices:
             return work
-        ends = tuple(place for place in places if composition.samples[place])
-        return PoolWork(self, work, _Span(places[0], places[-1] + 1, ends, len(places) == composition.num_reqs))
+        ends = tuple(i for i in indices if composition.samples[i])
+        return PoolWork(self, work, _Span(indices[0], indices[-1] + 1, ends, len(indices) == composition.num_reqs))
 
     # --- launches ---------------------------------------------------------------------------------
 
     def pool(self, batch: InputBatch, hidden: Tensor, span: _Span) -> Tensor:
         """The vectors of the span's requests, [span, hidden size]; the next step may overwrite them."""
-        places, common, rows = slice(span.first, span.last), batch.attention, self._rows
+        part, common, rows = slice(span.first, span.last), batch.attention, self._rows
         out = self._out[: span.last - span.first]
         requests = PooledRequests(
             batch.positions,
-            batch.batch_rows[places],
+            batch.batch_rows[part],
             starts=common.query_start_loc[span.first : span.last + 1],
-            query_lens=common.query_lens[places],
+            query_lens=common.query_lens[part],
         )
         pool(hidden, requests, rows.columns["pooling"], rows.prompt_len, self._kept, out)
         return out
@@ -191,7 +191,5 @@ class _PooledStep:
         _, pinned = self.slot.vectors.first(self.span.last - self.span.first)
         found = pinned.numpy()
         # Copies: the slot is another step's soon.
-        result.vectors = {
-            place: PooledVector(found[place - self.span.first].tobytes(), self.dtype) for place in self.span.ends
-        }
+        result.vectors = {i: PooledVector(found[i - self.span.first].tobytes(), self.dtype) for i in self.span.ends}
         return result

@@ -140,7 +140,7 @@ def test_nan_fails_one_request_alone(make_engine: MakeEngine, steps_in_flight: i
     engine = make_engine(steps_in_flight=steps_in_flight)
     good = [make_request(f"good{i}", [5 + i, 6, 7], 10, temperature=float(i % 2)) for i in range(3)]
     expected = run(engine.core, good)
-    with torch.inference_mode():  # whoever uses this token gets logits that are not numbers
+    with torch.inference_mode():  # requests with this token get NaN logits
         engine.core.runner.program.model.model.embed_tokens.weight[200] = torch.nan  # type: ignore[attr-defined]
     outcomes = run(engine.core, [*good, make_request("bad", [1, 200, 3], 10)])
     assert outcomes["bad"].finish_reason == "error" and not outcomes["bad"].token_ids

@@ -43,7 +43,7 @@ def test_200_streams_at_once(server: RunningServer) -> None:
     texts = asyncio.run(run())
     assert all(texts)
     for i in range(20):
-        assert len(set(texts[i::20])) == 1, "the same prompt, the same text, whoever ran beside it"
+        assert len(set(texts[i::20])) == 1, "the same prompt, the same text, whatever ran beside it"
     server.wait_until_idle()
 
 

@@ -484,8 +484,8 @@ MUTATIONS = [
     Mutation(
         "pooling: a vector of another row",
         "pool_head:_PooledStep.collect",
-        "place: PooledVector(found[place - self.span.first].tobytes(), self.dtype)",
-        "place: PooledVector(found[0].tobytes(), self.dtype)",
+        "i: PooledVector(found[i - self.span.first].tobytes(), self.dtype)",
+        "i: PooledVector(found[0].tobytes(), self.dtype)",
     ),
     Mutation(
         "pooling: sums of another row",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.graphs.manager import CudaGraphManager
-from slipstream.scheduler.scheduler import Scheduler
+from slipstream.scheduler.request_pages import RequestPages
 from slipstream.speculate.eagle import EagleSpeculator
 from slipstream.speculate.speculator import DraftBatch
 from tests.sim.world import World
@@ -61,8 +61,8 @@ def test_every_token_is_right(method: str, steps_in_flight: int, mode: str, bloc
 
 
 def test_a_page_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = Scheduler._count_common
-    monkeypatch.setattr(Scheduler, "_count_common", lambda self, *step: count(self, *step) + 1)
+    count = RequestPages.count_common
+    monkeypatch.setattr(RequestPages, "count_common", lambda self, *step: count(self, *step) + 1)
     with pytest.raises(Exception, match=r"tokens begin within|expected"):
         run(3, steps_in_flight=2, cudagraph_mode="none")
 
@@ -85,7 +85,7 @@ def test_a_drafter_that_is_told_of_common_pages_is_found(monkeypatch: pytest.Mon
 
     def tell(self: EagleSpeculator, batch: DraftBatch, metadata: Any = None) -> Any:
         attention = replace(batch.step.attention, num_common_pages=int(batch.num_reqs > 1))
-        return first_context(self, batch.of(batch.step._replace(attention=attention)), metadata)
+        return first_context(self, batch.with_target(batch.step._replace(attention=attention)), metadata)
 
     monkeypatch.setattr(EagleSpeculator, "first_context", tell)
     with pytest.raises(Exception, match="common pages"):

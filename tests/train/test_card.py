@@ -42,7 +42,7 @@ def test_data_steps_time_and_acceptance_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_readme_of_somebody_elses_is_left_alone(tmp_path: Path, own: bool) -> None:
+def test_a_readme_from_elsewhere_is_not_replaced(tmp_path: Path, own: bool) -> None:
     path = tmp_path / "README.md"
     path.write_text("# EAGLE-3 head for an older model\n" if own else "# Notes of mine\n")
     about = {**ABOUT, "texts": {**ABOUT["texts"], "seconds": None}, "settings": {**ABOUT["settings"], "prompts": "p"}}

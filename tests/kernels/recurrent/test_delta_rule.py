@@ -87,16 +87,16 @@ class Request:
         shape = (3, sizes.ring, sizes.v_heads, sizes.k_dim, sizes.v_dim)
         self.states = torch.full(shape, torch.nan, dtype=torch.promote_types(dtype, torch.float32))
 
-    def step(self, first: int, count: int, chunked: bool, wrong: int = 0, dead: int = 0) -> Tensor:
+    def step(self, first: int, count: int, chunked: bool, wrong: int = 0, unused: int = 0) -> Tensor:
         """From the first token on so many, then drafts that are wrong, then drafts that are not there."""
         rows = slice(first, first + count)
         tokens = [self.qkv[rows], self.a[rows], self.b[rows]]
-        if wrong + dead:
-            junk = [torch.full((wrong + dead, t.shape[1]), 9.0, dtype=t.dtype) for t in tokens]
+        if wrong + unused:
+            junk = [torch.full((wrong + unused, t.shape[1]), 9.0, dtype=t.dtype) for t in tokens]
             tokens = [torch.cat(pair) for pair in zip(tokens, junk, strict=True)]
         described = RequestStates(ints(1), ints(0), ints(count + wrong), ints(first))
         args = (DeltaTokens(*tokens, self.a_log, self.dt_bias), self.states, described)
-        out = chunked_delta_rule(*args) if chunked else recurrent_delta_rule(*args, count + wrong + dead)
+        out = chunked_delta_rule(*args) if chunked else recurrent_delta_rule(*args, count + wrong + unused)
         assert not out[count + wrong :].any()
         return out[:count]
 
@@ -138,14 +138,14 @@ def test_a_prompt_in_pieces_is_transformers(pieces: list[int], k_heads: int, v_h
 
 
 def speculated(request: Request, prompt: int) -> Tensor:
-    """A prompt, then steps whose drafts are partly wrong, alone or among prompts, that go on behind the right ones."""
+    """A prompt, then steps whose drafts are partly wrong, alone or among prompts, continued after the right ones."""
     num_tokens, width = request.qkv.shape[0], request.sizes.ring
     made, position = [request.step(0, prompt, chunked=True)], prompt
     while position < num_tokens:
         right = min(int(torch.randint(1, width + 1, ())), num_tokens - position)
         wrong = int(torch.randint(0, width + 1 - right, ()))
         among_prompts = bool(torch.randint(0, 3, ()) == 0)
-        made.append(request.step(position, right, among_prompts, wrong, dead=width - right - wrong))
+        made.append(request.step(position, right, among_prompts, wrong, unused=width - right - wrong))
         position += right
     return torch.cat(made)
 
