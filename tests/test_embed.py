@@ -182,7 +182,7 @@ def test_ctrl_c_ends_all_of_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr("slipstream.llm.queue", SimpleNamespace(SimpleQueue=Interrupted))
         with pytest.raises(KeyboardInterrupt):
             llm.embed([[7] * 200] * 20)
-    assert not llm._client._output._submissions
+    assert not llm.client.output.submissions
     deadline = time.monotonic() + 20
     while llm.stats.num_running or llm.stats.num_waiting:
         assert time.monotonic() < deadline, "texts go on for no reader"

@@ -82,7 +82,7 @@ def _cut(values, out, size, n, largest, BLOCK: tl.constexpr):
 
 @jit
 def _below(values, start, size, largest, BLOCK: tl.constexpr):
-    """Differences to the largest, 0 where the logit is not finite, and a mask of finite logits."""
+    """Distances to the largest, 0 where the logit is not finite, and a mask of finite logits."""
     column = start + tl.arange(0, BLOCK)
     x = tl.load(values + column, mask=column < size, other=float("-inf")).to(tl.float32)
     is_finite = x > float("-inf")

@@ -138,7 +138,7 @@ def test_values_are_checked(folder: Path) -> None:
 def test_the_host_is_told_of_every_step(folder: Path) -> None:
     with LLM(str(folder), max_num_seqs=1, max_model_len=64) as llm:
         llm.generate([1, 2], params(1))
-        state = llm._client.running._core.runner.model_state  # type: ignore[union-attr, attr-defined]
+        state = llm.client.running.core.runner.model_state  # type: ignore[union-attr, attr-defined]
         assert state.num_begun == llm.stats.num_steps > 0
 
 

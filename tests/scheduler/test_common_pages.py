@@ -89,7 +89,7 @@ def test_who_filled_a_page_and_who_found_it() -> None:
 
 def test_never_means_that_pages_are_not_counted() -> None:
     scheduler = make(budget=64)
-    scheduler._pages.config = replace(scheduler.config, least_saved=None)
+    scheduler._pages._config = replace(scheduler.config, least_saved=None)
     device = Device(scheduler, 2)
     device._check_common = lambda _plan: None  # type: ignore[method-assign]
     assert started(scheduler, device).composition.num_common_pages == 0

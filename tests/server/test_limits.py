@@ -112,7 +112,7 @@ class Site:
         self.listener = Listener(limits, check, self.handle, self._note)
         self.clients: list[Client] = []
 
-    def _handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: Exchange) -> None:
         if exchange.request.path == "/wait":
             self.waiting.append(exchange)
         else:

@@ -20,6 +20,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 ROUTES = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/embeddings"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),

@@ -14,7 +14,7 @@ EVENTS = frozenset({POOLED, "graphs", "few_pages", "late_arrivals", "prefix_cach
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 def test_vectors_in_every_graph_mode(steps_in_flight: int, mode: str) -> None:
     found = 0
-    for seed, events in enumerate((EVENTS, EVENTS | {"drafts", "aborts"})):
+    for seed, events in enumerate((EVENTS, EVENTS | {"drafts", "aborts"}), start=1):
         world = World(seed, {"steps_in_flight": steps_in_flight, "cudagraph_mode": mode}, events)
         world.run()
         found += world.num_vectors

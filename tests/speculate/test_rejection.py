@@ -139,15 +139,6 @@ def test_columns_may_be_in_any_order(as_kernel: bool) -> None:
         assert torch.equal(a, b)
 
 
-@BOTH
-def test_a_deterministic_drafter_has_no_columns(as_kernel: bool) -> None:
-    torch.manual_seed(9)
-    args = judge_args(6, 100)
-    columns = torch.full((100,), -1, dtype=torch.int32)
-    for a, b in zip(judge(args, as_kernel), judge({**args, "draft_columns": columns}, as_kernel), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_four_noises() -> None:
     assert len({TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE, RESIDUAL_NOISE}) == 4
 

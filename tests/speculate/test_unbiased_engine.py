@@ -44,7 +44,7 @@ def test_a_head_that_knows_some_of_the_tokens(dtype: torch.dtype, num_tokens: in
 
 def test_a_head_whose_columns_are_taken_for_tokens_is_found() -> None:
     core = make_core("cpu", torch.float32, num_rows=64, draft_ids=likely_ids(torch.float32, 200))
-    columns = core.runner.speculator.drawn_from.columns
+    columns = core.runner.speculator.drawn_from.draft_columns
     assert columns is not None
     columns.fill_(-1)
     columns[:200] = torch.arange(200)
