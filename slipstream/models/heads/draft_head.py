@@ -39,7 +39,8 @@ from slipstream.models.registry import architecture_of
 from slipstream.models.rope import layer_tables
 from slipstream.values import describe_value
 from slipstream.weights.dense import DenseWeight
-from slipstream.weights.matrix import Slot, WeightShape
+from slipstream.weights.eight_bits import EightBits, can_round
+from slipstream.weights.matrix import Slot, WeightScheme, WeightShape
 from slipstream.weights.registry import scheme_of
 
 Kind = Literal["eagle", "eagle3", "mtp"]
@@ -339,8 +340,15 @@ def read_head(hf_config: dict[str, Any], target: ModelConfig, kind: Kind | None 
 def build_head(plan: HeadPlan, target_model: Decoder, max_position: int) -> DraftHead:
     """The network without its weights. Call it under the device and the type it runs with."""
     head: DraftHead = importlib.import_module(_MODULES[plan.kind]).build(plan, target_model, max_position)
-    open_weights(head, scheme_of(plan.config.quantization))
+    open_weights(head, _scheme_beside(target_model.config, plan.config))
     return head
+
+
+def _scheme_beside(target: ModelConfig, head: ModelConfig) -> WeightScheme:
+    """A head of plain numbers beside a target that stays quantised is rounded; it would read more than the target."""
+    if head.quantization is None and target.quantization is not None and can_round():
+        return EightBits()
+    return scheme_of(head.quantization)
 
 
 def _kind_of(hf: Fields, named: Kind | None) -> Kind:
