@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.linear.quant_weights import PanelMemory, pack_gguf, packed_bytes
-from slipstream.weights.dense import Dense
+from slipstream.weights.dense import Dense, DenseWeight
 from slipstream.weights.matrix import (
     ExpertShape,
     Matrix,
@@ -53,6 +53,8 @@ class RoundedWeight(StoredWeight):
             yield f"{prefix}{part}.weight", rows
 
     def finish(self, device: torch.device) -> Matrix:
+        if device.type != "cpu":  # planned without memory for another device, which has no such kernels
+            return DenseWeight(self._shape, self.weight).finish(device)
         if self.weight.is_meta:
             sizes = (packed_bytes(KIND, num_rows, self._shape.in_size) for num_rows in self._shape.parts.values())
             return PlannedMatrix(self._shape, sum(sizes), (KIND for _ in self._shape.parts))

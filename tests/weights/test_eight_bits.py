@@ -61,6 +61,12 @@ def test_the_size_is_known_without_memory() -> None:
     assert (matrix.nbytes, matrix.formats()) == (real.nbytes, real.formats())
 
 
+def test_a_plan_for_another_device_is_not_rounded() -> None:
+    with torch.device("meta"):
+        planned = EightBits().open(SHAPE)
+    assert planned.finish(torch.device("cuda")).nbytes == 64 * 96 * 4
+
+
 def test_rows_that_are_no_whole_blocks_and_tables_stay() -> None:
     assert isinstance(EightBits().open(WeightShape(48, {"fc": 8})), DenseWeight)
     table = EightBits().format_of_table("embed_tokens").open(WeightShape(96, {"embed_tokens": 8}))
