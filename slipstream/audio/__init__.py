@@ -1,0 +1,1 @@
+"""Sound from files to log-mel features. Knows no model and no engine."""
