@@ -1,0 +1,1 @@
+"""Structured output on the host: what is legal next for each constrained request, as masks of tokens."""
