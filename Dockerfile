@@ -15,7 +15,7 @@ ARG PIP_ARGS=""
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY slipstream ./slipstream
-RUN pip install --no-cache-dir ${PIP_ARGS} ".[server]"
+RUN pip install --no-cache-dir ${PIP_ARGS} ".[server,structured]"
 
 # Models, compiled kernels and measurements outlive the container in a volume.
 ENV SLIPSTREAM_CACHE=/cache/slipstream HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton

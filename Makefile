@@ -14,7 +14,7 @@ PROMPT ?=
 SPELLED := $(wildcard *.md) docs examples benchmarks slipstream
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast test-slow test-gpu memcheck sim mutants check format docs readme site bench \
+.PHONY: help demo serve test test-fast test-slow test-clients test-gpu memcheck sim mutants check format docs readme site bench \
 	bench-report release-check clean
 
 help: ## this list
@@ -30,7 +30,12 @@ test-fast: $(VENV)/.installed-dev ## for the inner loop: the first case of each 
 	$(BIN)/python -m pytest --fast -n auto --dist worksteal
 
 test-slow: $(VENV)/.installed-dev ## the long matrices too, and other cases in every run
-	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --hypothesis-profile default --durations 20
+	$(BIN)/python -m pytest -m "not gpu and not clients" --timeout 3600 --hypothesis-profile default --durations 20
+
+test-clients: $(VENV)/.installed-dev ## LangChain's and Cohere's clients against the server; installs them
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) $$($(BIN)/python -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['clients'])")
+	$(BIN)/python -m pytest -m clients -W ignore tests/clients
 
 test-gpu: ## what needs an NVIDIA GPU, with any python3 that has torch; installs nothing. MODEL=folder for a model of yours
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir . tests/gpu $(if $(MODEL),--model $(MODEL))
@@ -93,7 +98,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing slipstream and what it needs (torch is large; a few minutes the first time)"
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[server]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[server,structured]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python

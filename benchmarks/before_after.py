@@ -51,7 +51,9 @@ def serve(case: str, k: int, batches: list[int], device: str) -> None:
 
     def build() -> Any:
         engine = build_shape(options, case)
-        verifiers.append(engine.core.runner.head.generate.verifier)
+        runner = engine.core.runner
+        # Checkouts from before heads of steps have it in the program.
+        verifiers.append(runner.head.generate.verifier if hasattr(runner, "head") else runner.program.verifier)
         return engine
 
     client = EngineClient.in_thread(build)

@@ -137,6 +137,37 @@ def same_texts(results: Results) -> str:
     return wrapped(text) + source("python benchmarks/spec_bench.py", texts, results, "plain decoding in the same run")
 
 
+def real_pair(results: Results) -> str:
+    """A target and a smaller sibling from published files, on a CPU."""
+    for result in (result for result in results if result.kind == "cpu-vs-llama-cpp"):
+        rows = [row for row in result.rows if row["case"].endswith("+draft-code")]
+        if not rows:
+            continue
+        (row,) = rows
+        intro = (
+            "Qwen2.5-Coder-1.5B-Instruct with its 0.5B sibling as draft model, both Q4_K_M files, greedy, "
+            f"{row['texts']} requests for code one after another, {row['answer_len']} tokens each; "
+            f"{row['same_texts']} of {row['texts']} texts are the plain run's, token for token:"
+        )
+        ours, theirs = (row["plain_tok_s"], row["tok_s"]), (row["llama_cpp_plain_tok_s"], row["llama_cpp_tok_s"])
+        lines = [
+            [name, *(number(value, 1) for value in pair), f"{number(pair[1] / pair[0], 2)} x", _percent(share)]
+            for name, pair, share in (
+                ("Slipstream", ours, row["acceptance"]),
+                ("llama.cpp", theirs, row["llama_cpp_acceptance"]),
+            )
+        ]
+        head = ["output tokens per second", "plain", "with drafts", "of plain", "drafts accepted"]
+        command = "python benchmarks/cpu_vs_llama_cpp.py"
+        peer = f"{row['llama_cpp']} on the same machine"
+        return f"{wrapped(intro)}\n{table(head, lines)}{source(command, rows, results, peer, result.hardware)}"
+    return ""
+
+
+def _percent(share: float) -> str:
+    return f"{number(100 * share)} %"
+
+
 def acceptance(results: Results) -> str:
     """What both checks accept, with drafters made from the target itself."""
     found: dict[tuple[str, float], dict[str, Row]] = {}

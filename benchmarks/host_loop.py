@@ -67,6 +67,8 @@ class NoModel:
     """Nothing to compute."""
 
     state = None
+    source_encoder = None
+    pooled_head = None
 
     def forward(self, input_ids: Tensor, context: Any) -> Tensor:
         return torch.zeros(input_ids.shape[0], TINY.hidden_size)
@@ -95,7 +97,7 @@ class InstantDevice(CpuDevice):
 
 def _choose_speculator(config: EngineConfig) -> MakeSpeculator:
     speculative = config.speculative
-    return draft_nothing if speculative is None else lambda rows: NgramSpeculator(speculative, rows)
+    return draft_nothing if speculative is None else lambda rows, _: NgramSpeculator(speculative, rows)
 
 
 def instant_core(options: EngineOptions) -> EngineCore:

@@ -19,7 +19,7 @@ import plot_speculation
 import plot_throughput
 from figures import GPU, SHAPE, Results
 from figures_decoding import adaptive_lengths, decode_throughput, eagle3, headline, one_stream
-from figures_drafts import acceptance, ngram, same_texts, spec_bench
+from figures_drafts import acceptance, ngram, real_pair, same_texts, spec_bench
 from figures_serving import arrivals, attention, cpu, host, serving, startup
 from result_files import newest_first, select
 from slipstream.errors import ConfigError
@@ -46,6 +46,7 @@ PAGES: dict[str, Parts] = {
         "host": host,
         "startup": startup,
         "cpu": cpu,
+        "a real pair": real_pair,
     },
 }
 

@@ -39,7 +39,7 @@ class Echo(DraftMethod):
         return self
 
     def build(self, config: Any, device: Any, target: Any) -> Any:
-        return lambda rows: HostStagedSpeculator(config, device)  # places on the device what `propose` gives
+        return lambda rows, caches: HostStagedSpeculator(config, device)  # places on the device what `propose` gives
 
 
 def main() -> None:

@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, EngineError, ModelError, RequestError, SlipstreamError
-from slipstream.output import Completion, EmbeddingOutput, RequestOutput
+from slipstream.output import (
+    ClassificationOutput,
+    Completion,
+    EmbeddingOutput,
+    RequestOutput,
+    RerankOutput,
+    ScoreOutput,
+)
 from slipstream.sampling_params import SamplingParams
+from slipstream.structured import StructuredOutput
+from slipstream.transcription.options import TranscriptionOptions
+from slipstream.transcription.result import Segment, Transcription
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM, AsyncLLM
@@ -15,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ClassificationOutput",
     "Completion",
     "ConfigError",
     "EmbeddingOutput",
@@ -22,8 +33,14 @@ __all__ = [
     "ModelError",
     "RequestError",
     "RequestOutput",
+    "RerankOutput",
     "SamplingParams",
+    "ScoreOutput",
+    "Segment",
     "SlipstreamError",
+    "StructuredOutput",
+    "Transcription",
+    "TranscriptionOptions",
 ]
 
 

@@ -7,7 +7,7 @@ row take in one layer; layers with equal specs form a group, which one backend s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -42,8 +42,14 @@ class CacheSpec:
     # Why cached pages are not enough to resume such a layer after a prefix; empty: they are.
     prefix_refusal: ClassVar[str] = ""
 
+    # What the entries of a page belong to. Those of a request's encoder have a page table of their own.
+    indexed_by: ClassVar[Literal["text", "encoder"]] = "text"
+
     # Why no draft model may have such layers, as the rest of a sentence after the model's name; empty: it may.
     drafter_refusal: ClassVar[str] = ""
+
+    # Why a prompt must be computed in one pass, and no step be cut within it; empty: it may come in chunks.
+    whole_prompts: ClassVar[str] = ""
 
     def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
         """The tensors of one page in one layer."""
@@ -99,9 +105,29 @@ class TokenStates(CacheSpec):
         return (Shape((page_size, self.size)),)
 
 
+def memory_owners(specs: Sequence[CacheSpec]) -> list[int]:
+    """Of each layer, the one whose memory it uses: mostly itself.
+
+    A page belongs to a request's text or to the output of its encoder, never to both. So a layer that is indexed by the
+    encoder uses the memory of a layer with equal pages that is indexed by the text, and another one each.
+    """
+    free = [idx for idx, spec in enumerate(specs) if spec.indexed_by == "text" and spec.page_shapes(1)]
+    owners = []
+    for idx, spec in enumerate(specs):
+        owner, shapes = idx, (spec.page_shapes(1), spec.row_shapes(0))
+        if spec.indexed_by == "encoder":
+            owner = next((i for i in free if (specs[i].page_shapes(1), specs[i].row_shapes(0)) == shapes), idx)
+            free = [i for i in free if i != owner]
+        owners.append(owner)
+    return owners
+
+
 def page_bytes(specs: Iterable[CacheSpec], page_size: int, dtype: str) -> int:
     """Memory of one page in all layers."""
-    return sum(shape.num_bytes(dtype) for spec in specs for shape in spec.page_shapes(page_size))
+    all_specs = list(specs)
+    owners = memory_owners(all_specs)
+    own = [spec for idx, spec in enumerate(all_specs) if owners[idx] == idx]
+    return sum(shape.num_bytes(dtype) for spec in own for shape in spec.page_shapes(page_size))
 
 
 def row_bytes(specs: Iterable[CacheSpec], num_drafts: int, dtype: str) -> int:

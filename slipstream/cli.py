@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError, SlipstreamError, nearest
 from slipstream.load.settings import LoadSettings
 from slipstream.sampling_params import SamplingParams
 from slipstream.server.settings import ServerSettings
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import BlockSettings, TrainSettings
 
 EXIT_ERROR = 1  # a bug of ours
 EXIT_BAD_INPUT = 2
@@ -84,6 +84,41 @@ def generate(
     from slipstream.commands.generate import run
 
     return run(prompt, sampling, engine, system=system, raw=raw, as_json=as_json)
+
+
+@app.command()
+@with_options()
+def transcribe(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Sound files: WAV, FLAC, MP3, OGG.")],
+    engine: EngineOptions,
+    language: Annotated[
+        str | None, typer.Option("--language", help="Language of the speech, by code or name; detected if unset.")
+    ] = None,
+    translate: Annotated[bool, typer.Option("--translate", help="Translate to English.")] = False,
+    output_format: Annotated[str, typer.Option("--format", help="text, json, verbose_json, srt or vtt.")] = "text",
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", help="Write a file for each sound into this folder.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Text as if it came before, for names and style.")
+    ] = None,
+    batched: Annotated[
+        bool, typer.Option("--batched", help="Cut long sounds where it is quiet, and transcribe pieces together.")
+    ] = False,
+) -> int:
+    """Transcribe sound files with a speech model; --model names it.
+
+    The text goes to standard output, or into files with --output-dir.
+    """
+    from slipstream.commands.transcribe import TranscriptOutput, run
+    from slipstream.transcription.options import TranscriptionOptions
+
+    task = "translate" if translate else "transcribe"
+    output = TranscriptOutput(output_format, output_dir)
+    options = TranscriptionOptions(
+        language=language, task=task, prompt=prompt, batched=batched, no_speech_probs=output_format == "verbose_json"
+    )
+    return run(files, options, engine, output)
 
 
 @app.command()
@@ -239,8 +274,22 @@ def train_eagle3(settings: TrainSettings) -> int:
     A run that was stopped resumes from its last checkpoint.
     """
     from slipstream.commands.train import run
+    from slipstream.train.eagle3 import train_eagle3 as train_head
 
-    return run(settings)
+    return run(settings, "eagle3", train_head)
+
+
+@train.command("dflash")
+@with_options()
+def train_dflash(settings: BlockSettings) -> int:
+    """Train a DFlash head, which drafts a block in one pass, on texts that the model itself generates.
+
+    A run that was stopped resumes from its last checkpoint.
+    """
+    from slipstream.commands.train import run
+    from slipstream.train.dflash import train_dflash as train_head
+
+    return run(settings, "dflash", train_head)
 
 
 @app.command()

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from slipstream.cache_spec import CacheSpec, GroupedQuerySpec, KeyValueType, TokenStates, page_bytes, row_bytes
+from slipstream.cache_spec import CacheSpec, TokenStates, page_bytes, row_bytes
 from slipstream.errors import ConfigError, nearest
+from slipstream.model_config import ModelConfig as ModelConfig
+from slipstream.model_config import RopeConfig as RopeConfig
 from slipstream.speculative_config import NO_NEEDS, Needs, SpeculativeConfig
 
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
@@ -181,112 +183,6 @@ class Hardware:
     capability: tuple[int, int] | None = None  # of a GPU
 
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base, rotated size, and how the frequencies are scaled for long contexts."""
-
-    theta: float = 10000.0
-    rotary_dim: int = 0
-    kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    # Factor on rotated vectors, which sharpens attention over long contexts.
-    attention_factor: float = 1.0
-    # yarn: frequencies with more rotations than the first within the original context are kept, with fewer than the
-    # second scaled.
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    # longrope: divisors of the frequencies, within the original context and beyond it.
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    # Divisors of each frequency as GGUF files store them, for any kind of scaling.
-    freq_factors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """Feed-forward layers with experts, a few of which are chosen for each token."""
-
-    num_experts: int
-    num_experts_per_token: int
-    intermediate_size: int
-    renormalise: bool  # whether the weights of a token's experts sum to one
-    layer_ids: tuple[int, ...]  # the other layers have one dense feed-forward
-    shared_size: int = 0  # of a gated expert that every token uses beside the chosen ones; 0: none
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a decoder, independent of the checkpoint's format."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position: int
-    rope: RopeConfig
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    embedding_scale: float = 1.0
-    attention_scale: float | None = None  # of the scores; 1 / sqrt(head_dim) if unset
-    windows: tuple[int, ...] = ()  # attention window of each layer, 0 for none; empty: no windows
-    window_rope: RopeConfig | None = None  # of layers with a window, if it differs
-    experts: ExpertsConfig | None = None
-    attention_gate: bool = False  # whether the output of each head is multiplied by the sigmoid of a gate
-    # The cache of each layer; empty: keys and values of grouped-query attention in all of them.
-    layer_caches: tuple[CacheSpec, ...] = ()
-    keys_in: KeyValueType = "model"  # the type of keys and values in the cache
-    dtype: str = "float32"  # as stored in the checkpoint
-    # The checkpoint's quantization_config; None: unquantised weights.
-    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
-
-    def window(self, layer_idx: int) -> int:
-        return self.windows[layer_idx] if self.windows else 0
-
-    def has_experts(self, layer_idx: int) -> bool:
-        return self.experts is not None and layer_idx in self.experts.layer_ids
-
-    @property
-    def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """The cache of each layer."""
-        return self.layer_caches or (self.keys_and_values,) * self.num_layers
-
-    @property
-    def keys_and_values(self) -> GroupedQuerySpec:
-        """The cache of a layer with grouped-query attention."""
-        return GroupedQuerySpec(self.num_kv_heads, self.head_dim, self.keys_in)
-
-    def with_keys_in(self, dtype: KeyValueType) -> ModelConfig:
-        """The same with keys and values of another type in the cache."""
-        return replace(self, keys_in=dtype, layer_caches=tuple(spec.with_keys_in(dtype) for spec in self.layer_caches))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all layers have grouped-query attention without a gate on its output."""
-        return set(self.cache_specs) == {self.keys_and_values} and not self.attention_gate
-
-    @property
-    def num_attention_layers(self) -> int:
-        """Layers with grouped-query attention."""
-        return sum(isinstance(spec, GroupedQuerySpec) for spec in self.cache_specs)
-
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Cache memory of a token in all layers."""
-        return page_bytes(self.cache_specs, 1, dtype)
-
-
 # --- configuration of the components ----------------------------------------------------------------------
 
 
@@ -299,6 +195,10 @@ class CacheConfig:
     def num_usable_tokens(self) -> int:
         return (self.num_pages - 1) * self.page_size
 
+    def num_tokens_beside(self, num_encoder_entries: int) -> int:
+        """Tokens that fit beside the output of a request's encoder, which has pages of its own."""
+        return self.num_usable_tokens - -(-num_encoder_entries // self.page_size) * self.page_size
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -307,6 +207,8 @@ class SchedulerConfig:
     max_prefill_chunk: int
     max_model_len: int
     mixed_prefill_tokens: int = 1 << 30  # of all prompts together, in a step that also decodes
+    # A prompt is computed in one step or not at all: prompts wait until a step has room for all their tokens.
+    whole_prompts: bool = False
     prefix_caching: bool = True
     # Why prefix caching is off although it was enabled; empty if it is not refused.
     prefix_caching_refused: str = ""
@@ -339,6 +241,8 @@ class EngineConfig:
     cudagraph_sizes: tuple[int, ...]
     # Overwrite every per-step buffer before each step, so that a stale read fails.
     poison: bool
+    # Steps of so many tokens or more that no graph holds run their forward pass in two halves; None: in one.
+    split_steps_from: int | None = None
     speculative: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None  # the drafter's network
     num_draft_modules: int = 1  # used in turn for successive drafts
@@ -384,6 +288,7 @@ class DraftModel(NamedTuple):
     config: ModelConfig
     size: NetworkSize = UNMEASURED
     num_modules: int = 1  # of a head; draft i uses module i modulo their number
+    max_drafts: int | None = None  # of a head that has places for no more
 
 
 def draft_cache_specs(model: ModelConfig, num_modules: int) -> tuple[CacheSpec, ...]:

@@ -30,5 +30,5 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'top_k'?``, empty when nothing is close."""
     # Leading dashes of an option do not count.
     by_letters = {option.lstrip("-"): option for option in valid}
-    matches = difflib.get_close_matches(name.lstrip("-"), list(by_letters), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name.lstrip("-"), list(by_letters), n=1, cutoff=0.55)
     return f"; did you mean '{by_letters[matches[0]]}'?" if matches else ""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rich.progress import Progress, TextColumn
 
+from slipstream.audio.files import Sound
 from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.config import EngineConfig, EngineOptions
 from slipstream.engine.build import Engine, build_engine
@@ -19,10 +20,13 @@ from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
 from slipstream.output import EmbeddingOutput, RequestOutput
-from slipstream.pooling import PoolingParams
+from slipstream.pooled_tasks import AsyncPooledTasks, PooledTasks, as_prompts, prepare_all
 from slipstream.sampling_params import SamplingParams
 from slipstream.speculate.options import synthetic_warning
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.transcription.many import as_sounds, describe_sound, run_coroutine, transcribe_all
+from slipstream.transcription.options import TranscriptionOptions
+from slipstream.transcription.result import Transcription
 
 logger = logging.getLogger("slipstream")
 
@@ -77,7 +81,7 @@ class _EngineOwner:
         self.client.close()
 
 
-class LLM(_EngineOwner):
+class LLM(_EngineOwner, PooledTasks):
     """A model for synchronous code.
 
     >>> llm = LLM("smollm2-135m")
@@ -97,31 +101,31 @@ class LLM(_EngineOwner):
         Every prompt is checked before the first one runs. A request that fails later has ``error`` set. Waiting
         requests with a lower ``priority`` run first.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         params = iter(_as_params(sampling_params, len(many)))
-        submissions = _prepare_all(many, lambda prompt: self.client.prepare(prompt, next(params), priority=priority))
+        submissions = prepare_all(many, lambda prompt: self.client.prepare(prompt, next(params), priority=priority))
         return self._run(submissions, partial(self.client.submit, every_token=False), "generating", progress)
 
-    def embed(
+    def transcribe(
         self,
-        texts: Prompt | Sequence[Prompt],
+        sounds: Sound | Sequence[Sound],
+        options: TranscriptionOptions | None = None,
         *,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
         priority: int = 0,
         progress: bool = False,
-    ) -> list[EmbeddingOutput]:
-        """A vector for each text (a string, or token ids), in the order of the texts.
+    ) -> list[Transcription]:
+        """The text of each sound, with times, in the order of the sounds, by a speech model.
 
-        ``pooling`` says which of the last layer's hidden states make it: of the ``last`` token, of the first (``cls``),
-        or the ``mean`` of all; None is what the checkpoint says. ``dimensions`` keeps so many of its first numbers;
-        then it is divided by its length, unless ``normalize`` or, in its place, the checkpoint says no.
+        A sound is a file's path, its bytes, or an array of samples of one channel at 16 kHz.
         """
-        params = PoolingParams(pooling, normalize, dimensions)
-        prepare = partial(self.client.prepare_pooled, pooling=params, priority=priority)
-        submissions = _prepare_all(_as_prompts(texts), prepare)
-        return self._run(submissions, self.client.submit_pooled, "embedding", progress)
+        many = as_sounds(sounds)
+        with _progress_bar(progress) as bar:
+            tasks = [bar.add_task(describe_sound(sound, idx), total=1.0) for idx, sound in enumerate(many)]
+
+            def show(idx: int, share: float) -> None:
+                bar.update(tasks[idx], completed=share)
+
+            return run_coroutine(transcribe_all(self.client, many, options or TranscriptionOptions(), priority, show))
 
     def _run(
         self,
@@ -188,7 +192,7 @@ class LLM(_EngineOwner):
         self.close()
 
 
-class AsyncLLM(_EngineOwner):
+class AsyncLLM(_EngineOwner, AsyncPooledTasks):
     """The same engine for asyncio: many callers, each with its own stream of outputs."""
 
     async def generate(
@@ -220,37 +224,11 @@ class AsyncLLM(_EngineOwner):
             if not finished:
                 self.client.forget(submission)
 
-    async def embed(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        *,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        priority: int = 0,
-    ) -> list[EmbeddingOutput]:
-        """As ``LLM.embed``. A cancelled call aborts its requests."""
-        params = PoolingParams(pooling, normalize, dimensions)
-        prepare = partial(self.client.prepare_pooled, pooling=params, priority=priority)
-        submissions = _prepare_all(_as_prompts(texts), prepare)
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[EmbeddingOutput] = asyncio.Queue()
-
-        def sink(output: EmbeddingOutput) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, output)
-
-        outputs: dict[str, EmbeddingOutput] = {}
-        try:
-            for submission in submissions:
-                self.client.submit_pooled(submission, sink)
-            while len(outputs) < len(submissions):
-                output = await arrived.get()
-                outputs[output.request_id] = output
-        finally:
-            for submission in submissions:
-                if submission.request_id not in outputs:
-                    self.client.forget(submission)
-        return [outputs[submission.request_id] for submission in submissions]
+    async def transcribe(
+        self, sounds: Sound | Sequence[Sound], options: TranscriptionOptions | None = None, *, priority: int = 0
+    ) -> list[Transcription]:
+        """As ``LLM.transcribe``. A cancelled call aborts its requests."""
+        return await transcribe_all(self.client, as_sounds(sounds), options or TranscriptionOptions(), priority)
 
     async def chat(
         self,
@@ -275,26 +253,6 @@ class AsyncLLM(_EngineOwner):
     def abort(self, request_id: str) -> None:
         """End a request; its stream yields a last output with finish reason ``abort``."""
         self.client.abort(request_id)
-
-
-def _prepare_all(prompts: Sequence[Prompt], prepare: Callable[[Prompt], Submission]) -> list[Submission]:
-    """Check every prompt before the first one runs."""
-    submissions = []
-    for i, prompt in enumerate(prompts):
-        try:
-            submissions.append(prepare(prompt))
-        except RequestError as error:
-            raise RequestError(str(error) if len(prompts) == 1 else f"prompt {i}: {error}") from error
-    return submissions
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
-        return [prompts]  # type: ignore[list-item]  # an invalid prompt is refused later
-    many = list(prompts)
-    # A list that begins with a text or a list holds several prompts; any other is one prompt of token ids.
-    is_many = not many or isinstance(many[0], str) or hasattr(many[0], "__len__")
-    return many if is_many else [prompts]  # type: ignore[return-value, list-item]
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -231,6 +231,34 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How well two texts fit."""
+
+    score: float
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RerankOutput:
+    """A document in its place after reranking."""
+
+    index: int  # among the documents as they were given
+    score: float
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The probabilities of a text's labels."""
+
+    label: str  # the most likely one
+    probs: npt.NDArray[np.floating]
+    labels: tuple[str, ...]
+    num_prompt_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """One text's vector."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.encoder_input import EncoderInput
 from slipstream.output import LogprobRow
 from slipstream.pooling import PooledVector
 from slipstream.request import Request
@@ -73,6 +74,7 @@ class RowInit:
     token_ids: Sequence[int]
     num_computed: int
     draft_start: int = 0  # the drafter's keys are computed from this slot on
+    encoder_page_ids: Sequence[int] = ()  # of its encoder's output, all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,15 @@ class PageDiff:
     row: int
     first_idx: int
     page_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderRun:
+    """A pass of the encoder over one request's input. Its output goes to the pages that the request's row names."""
+
+    row: int
+    encoder: EncoderInput
+    num_entries: int  # of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,7 @@ class StepPlan:
     row_inits: list[RowInit] = field(default_factory=list)
     page_diffs: list[PageDiff] = field(default_factory=list)
     host_drafts: Sequence[HostDraft] = ()  # for this step to verify, of methods that draft on the host
+    encoder_runs: Sequence[EncoderRun] = ()  # before the step's tokens, whose requests may be among them
 
     @classmethod
     def from_requests(cls, step_id: int, requests: Sequence[ScheduledRequest]) -> StepPlan:
@@ -122,6 +134,14 @@ class StepPlan:
         return list(map(ScheduledRequest, *columns))
 
 
+class StepMasks(NamedTuple):
+    """Which tokens are allowed at each of a step's logits. Masks are in a pool on the device, by row."""
+
+    rows: npt.NDArray[np.int32]  # [num_logits]: the pool's row of each; -1: every token is allowed
+    destinations: Sequence[int]  # rows of the pool that get another mask before
+    words: npt.NDArray[np.int32]  # [num new, words]: those masks
+
+
 @dataclass(slots=True)
 class StepResult:
     """The results of a step, in the order of its plan."""
@@ -134,6 +154,9 @@ class StepResult:
     would_accept: list[int]  # 1 if the step skipped a draft that would have been accepted
     logprobs: list[list[LogprobRow]] | None = None  # one for each token, if any request asked
     wait_s: float = 0.0  # how long the host waited for it
+    pause_s: float = 0.0  # how long the device waited between the halves of a step with constrained requests
     # By index in the plan: the position of the first, then one for each prompt token from there on.
     prompt_logprobs: dict[int, tuple[int, list[LogprobRow]]] = field(default_factory=dict)
     vectors: dict[int, PooledVector] = field(default_factory=dict)  # of pooled requests that have ended, by place
+    # Drafts for the next step, of every request, if one is constrained.
+    next_drafts: list[list[int]] | None = None

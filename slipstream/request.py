@@ -5,8 +5,9 @@ Nothing here imports torch or knows how a step is run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from slipstream.encoder_input import EncoderInput
 from slipstream.pooling import PoolingParams
 from slipstream.sampling_params import SamplingParams
 
@@ -29,6 +30,9 @@ class Request:
     choice: int = 0  # index among a prompt's choices; part of the key of its noise
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     pooling: PoolingParams | None = None  # it ends with its prompt, in a vector, and no token is drawn
+    second_from: int = 0  # of a pair of texts: the position at which the second begins; 0: there is one text
+    encoder: EncoderInput | None = field(default=None, compare=False)  # what the model's encoder reads for it
+    num_encoder_entries: int = 0  # of the encoder's output, which is kept in pages of its own
 
     @property
     def may_use_cache(self) -> bool:
@@ -43,6 +47,11 @@ class Request:
     def draws(self) -> bool:
         """Whether tokens follow its prompt."""
         return self.pooling is None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says which tokens may come next."""
+        return self.params.structured is not None
 
     def num_drafts(self, most: int) -> int:
         """Maximum draft length of this request, given the engine's."""

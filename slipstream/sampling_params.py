@@ -22,6 +22,7 @@ from slipstream.parameters import (
     extra_parameters,
     parameter,
 )
+from slipstream.structured import Structure, StructuredOutput
 from slipstream.values import Bounds, describe_value
 
 MAX_SEED = 2**64 - 1
@@ -94,6 +95,21 @@ class SamplingParams:
         "Drop tokens whose logit is more than this many standard deviations below the largest; 0 is off.",
         default=0.0,
     )
+    suppress_tokens: tuple[int, ...] = parameter(
+        TokenIds(256),
+        "Never generate this token id; may be given several times.",
+        default=(),
+    )
+    begin_suppress_tokens: tuple[int, ...] = parameter(
+        TokenIds(16),
+        "Do not begin the output with this token id; may be given several times.",
+        default=(),
+    )
+    timestamp_rules: tuple[int, ...] = parameter(
+        TokenIds(4),
+        "Token ids of a speech model whose transcripts have times: the first time, no times, end, last first time.",
+        default=(),
+    )
     # end
     max_tokens: int | None = parameter(Bounds(1, math.inf, is_integer=True), "Maximum number of tokens to generate.")
     n: int = parameter(
@@ -124,6 +140,9 @@ class SamplingParams:
     max_k: int | None = parameter(
         Bounds(0, math.inf, is_integer=True),
         "Maximum draft length for this request; the engine's if unset.",
+    )
+    structured: StructuredOutput | None = parameter(
+        Structure(), "What the text must be: a `json` schema, or a `regex`, `choice` or `grammar`, as a JSON object."
     )
     # Values by name for registered sampling operations; only those that the request sets.
     extra: Mapping[str, Any] = field(default_factory=dict)

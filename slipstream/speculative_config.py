@@ -28,8 +28,10 @@ class Needs:
     own_keys: bool = False
     # After steps without proposals it processes the tokens that it missed, in its next pass.
     catches_up: bool = False
-    # Cache slots after a row's tokens that a proposal writes, per draft.
+    # Cache slots after a row's tokens that a proposal writes, per draft, and beside those.
     slots_per_draft: int = 0
+    extra_slots: int = 0
+    in_one_pass: bool = False  # it proposes any number of drafts in one pass, at the cost of the largest
     # Its keys at a slot depend on the next token: it pairs a token with the hidden state before it. The hash of a page
     # then includes the token after it.
     looks_ahead: bool = False
@@ -95,10 +97,11 @@ class SpeculativeConfig:
     def num_proposed(self, num_checked: int) -> int:
         """How many drafts a step proposes if the next one verifies ``num_checked``.
 
-        Drafts from the text alone cost next to nothing: a step proposes the maximum, or none. A change of the number
-        that is verified then needs no different kind of step.
+        Where drafts come from the text alone or from one pass, more of them cost next to nothing: a step proposes the
+        maximum, or none. A change of the number that is verified then needs no different kind of step.
         """
-        makes_most = self.adaptive and self.depends_on_text_alone and num_checked > 0
+        costs_nothing = self.depends_on_text_alone or self.needs.in_one_pass
+        makes_most = self.adaptive and costs_nothing and num_checked > 0
         return self.num_drafts if makes_most else num_checked
 
     @property

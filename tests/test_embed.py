@@ -29,7 +29,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save(tiny_models.build("qwen3"), tmp_path_factory.mktemp("tiny"))
+    model = tiny_models.build("qwen3")
+    model.config.is_matryoshka = True
+    return tiny_models.save(model, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +99,11 @@ def test_dimensions_and_length(llm: LLM, reference: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pooling": "maen"}, "pooling must be last, cls or mean, not 'maen', did you mean 'mean'?"),
-        ({"pooling": 3}, "pooling must be last, cls or mean, not 3"),
+        (
+            {"pooling": "maen"},
+            "pooling must be last, cls, mean, max, mean_sqrt_len or weighted_mean, not 'maen', did you mean 'mean'?",
+        ),
+        ({"pooling": 3}, "pooling must be last, cls, mean, max, mean_sqrt_len or weighted_mean, not 3"),
         ({"normalize": 1}, "normalize must be true or false, not 1"),
         ({"dimensions": 0}, "dimensions must be an integer of at least 1 and at most 2147483647, not 0"),
         ({"dimensions": True}, "dimensions must be an integer of at least 1"),
@@ -170,7 +175,7 @@ def test_in_a_process_of_its_own(folder: Path, reference: PreTrainedModel, llm: 
         for output, own in zip(outputs, llm.embed(TEXTS), strict=True):
             np.testing.assert_allclose(output.embedding, own.embedding, rtol=0, atol=1e-6)
         with pytest.raises(RequestError, match="pooling must be"):
-            other.embed("x", pooling="max")
+            other.embed("x", pooling="most")
 
 
 def test_ctrl_c_ends_all_of_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +241,9 @@ def test_the_checkpoints_own_pooling(tmp_path: Path) -> None:
 
 def test_a_pooling_that_is_not_supported_is_refused_when_it_is_used(tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.build("qwen3"), tmp_path)
-    write_modules(folder, {"pooling_mode_max_tokens": True})
+    write_modules(folder, {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True})
     with LLM(str(folder), max_num_seqs=2, max_model_len=64) as llm:
-        with pytest.raises(RequestError, match="asks for pooling 'max_tokens', which is not supported"):
+        with pytest.raises(RequestError, match="asks for pooling 'cls_token' and 'max_tokens', which is not supported"):
             llm.embed("hello")
         assert llm.embed("hello", pooling="mean")[0].error is None
         assert len(llm.generate("hello", GREEDY)[0].token_ids) == 8

@@ -110,3 +110,9 @@ def test_the_lists_of_contributing_name_what_is_there() -> None:
     for path in map(Path, listed):
         known = [part for part in path.parts if not re.search("NAME|SUBJECT", part)]
         assert ROOT.joinpath(*known).exists(), f"CONTRIBUTING.md names {path}, which is not there"
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_no_merge_is_left_half_done(page: Path) -> None:
+    marks = re.findall(r"^(?:<{7} |={7}$|.*>{7} )", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    assert not marks, f"{name(page)} has marks of a merge: {marks}"

@@ -11,6 +11,7 @@ import slipstream
 def test_public_names() -> None:
     assert sorted(slipstream.__all__) == [
         "AsyncLLM",
+        "ClassificationOutput",
         "Completion",
         "ConfigError",
         "EmbeddingOutput",
@@ -19,8 +20,14 @@ def test_public_names() -> None:
         "ModelError",
         "RequestError",
         "RequestOutput",
+        "RerankOutput",
         "SamplingParams",
+        "ScoreOutput",
+        "Segment",
         "SlipstreamError",
+        "StructuredOutput",
+        "Transcription",
+        "TranscriptionOptions",
     ]
     for name in slipstream.__all__:
         assert getattr(slipstream, name) is not None

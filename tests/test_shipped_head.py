@@ -25,7 +25,7 @@ from slipstream.checkpoints.hub import DEFAULT_MODEL, shipped_head
 from slipstream.commands import serve
 from slipstream.commands.session import open_model
 from slipstream.config import EngineOptions
-from slipstream.models.heads.draft_head import read_head
+from slipstream.models.heads.registry import read_head
 from slipstream.models.registry import architecture_of
 from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import read_speculation

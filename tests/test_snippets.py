@@ -22,6 +22,8 @@ from tests.snippets import PROGRAMS, ROOT, Command, Program, commands, programs
 # Programs that are only compiled: words in them, and the reason.
 NOT_RUN = {
     "from openai import": "needs a server; tests/server/test_openai_client.py has such clients",
+    "EncoderInput(features)": "needs a model with an encoder; tests/models has one",
+    "llm.transcribe(": "needs a speech model; tests/transcription has tiny ones",
     "registry.register(OPERATION)": "a fragment; tests/drill/test_sampling_operation.py registers one",
 }
 # Commands that are parsed and not run, and the reason. `generate` and `models` are run.
@@ -30,15 +32,16 @@ ONLY_PARSED = {
     "bench": "takes minutes; tests/commands/test_bench.py and test_bench_serve.py run small ones",
     "chat": "a conversation; tests/commands/test_chat.py has some",
     "demo": "three answers of the default model; tests/commands/test_demo.py runs it",
+    "transcribe": "needs a speech model; tests/commands/test_transcribe.py runs it",
     "tune": "needs a GPU",
     "doctor": "tries out compilers; tests/commands/test_doctor.py runs it",
     "train": "takes minutes; tests/train runs small ones",
     "--version": "tests/test_cli.py runs it",
 }
 # Modules whose `run` does what the command says.
-RUNS = ("generate", "demo", "chat", "bench", "bench_serve", "serve", "doctor", "tune", "train", "models")
+RUNS = ("generate", "demo", "chat", "bench", "bench_serve", "serve", "doctor", "tune", "train", "models", "transcribe")
 # Options that need another model than the tiny one.
-HEADS = {"eagle3", "eagle", "mtp", "draft_model", "--k", "--max-k", "--speculative-config", "--device"}
+HEADS = {"eagle3", "eagle", "mtp", "dflash", "draft_model", "--k", "--max-k", "--speculative-config", "--device"}
 MODELS = ("smollm2-135m", "./my-model", "./large", "./small", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-Embedding-0.6B")
 
 
@@ -89,10 +92,12 @@ def completed(words: list[str]) -> list[str]:
     """With what a sentence about a command leaves out."""
     if words == ["train"]:
         return ["train", "eagle3", "--out", "head"]
+    if words == ["transcribe"]:
+        return ["transcribe", "talk.mp3"]
     has_prompt = len(words) > 1 and not words[1].startswith("-")
     if words[0] in ("generate", "tune") and not has_prompt:
         return [words[0], "llama-3.1-8b", *words[1:]]
-    return [*words, "--out", "head"] if words[:2] == ["train", "eagle3"] and "--out" not in words else words
+    return [*words, "--out", "head"] if words[0] == "train" and "--out" not in words else words
 
 
 @pytest.mark.parametrize("command", own_commands(), ids=where)

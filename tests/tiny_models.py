@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -117,6 +123,23 @@ _QWEN3_5: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
+_DEEPSEEK: dict[str, Any] = {
+    # Latents leave little of a large state.
+    "initializer_range": 0.15,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_DEEPSEEK_YARN = {**_YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -171,6 +194,50 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_QWEN3_5, "initializer_range": 0.2}),
     "qwen3.5-moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_QWEN3_NEXT, **_QWEN3_5}),
+    "deepseek-v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {**_DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v2-lite": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek-v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek-v3-bias-halves-dense": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            **_DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_mtp_layers": 0,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+            "initializer_range": 0.25,
+        },
+    ),
+    "deepseek-v3.2": (
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
+        {
+            **_DEEPSEEK,
+            "n_group": 4,
+            "topk_group": 2,
+            "index_topk": 24,
+            # Few heads are all silent for many keys, whose scores are then equal: any of those might be chosen.
+            "index_n_heads": 16,
+            "index_head_dim": 12,
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -222,6 +289,9 @@ def build(variant: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             elif name.endswith("A_log"):
                 # In float32 transformers loses digits where much is forgotten at once, and we would be told so.
                 parameter.uniform_(-3, 1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     return model.eval()
 
 

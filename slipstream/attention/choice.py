@@ -22,7 +22,7 @@ from slipstream.attention.backends.reference import ReferenceBackend
 from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.grouped_query import GroupedQueryCaches
 from slipstream.attention.groups import CacheGroups, LayerMemory
-from slipstream.cache_spec import GroupedQuerySpec
+from slipstream.cache_spec import CacheSpec
 from slipstream.config import EngineConfig, Hardware, ModelConfig
 from slipstream.device.interface import Device
 from slipstream.errors import ConfigError
@@ -39,6 +39,8 @@ _USABLE = {
 CASCADING = ("triton",)
 # Backends whose drafters may use non-causal attention: with FlashInfer a drafter uses Triton.
 NON_CAUSAL = ("cpu", "triton", "flashinfer", "reference")
+# Backends that attend to the output of an encoder: with FlashInfer those layers use Triton.
+ATTENDS_ENCODED = NON_CAUSAL
 # Backends that read keys and values of another type than the queries'.
 READS_SMALLER_KEYS = ("cpu", "reference")
 # Backends that capture steps with prompts in one graph, drafting included.
@@ -89,8 +91,10 @@ def open_caches(
 ) -> CacheGroups:
     """Memory and backends for all layers of a network: the target's, or a drafter's with its own caches."""
 
-    def open_grouped_query(spec: GroupedQuerySpec, memory: Mapping[int, LayerMemory]) -> GroupedQueryCaches:
-        own = attention or make_backend(config, model, device, for_drafter)
+    def open_grouped_query(spec: CacheSpec, memory: Mapping[int, LayerMemory]) -> GroupedQueryCaches:
+        # A backend that plans with the lengths of texts would do so again for other lengths in every step.
+        has_gaps = for_drafter or spec.indexed_by != "text"
+        own = attention or make_backend(config, model, device, has_gaps)
         return GroupedQueryCaches(own, {idx: tensors[0] for idx, tensors in memory.items()})
 
     specs = model.with_keys_in(config.model.keys_in).cache_specs  # a drafter's model was read earlier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,8 +19,9 @@ from slipstream.attention.backend import (
 from slipstream.attention.context import StepTokens
 from slipstream.attention.groups import CacheGroup, CacheGroups
 from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.attention.token_places import PassPlaces
 from slipstream.cache_spec import GroupedQuerySpec
-from slipstream.kernels.attention.rope_cache import HeadNorms, NewTokens, rope_and_cache, rotation, rotation_and_slots
+from slipstream.kernels.attention.rope_cache import HeadNorms, NewTokens, rope_and_cache
 from slipstream.kernels.elementwise.rms_norm import rms_norm
 
 
@@ -54,7 +55,7 @@ class GroupedQueryCaches:
     def begin(self, tokens: StepTokens, shared: Any = None) -> GroupedQueryStep:
         if shared is None and tokens.common is not None:
             shared = self.attention.build(tokens.common)
-        return GroupedQueryStep(self, shared, tokens.positions, tokens.slot_mapping)
+        return GroupedQueryStep(self, shared, PassPlaces(tokens, self.num_pages, self.page_size))
 
     def can_share(self, other: Any) -> bool:
         return isinstance(other, GroupedQueryCaches) and type(other.attention) is type(self.attention)
@@ -67,18 +68,14 @@ class GroupedQueryCaches:
 class GroupedQueryStep:
     caches: GroupedQueryCaches
     shared: Any  # the attention backend's metadata
-    positions: Tensor  # [padded_tokens] int64
-    slot_mapping: Tensor  # [padded_tokens] int64
+    places: PassPlaces
     is_recorded: bool = False
-    # Built by the first layer that needs them, shared by the rest.
-    _slots: tuple[Tensor, Tensor] | None = None
-    _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(self, layer: AttentionLayer, inputs: NewHeads) -> Tensor:
         """Norm, rotate, store keys and values, attend: [num_tokens, num_heads, head_dim]."""
         caches, (q, k, v, cos_sin, norms) = self.caches, inputs
-        kv_cache, turn = caches.kv_caches[layer.idx], self.rotation(cos_sin, q.dtype)
-        new = NewTokens(q, k, v, *turn, *self.slots, norms)
+        kv_cache, places = caches.kv_caches[layer.idx], self.places.of(cos_sin, q.dtype)
+        new = NewTokens(q, k, v, *places, norms)
         if caches.stores_keys:
             out = cast(StoringBackend, caches.attention).run_new(layer, new, kv_cache, self.shared)
             if out is not None:
@@ -92,8 +89,8 @@ class GroupedQueryStep:
     def store(self, layer: AttentionLayer, k: Tensor, v: Tensor, cos_sin: Tensor, norms: HeadNorms | None) -> None:
         """The same without attending: norm and rotate keys, store them and their values."""
         k = k if norms is None else rms_norm(k, norms.key, norms.eps)
-        turn = self.rotation(cos_sin, k.dtype)
-        rope_and_cache(NewTokens(k[:, :0], k, v, *turn, *self.slots), self.caches.kv_caches[layer.idx])
+        places = self.places.of(cos_sin, k.dtype)
+        rope_and_cache(NewTokens(k[:, :0], k, v, *places), self.caches.kv_caches[layer.idx])
 
     def make_output(self, inputs: NewHeads) -> Tensor:
         return torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
@@ -101,26 +98,6 @@ class GroupedQueryStep:
     def in_place(self) -> CommonAttentionMetadata | None:
         """The batch, if all layers may run as one operation that reads and writes the caches itself."""
         return cast(StackingBackend, self.caches.attention).in_place(self.shared) if self.caches.stacks else None
-
-    @property
-    def slots(self) -> tuple[Tensor, Tensor]:
-        """Page and offset of every token; computed with the first rotation."""
-        assert self._slots is not None
-        return self._slots
-
-    def rotation(self, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at the tokens' positions."""
-        turn = self._rotations.get(id(cos_sin))
-        if turn is not None:
-            return turn
-        if self._slots is None:
-            sizes = (self.caches.num_pages, self.caches.page_size)
-            found = rotation_and_slots(cos_sin, self.positions, dtype, self.slot_mapping, *sizes)
-            turn, self._slots = found[:2], found[2:]
-        else:
-            turn = rotation(cos_sin, self.positions, dtype)
-        self._rotations[id(cos_sin)] = turn
-        return turn
 
 
 def serve_layers(attention: AttentionBackend, kv_caches: Sequence[Tensor]) -> CacheGroups:

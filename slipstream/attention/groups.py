@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.attention.backend import Caps
 from slipstream.attention.context import AttentionContext, GroupStep, StepTokens
-from slipstream.cache_spec import CacheSpec, GroupedQuerySpec, Shape
+from slipstream.cache_spec import CacheSpec, Shape, memory_owners
 from slipstream.config import EngineConfig
 
 LayerMemory = tuple[Tensor, ...]  # one tensor for each shape of the spec, pages before rows
@@ -49,7 +49,8 @@ class CacheBackend(Protocol):
         ...
 
 
-OpenGroupedQuery = Callable[[GroupedQuerySpec, Mapping[int, LayerMemory]], CacheBackend]
+# For layers whose memory is keys and values of a text, or of an encoder's output.
+OpenGroupedQuery = Callable[[CacheSpec, Mapping[int, LayerMemory]], CacheBackend]
 
 
 class CacheGroup(NamedTuple):
@@ -121,9 +122,13 @@ class CacheGroups:
         open_grouped_query: OpenGroupedQuery,
     ) -> CacheGroups:
         sizes, groups = CacheSizes.from_config(config), []
+        owners, allocated = memory_owners(specs), dict[int, LayerMemory]()
+        for idx, owner in enumerate(owners):
+            if owner == idx:
+                allocated[idx] = allocate(specs[idx], sizes, device)
         for spec in dict.fromkeys(specs):
             layer_ids = tuple(idx for idx, own in enumerate(specs) if own == spec)
-            memory = {idx: allocate(spec, sizes, device) for idx in layer_ids}
+            memory = {idx: allocated[owners[idx]] for idx in layer_ids}
             setting = GroupSetting(config, device, memory, open_grouped_query)
             groups.append(CacheGroup(spec, layer_ids, memory, spec.open(setting)))
         return cls(groups)
@@ -154,6 +159,11 @@ class CacheGroups:
     @staticmethod
     def _partner(backend: CacheBackend, other: CacheGroups) -> int | None:
         return next((i for i, theirs in enumerate(other._backends) if backend.can_share(theirs)), None)
+
+    def store_encoded(self, layer_idx: int, keys: Tensor, values: Tensor, page_ids: Tensor) -> None:
+        """What a layer keeps of one request's encoder output; ``page_ids`` are those of its row."""
+        backend: Any = self._backends[self._group_of_layer[layer_idx]]
+        backend.store(layer_idx, keys, values, page_ids)
 
     def step_buffers(self) -> list[Tensor]:
         return [buffer for backend in self._backends for buffer in backend.step_buffers()]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from slipstream.kernels.attention.paged_attention import PagedRequests
+from slipstream.kernels.request_rows import EncoderPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class CommonAttentionMetadata:
     # Whether attention is causal. Otherwise the query tokens of a request attend to each other and to all before: a
     # drafter's pass over a block.
     is_causal: bool = True
+    encoder: EncoderPages | None = None  # of every row, for layers over the output of an encoder
     num_common_pages: int = 0  # pages of a prefix common to all requests of the batch, without its query tokens
 
     @property

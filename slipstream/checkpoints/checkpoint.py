@@ -1,13 +1,14 @@
 """Checkpoints: a config, a tokenizer and a stream of tensors, independent of the file format.
 
-Knows safetensors folders as Hugging Face writes them; GGUF files are in ``gguf``. Everything is checked on opening,
-from the headers alone, so that a half-downloaded model fails at once and not after minutes of loading.
+Knows safetensors folders as Hugging Face writes them; GGUF files are in ``gguf``, CTranslate2's in ``ctranslate2``.
+Everything is checked on opening, from the headers alone, so that a half-downloaded model fails at once and not after
+minutes of loading.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 
 from slipstream.checkpoints.safetensors_header import read_header
-from slipstream.checkpoints.sentence_transformers import read_pooling
+from slipstream.checkpoints.sentence_transformers import DenseStep, read_dense_steps, read_pooling, read_text_limit
 from slipstream.checkpoints.tensor_header import TensorHeader
 from slipstream.errors import ModelError
 from slipstream.fields import Fields, read_json, read_json_if_present
@@ -27,6 +28,8 @@ SINGLE_FILE = "model.safetensors"
 
 # Names where the layers are saved by themselves, and of what is then missing.
 _TRUNK_TENSOR, _OUTPUT_TENSOR = "embed_tokens.weight", "lm_head.weight"
+# A decoder with a classifier in place of its logits.
+_SCORE_TENSOR, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 
 _SHARD_OF = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
@@ -56,6 +59,23 @@ class Checkpoint(Protocol):
         """How the checkpoint's authors make vectors of texts."""
         ...
 
+    def text_limit(self) -> int | None:
+        """The most tokens of a text that its vectors are made for, if the files say so."""
+        ...
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it has a classifier in place of logits."""
+        ...
+
+    def read_tensors(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Those of the named tensors that it has, ``tensors`` or not."""
+        ...
+
+    def dense_steps(self) -> list[DenseStep]:
+        """The dense layers that follow pooling."""
+        ...
+
 
 def open_checkpoint(path: Path, keep_blocks: bool = False) -> Checkpoint:
     """Open a folder with ``config.json``, or a ``.gguf`` file, as ``resolve_model`` gives them.
@@ -63,6 +83,10 @@ def open_checkpoint(path: Path, keep_blocks: bool = False) -> Checkpoint:
     With ``keep_blocks`` the weights of the latter stay quantised.
     """
     if path.is_dir():
+        if (path / "model.bin").is_file() and not any(path.glob("*.safetensors")):
+            from slipstream.checkpoints.ctranslate2 import CTranslate2Checkpoint
+
+            return CTranslate2Checkpoint(path)
         return SafetensorsCheckpoint(path)
     if path.suffix.lower() == ".gguf" and path.is_file():
         from slipstream.checkpoints.gguf import GGUFCheckpoint
@@ -80,14 +104,19 @@ class SafetensorsCheckpoint:
         self.generation_config = read_json_if_present(path / "generation_config.json")
         self._headers = _tensors_by_file(path)  # file -> its tensors, in file order
         names = {header.name for headers in self._headers.values() for header in headers}
+        architecture = next(iter(self.config.texts("architectures")), "")
+        self.classifies = architecture.endswith(_CLASSIFIER)
         # Checkpoints for vectors alone are often saved without the class that has the logits.
         self._is_trunk = _TRUNK_TENSOR in names and _OUTPUT_TENSOR not in names
         self._has_logits = not self._is_trunk or self.config.flag("tie_word_embeddings")
+        if _SCORE_TENSOR in names and self.classifies:
+            self._has_logits = False
+            self.config = _as_whole_model(self.config)
         if self._is_trunk:
             self.config = _as_whole_model(self.config)
 
     def tensor_headers(self) -> list[TensorHeader]:
-        headers = [header for headers in self._headers.values() for header in headers]
+        headers = [header for headers in self._headers.values() for header in headers if header.name != _SCORE_TENSOR]
         return [header._replace(name=self._whole_name(header.name)) for header in headers]
 
     def _whole_name(self, name: str) -> str:
@@ -102,7 +131,7 @@ class SafetensorsCheckpoint:
         for file, headers in self._headers.items():
             try:
                 with safe_open(file, framework="pt", device="cpu") as tensors:
-                    for header in headers:
+                    for header in (header for header in headers if header.name != _SCORE_TENSOR):
                         yield self._whole_name(header.name), tensors.get_tensor(header.name)
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} cannot be read ({error}); download it again") from error
@@ -111,14 +140,38 @@ class SafetensorsCheckpoint:
         return Tokenizer.from_folder(self.path)
 
     def pooling_defaults(self) -> PoolingDefaults:
-        return replace(read_pooling(self.path), is_all=not self._has_logits)
+        sizes = self.config.integers("matryoshka_dimensions", low=1)
+        return replace(
+            read_pooling(self.path),
+            is_all=not self._has_logits,
+            is_matryoshka=self.config.flag("is_matryoshka") or bool(sizes),
+            shortened_to=tuple(sizes),
+        )
+
+    def text_limit(self) -> int | None:
+        return read_text_limit(self.path)
+
+    def read_tensors(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        from safetensors import safe_open
+
+        found, wanted = {}, set(names)
+        for file, headers in self._headers.items():
+            if here := wanted.intersection(header.name for header in headers):
+                with safe_open(file, framework="pt", device="cpu") as tensors:
+                    found.update({name: tensors.get_tensor(name) for name in here})
+        return found
+
+    def dense_steps(self) -> list[DenseStep]:
+        return read_dense_steps(self.path)
 
 
 def _as_whole_model(config: Fields) -> Fields:
     """What the config of a trunk would say of the model around it. Where there are no weights for logits, embeddings
     are taken in their place, and nothing asks for logits."""
     names = config.texts("architectures")
-    whole = [name.removesuffix("Model") + "ForCausalLM" if name.endswith("Model") else name for name in names]
+    endings = ("Model", _CLASSIFIER)
+    ending = next((ending for ending in endings for name in names if name.endswith(ending)), "")
+    whole = [name.removesuffix(ending) + "ForCausalLM" if ending else name for name in names]
     return config.changed(architectures=whole, tie_word_embeddings=True)
 
 

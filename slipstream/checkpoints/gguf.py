@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from slipstream.checkpoints.gguf_config import (
 )
 from slipstream.checkpoints.gguf_file import GGUFFile, TensorEntry
 from slipstream.checkpoints.hf_config import MAX_EXPERTS, MAX_HEADS
+from slipstream.checkpoints.sentence_transformers import DenseStep
 from slipstream.checkpoints.tensor_header import TensorHeader
 from slipstream.errors import ModelError
 from slipstream.fields import Fields
@@ -192,6 +193,17 @@ class GGUFCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self._file.metadata, self.path)
+
+    classifies = False
+
+    def text_limit(self) -> int | None:
+        return None
+
+    def read_tensors(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def dense_steps(self) -> list[DenseStep]:
+        return []
 
     def pooling_defaults(self) -> PoolingDefaults:
         return pooling_defaults(Metadata(self._file.metadata, self.path))

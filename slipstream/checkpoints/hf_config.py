@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from slipstream.config import DTYPE_BYTES, ExpertsConfig, ModelConfig, RopeConfig
+from slipstream.config import DTYPE_BYTES, ModelConfig, RopeConfig
 from slipstream.errors import ModelError
+from slipstream.experts_config import ExpertsConfig, Routing
 from slipstream.fields import Fields
 from slipstream.values import MAX_INT32, describe_value
 
@@ -38,7 +39,11 @@ _LARGEST = {
     "shared_expert_intermediate_size": MAX_FEED_FORWARD,
     "num_experts": MAX_EXPERTS,
     "num_local_experts": MAX_EXPERTS,
+    "n_routed_experts": MAX_EXPERTS,
+    "n_shared_experts": MAX_EXPERTS,
     "num_experts_per_tok": MAX_EXPERTS,
+    "n_group": MAX_EXPERTS,
+    "topk_group": MAX_EXPERTS,
     "vocab_size": MAX_VOCAB,
     "draft_vocab_size": MAX_VOCAB,
     "max_position_embeddings": MAX_POSITIONS,
@@ -226,19 +231,46 @@ def read_expert_layers(fields: Fields) -> list[int]:
     return [i for i in range(require(fields, "num_hidden_layers")) if i not in dense and (i + 1) % step == 0]
 
 
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
 def read_experts(
-    hf: dict[str, Any], size: int, renormalise: bool, layer_ids: Iterable[int], shared_size: int = 0
+    hf: dict[str, Any],
+    size: int,
+    layer_ids: Iterable[int],
+    shared_size: int = 0,
+    shared_gate: bool = False,
+    **routing: Any,
 ) -> ExpertsConfig:
+    """Experts of ``size``; ``routing`` are the fields of ``Routing`` that the architecture sets."""
     fields = Fields.from_dict(hf)
-    num_experts = require(fields, "num_experts" if "num_experts" in fields else "num_local_experts")
-    num_chosen = require(fields, "num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise ModelError(f"{fields.source} gives a token {num_chosen} of {num_experts} experts")
+    num_experts = require(fields, next((key for key in _EXPERT_COUNTS if key in fields), _EXPERT_COUNTS[-1]))
+    how = Routing(require(fields, "num_experts_per_tok"), **routing)
+    _check_routing(how, num_experts, fields.source)
     if (activation := fields.text("hidden_act", "silu")) != "silu":
         raise ModelError(
             f"activation {describe_value(activation)} in {fields.source} is not supported for experts; only silu is"
         )
-    return ExpertsConfig(num_experts, num_chosen, size, renormalise, tuple(layer_ids), shared_size)
+    return ExpertsConfig(num_experts, size, how, tuple(layer_ids), shared_size, shared_gate)
+
+
+def _check_routing(routing: Routing, num_experts: int, source: str) -> None:
+    num_groups, kept = routing.num_groups, routing.num_kept_groups
+    if routing.num_chosen > num_experts:
+        raise ModelError(f"{source} gives a token {routing.num_chosen} of {num_experts} experts")
+    if kept > num_groups:
+        raise ModelError(f"{source} keeps {kept} of {num_groups} groups of experts")
+    if not routing.has_groups:
+        return
+    group_size = num_experts // num_groups
+    if num_experts % num_groups or group_size < 2:
+        raise ModelError(
+            f"{source} has {num_experts} experts in {num_groups} groups of one size; at least two each are needed"
+        )
+    if routing.num_chosen > kept * group_size:
+        raise ModelError(
+            f"{source} gives a token {routing.num_chosen} experts of {kept} groups of {group_size}, which are too few"
+        )
 
 
 def require(hf: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -29,9 +29,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 # Subfolders of a repository hold other formats of the same weights, as does Mistral's consolidated file.
 _HUB_SKIPPED = ["*/*", "consolidated*.safetensors", "*.bin", "*.pth"]
-_MODULE_FILES = ["[0-9]*_*/config.json"]
+_MODULE_FILES = ["[0-9]*_*/config.json", "[0-9]*_Dense/model.safetensors"]
 # Older draft heads have no safetensors.
 _HUB_BIN_FILES = ["pytorch_model*.bin"]
+# All weights of a model in CTranslate2's format are one file.
+_CTRANSLATE2_FILES = ["model.bin"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ def resolve_model(name: str, is_head: bool = False) -> Path:
         raise ModelError(f"there is no model at {name}; check the path")
     if _HUB_ID.fullmatch(name):
         folder = _fetch_snapshot(name, _HUB_FILES, _HUB_SKIPPED)
-        if is_head and not any(folder.glob("*.safetensors")):
-            folder = _fetch_snapshot(name, [*_HUB_FILES, *_HUB_BIN_FILES], ["*/*"])
+        if not any(folder.glob("*.safetensors")):
+            others = [*_HUB_FILES, *_HUB_BIN_FILES] if is_head else _CTRANSLATE2_FILES
+            folder = _fetch_snapshot(name, others, ["*/*"])
         if (folder / MODULES_FILE).is_file():  # how vectors are made is said in folders
             folder = _fetch_snapshot(name, _MODULE_FILES, [])
         return _check_folder(folder)

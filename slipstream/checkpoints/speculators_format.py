@@ -11,7 +11,7 @@ from slipstream.errors import ModelError, nearest
 from slipstream.fields import Fields
 
 # The library's name of each method, and the architecture used here.
-_ARCHITECTURES = {"eagle3": "Eagle3Speculator", "eagle": "EagleSpeculator"}
+_ARCHITECTURES = {"eagle3": "Eagle3Speculator", "eagle": "EagleSpeculator", "dflash": "DFlashSpeculator"}
 _SHOWN = 60  # characters of a value in a message
 # Keys that do not describe the network, or that the decoder layer's own config gives.
 _NOT_COPIED = (
@@ -47,7 +47,7 @@ def plain_config(hf: Fields) -> Fields:
     plain = {**layer, **flags, "architectures": [_ARCHITECTURES[method]], "tie_word_embeddings": False}
     if method == "eagle3":
         plain.setdefault("norm_before_residual", True)  # the default of other heads is the opposite
-    else:
+    elif method == "eagle":
         plain["eagle_fc_bias"] = plain.pop("fusion_bias", False)
     return Fields(plain, hf.source)
 

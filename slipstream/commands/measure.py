@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.errors import ConfigError, EngineError
 from slipstream.output import DraftStats, RequestOutput, TokenUpdates
 from slipstream.sampling_params import SamplingParams
+from slipstream.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from slipstream.engine.client import EngineClient
@@ -98,9 +99,10 @@ def run_batch(
     output_len: int,
     on_tokens: Callable[[int], None] = lambda count: None,
     ignore_eos: bool = True,
+    structured: StructuredOutput | None = None,
 ) -> BatchRun:
     """Run the prompts as one batch, greedy, to their length or to their end; ``on_tokens`` reports progress."""
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos)
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos, structured=structured)
     submissions = [client.prepare(prompt, params) for prompt in prompts]
     # The engine has its own ids; outputs have those of the submissions.
     index = {submission.requests[0].request_id: idx for idx, submission in enumerate(submissions)}
@@ -118,12 +120,14 @@ def run_batch(
             time.sleep(_LOOK_EVERY_S)
             while not collected.empty():
                 steps.append(collected.get())
-                num_running -= len(steps[-1].ended)
+                num_running -= len(index.keys() & steps[-1].ended)  # requests of other callers may run beside these
                 on_tokens(sum(steps[-1].num_tokens))
         # Processed only now, when no step competes for the GIL.
         for step in steps:
             columns = zip(step.request_ids, step.num_tokens, step.num_drafts, step.num_accepted, strict=True)
             for request_id, num_tokens, *drafts in columns:
+                if request_id not in index:
+                    continue
                 finished = request_id in step.ended
                 run.arrivals.append(Arrival(index[request_id], step.time, num_tokens, finished, *drafts))
         for _ in submissions:

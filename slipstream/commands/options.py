@@ -22,7 +22,7 @@ from slipstream.load.settings import LoadSettings
 from slipstream.sampling_params import SamplingParams
 from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import fill_help
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import BlockSettings, TrainSettings
 
 R = TypeVar("R")
 
@@ -31,12 +31,13 @@ _PANELS: dict[type, str] = {
     SamplingParams: "Sampling",
     ServerSettings: "Server",
     TrainSettings: "Training",
+    BlockSettings: "Training",
     LoadSettings: "Load",
 }
 
 # Fields that a command for one request does not need. `--speculate` is the engine's: it names a method, and without it
 # nothing is drafted. Operations from outside the package belong to programs that register them.
-_WITHOUT_OPTION: dict[type, tuple[str, ...]] = {SamplingParams: ("speculate", "extra")}
+_WITHOUT_OPTION: dict[type, tuple[str, ...]] = {SamplingParams: ("speculate", "timestamp_rules", "extra")}
 
 
 def with_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:

@@ -19,7 +19,7 @@ from slipstream.load.settings import LoadSettings
 from slipstream.sampling_params import PARAMETERS, SamplingParams
 from slipstream.server.settings import ServerSettings
 from slipstream.speculate.options import fill_help
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import BlockSettings, TrainSettings
 
 # What an engine option is if it is not set and nothing is derived from the model and the machine.
 _UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
@@ -38,8 +38,9 @@ def engine_options_list() -> str:
     )
 
 
-def settings_list(owner: type) -> str:
-    """Of a command's own settings."""
+def settings_list(owner: type, but: type | None = None) -> str:
+    """Of a command's own settings; without those that it has exactly as another."""
+    known = {} if but is None else {option.name: option.default for option in fields(but)}
     return "".join(
         _entry(
             _flag(option),
@@ -47,7 +48,14 @@ def settings_list(owner: type) -> str:
             option.metadata["help"],
         )
         for option in fields(owner)
+        if option.name not in known or known[option.name] != option.default
     )
+
+
+def training_list() -> str:
+    """Of both trainings: what the second has as the first is not repeated."""
+    others = "`slipstream train dflash` has the same but `--draft-vocab` and `--draft-steps`, and these:"
+    return f"{settings_list(TrainSettings)}\n{others}\n\n{settings_list(BlockSettings, TrainSettings)}"
 
 
 def sampling_parameters_list() -> str:
@@ -82,7 +90,7 @@ def lists() -> dict[str, str]:
         "sampling.md": sampling_parameters_list(),
         "server.md": settings_list(ServerSettings),
         "serving-benchmark.md": settings_list(LoadSettings),
-        "training.md": settings_list(TrainSettings),
+        "training.md": training_list(),
     }
 
 

@@ -1,16 +1,21 @@
-"""``slipstream train eagle3``: a draft head for a model, trained on texts that the model itself generates."""
+"""``slipstream train``: a draft head for a model, trained on texts that the model itself generates."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.train.eagle3 import Report, train_eagle3
-from slipstream.train.settings import TrainSettings
+from slipstream.train.session import Report
+from slipstream.train.settings import CommonSettings
 from slipstream.train.trainer import Progress as Training
 
+_Settings = TypeVar("_Settings", bound=CommonSettings)
 
-def run(settings: TrainSettings) -> int:
+
+def run(settings: _Settings, method: str, train: Callable[[_Settings, Report], Training]) -> int:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     times, hidden = (TimeElapsedColumn(), TimeRemainingColumn()), not console.is_terminal
@@ -36,7 +41,7 @@ def run(settings: TrainSettings) -> int:
         def say(line: str) -> None:
             bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-        training = train_eagle3(settings, Report(say, lambda what, done, total: show(what, what, done, total), on_step))
+        training = train(settings, Report(say, lambda what, done, total: show(what, what, done, total), on_step))
     length = 1 + sum(training.acceptance[-1])
     console.print(
         f"held out, greedy: {shares(training.acceptance[-1])} accepted by position, {length:.2f} tokens a step with "
@@ -45,7 +50,7 @@ def run(settings: TrainSettings) -> int:
         soft_wrap=True,
     )
     console.print(
-        f"written to {settings.out}; slipstream generate ... --speculate eagle3 --draft-model {settings.out}",
+        f"written to {settings.out}; slipstream generate ... --speculate {method} --draft-model {settings.out}",
         highlight=False,
         soft_wrap=True,
         markup=False,

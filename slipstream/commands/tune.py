@@ -33,8 +33,8 @@ from slipstream.kernels.tuning.tiles import (
     write_table,
 )
 from slipstream.models.fused_layer import layer_weights
-from slipstream.models.heads.draft_head import read_head
 from slipstream.models.heads.fused_head import head_weights
+from slipstream.models.heads.registry import read_head
 from slipstream.models.load import open_decoder
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import HEAD_SHAPES, SHAPES, shape_config

@@ -54,6 +54,8 @@ class Operation(Generic[P, R]):
     ) -> None:
         self.name = body.__name__.strip("_")
         self.body = body
+        # Computes the same on CPU tensors, faster; a device with a launcher of its own runs the body.
+        self.on_cpu: Callable[P, R] | None = None
         self.like = like
         self.writes = tuple(writes)
         self.signature = inspect.signature(body)
@@ -75,6 +77,8 @@ class Operation(Generic[P, R]):
             if launch is not None:
                 result: R = launch(self, args, kwargs)
                 return result
+        if self.on_cpu is not None and _device_type((*args, *kwargs.values())) == "cpu":
+            return self.on_cpu(*args, **kwargs)
         return self.body(*args, **kwargs)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +185,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _device_type(arguments: tuple[Any, ...]) -> str:
     """Of the first tensor among the arguments."""
-    first = next(_tensors(arguments))
+    first = arguments[0]
+    while not isinstance(first, Tensor):  # usually the first field of a bundle
+        fields = _bundle_fields(type(first))
+        if not fields:
+            first = next(_tensors(arguments))
+            break
+        first = getattr(first, fields[0])
     return first.device.type
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,17 @@ from slipstream.config import GIB, WEIGHT_FORMATS, EngineConfig, EngineOptions
 from slipstream.device import choose_device, open_device
 from slipstream.device.interface import Device
 from slipstream.engine.core import EngineCore
+from slipstream.engine.find_models import resolve_models
 from slipstream.engine.resolve import resolve, resolve_dtype
 from slipstream.errors import ConfigError, ModelError, RequestError, nearest
 from slipstream.fields import Fields
+from slipstream.grammar import guidance
+from slipstream.grammar.constraints import Constraints, MaskLimits
+from slipstream.grammar.threads import WorkerThreads
 from slipstream.graphs.mode import CUDAGraphMode, usable_mode
 from slipstream.host_drafting import HostProposer
 from slipstream.kernels import native
+from slipstream.models.decoder import Decoder
 from slipstream.models.load import (
     OnLoaded,
     Placement,
@@ -33,6 +38,7 @@ from slipstream.models.load import (
     randomize_weights,
     report_loading,
 )
+from slipstream.models.pooled_head import open_pair_judge, open_pooled_head
 from slipstream.models.registry import Architecture, architecture_of
 from slipstream.models.shapes import shape_config
 from slipstream.pooling import PoolingDefaults
@@ -49,6 +55,10 @@ from slipstream.speculate.speculator import draft_nothing
 from slipstream.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("slipstream.engine")
+
+# Masks of tokens that the device keeps. A document has a few dozen different ones, a schema some hundreds.
+_MAX_MASKS = 4096
+_MAX_MASK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class Engine(EngineInfo):
 
 
 def build_engine(options: EngineOptions, on_loaded: OnLoaded | None = None) -> Engine:
-    read_speculation(options)  # errors in speculative options are reported before a model is downloaded
+    options = resolve_models(options)
     checkpoint = open_target(options)
     tokenizer = checkpoint.tokenizer()
     return _assemble(options, checkpoint.config, checkpoint, tokenizer, on_loaded)
@@ -101,9 +111,9 @@ def _keep_blocks(options: EngineOptions) -> bool:
     return can
 
 
-def build_shape(options: EngineOptions, shape: str) -> Engine:
+def build_shape(options: EngineOptions, shape: str, tokenizer: Tokenizer | None = None) -> Engine:
     """An engine over random weights of a known shape, for benchmarks."""
-    return _assemble(options, shape_config(shape), None, None)
+    return _assemble(options, shape_config(shape), None, tokenizer)
 
 
 class EnginePlan(NamedTuple):
@@ -129,10 +139,16 @@ def plan_engine(
     device = open_device(options.device)
     hardware = device.hardware(options.dtype)
     model = architecture.read_config(hf_config)
+    if options.max_model_len is None and checkpoint is not None and (limit := checkpoint.text_limit()) is not None:
+        options = replace(options, max_model_len=min(limit, model.max_position))
     dtype = getattr(torch, resolve_dtype(options.dtype, hardware, model))
     placement = Placement(device.torch_device, dtype, _keep_blocks(options))
     drafter, speculative = None, read_speculation(options)
     if speculative is not None:
+        if not model.has_logits:
+            raise ConfigError(
+                f"{model.architecture} encodes texts and generates none, so nothing can be drafted for it"
+            )
         files = TargetFiles(hf_config, checkpoint, tokenizer, placement)
         drafter = find_method(speculative.method).open(speculative, files)
     draft = None if drafter is None else drafter.model
@@ -168,6 +184,7 @@ def _assemble(
                 randomize_weights(model)
             else:
                 load_weights(model, report_loading(checkpoint, on_loaded))
+            pooling = _open_pooling(checkpoint, tokenizer, config, model)
             make_speculator = draft_nothing if drafter is None else drafter.build(config, device, model)
             model.finish_weights()
             caches = open_caches(config, config.model, device)
@@ -181,9 +198,44 @@ def _assemble(
         ) from error
     _keep_memory(device)
     scheduler = Scheduler(config.scheduler, config.cache, draft_length, _open_host_proposer(config))
-    core = EngineCore(scheduler, runner, config.steps_in_flight)
-    pooling = PoolingDefaults() if checkpoint is None else checkpoint.pooling_defaults()
+    constraints = _open_constraints(config, tokenizer, eos_token_ids, runner)
+    core = EngineCore(scheduler, runner, config.steps_in_flight, constraints)
     return Engine(config, tokenizer, defaults, eos_token_ids, pooling, core=core)
+
+
+def _open_pooling(
+    checkpoint: Checkpoint | None, tokenizer: Tokenizer | None, config: EngineConfig, model: Decoder
+) -> PoolingDefaults:
+    """How vectors and scores are made; gives the model its dense layers after pooling."""
+    defaults, scoring = PoolingDefaults(), None
+    if checkpoint is not None:
+        defaults = checkpoint.pooling_defaults()
+        head, scoring = open_pooled_head(checkpoint, model.classifier, config.model.hidden_size)
+        if (
+            head is None
+            and tokenizer is not None
+            and config.model.has_logits
+            and not (defaults.is_all or defaults.is_stated)
+        ):
+            head, scoring = open_pair_judge(model, tokenizer)
+        if head is not None:
+            model.pooled_head = head.to(model.device, getattr(torch, config.dtype))
+    defaults = replace(defaults, scoring=scoring)
+    return defaults if config.model.has_logits else defaults.of_encoder()
+
+
+def _open_constraints(
+    config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...], runner: Runner
+) -> Constraints | None:
+    """None where no request can be constrained: there are no texts, or they have no end."""
+    if tokenizer is None or not eos_token_ids or not config.model.has_logits or guidance.library() is None:
+        return None
+    vocab_size, num_logits = config.model.vocab_size, runner.buffers.max_num_logits
+    num_masks = max(num_logits, min(_MAX_MASKS, _MAX_MASK_BYTES // (vocab_size // 8 + 1)))
+    runner.open_masks(num_masks)
+    limits = MaskLimits(vocab_size, num_logits, num_masks, config.num_drafts)
+    backend = guidance.Guidance(tokenizer, vocab_size, eos_token_ids)
+    return Constraints(backend, WorkerThreads(), limits, eos_token_ids)
 
 
 def _open_host_proposer(config: EngineConfig) -> HostProposer | None:
@@ -205,7 +257,8 @@ def decide_draft_length(config: EngineConfig, caps: Caps) -> tuple[DraftLength |
     rehearsal = None
     if speculative.depends_on_text_alone:
         rehearsal = find_method(speculative.method).rehearse(speculative, num_rows)
-    policy = AdaptiveLength(*lengths, num_rows, costs, speculative.knows_acceptance, rehearsal)
+    knows, num_proposed = speculative.knows_acceptance, speculative.num_proposed
+    policy = AdaptiveLength(*lengths, num_rows, costs, knows, rehearsal, num_proposed)
     return policy, costs.record
 
 
@@ -227,12 +280,17 @@ def release_memory(device: Device) -> None:
         torch.cuda.empty_cache()
 
 
+# Of speech models; requests that transcribe have them, others do not.
+_SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
+
+
 def sampling_defaults(generation: dict[str, Any]) -> SamplingParams:
     """The sampling part of a generation_config.json. Without do_sample the default is greedy."""
     fields = Fields.from_dict(generation, "generation_config.json")
     known = {name: fields[name] for name in MODEL_DEFAULTS if fields.has(name)}
     if not fields.flag("do_sample", True):
         known = {"temperature": 0.0, "repetition_penalty": known.get("repetition_penalty")}
+    known |= {name: tuple(fields.integers(name)) for name in _SUPPRESSED if fields.has(name)}
     try:
         return SamplingParams.from_dict(known)
     except RequestError as error:

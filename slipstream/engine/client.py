@@ -11,12 +11,13 @@ from slipstream.engine.build import Engine
 from slipstream.engine.driver import Deliver
 from slipstream.engine.loop import EngineLoop, RunningEngine
 from slipstream.engine.output_processor import OutputProcessor, Reader
+from slipstream.engine.pooled_prompt import TextOptions, TextPair
 from slipstream.engine.reader import EmbeddingReader, EmbeddingSink, OutputReader, OutputThread, Sink
 from slipstream.engine.stats import EngineStats
 from slipstream.engine.text_stream import TextStream
 from slipstream.errors import EngineError, RequestError
 from slipstream.output import TokenUpdates
-from slipstream.pooling import PoolingParams
+from slipstream.pooling import PoolingDefaults, PoolingParams
 from slipstream.sampling_params import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 
@@ -62,6 +63,11 @@ class EngineClient:
         return self.running.info.tokenizer
 
     @property
+    def pooling(self) -> PoolingDefaults:
+        """How the checkpoint makes vectors and scores."""
+        return self.running.info.pooling
+
+    @property
     def stats(self) -> EngineStats:
         return self.running.stats
 
@@ -72,10 +78,25 @@ class EngineClient:
         return self._admission.resolve(prompt, params, request_id, priority)
 
     def prepare_pooled(
-        self, prompt: Prompt, pooling: PoolingParams, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        pooling: PoolingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        options: TextOptions | None = None,
     ) -> Submission:
         """The same for a text that is to become a vector."""
-        return self._admission.resolve_pooled(prompt, pooling, request_id, priority)
+        return self._admission.resolve_pooled(prompt, pooling, request_id, priority, options)
+
+    def prepare_scored(
+        self,
+        item: Prompt | TextPair,
+        request_id: str | None = None,
+        priority: int = 0,
+        options: TextOptions | None = None,
+    ) -> Submission:
+        """The same for a text that is to be classified, or a pair that is to be scored."""
+        return self._admission.resolve_scored(item, request_id, priority, options)
 
     def submit_pooled(self, submission: Submission, sink: EmbeddingSink) -> None:
         """Start it. ``sink`` is called from the output thread, once."""

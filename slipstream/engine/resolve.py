@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from slipstream.attention.choice import BACKENDS, CASCADING, NON_CAUSAL, RECORDS_PROMPTS, choose_backend, exact_lengths
+from slipstream.attention.choice import (
+    ATTENDS_ENCODED,
+    BACKENDS,
+    CASCADING,
+    NON_CAUSAL,
+    RECORDS_PROMPTS,
+    choose_backend,
+    exact_lengths,
+)
 from slipstream.cache_spec import page_bytes, row_bytes
 from slipstream.config import (
     DTYPE_BYTES,
@@ -56,13 +64,21 @@ def resolve(
             f"the draft model's context of {draft.config.max_position} is shorter than the target's {max_model_len}; "
             f"set max_model_len to at most {draft.config.max_position} or use another draft model"
         )
+    whole = _whole_prompts(options, model, max_model_len)
     max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, USUAL_REQUESTS["cuda" if has_gpu else "cpu"])
-    speculative = _fitting_speculation(options, max_num_seqs)
+    speculative = _fitting_speculation(options, max_num_seqs, draft)
     num_drafts = 0 if speculative is None else speculative.num_drafts
-    budget = _resolve_budget(options, max_num_seqs, num_drafts, 8192 if has_gpu else 512)
+    budget = _resolve_budget(options, max_num_seqs, num_drafts, 8192 if has_gpu else 512, max_model_len if whole else 0)
     if options.block_size < 1 or options.block_size & (options.block_size - 1):
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
+    if not page_bytes(model.cache_specs, 1, dtype):  # pages without memory: one holds any request
+        options = replace(options, block_size=1 << (max_model_len - 1).bit_length(), enable_prefix_caching=False)
     backend = choose_backend(options.attention_backend, hardware.device).name
+    if model.source_encoder is not None and backend not in ATTENDS_ENCODED:
+        raise ConfigError(
+            f"attention_backend {backend} cannot attend to the output of an encoder; use "
+            f"{', '.join(ATTENDS_ENCODED[:-1])} or {ATTENDS_ENCODED[-1]}"
+        )
     keys_in = resolve_cache_dtype(options.kv_cache_dtype, hardware.device, dtype, backend)
     model, draft = model.with_keys_in(keys_in), draft and draft._replace(config=draft.config.with_keys_in(keys_in))
     graph_mode = _resolve_graph_mode(options.cudagraph_mode, hardware)
@@ -71,6 +87,7 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_prefill_chunk=_positive("long_prefill_token_threshold", options.long_prefill_token_threshold, budget),
+        whole_prompts=bool(whole),
         max_model_len=max_model_len,
         mixed_prefill_tokens=_positive(
             "mixed_prefill_tokens",
@@ -82,7 +99,7 @@ def resolve(
         exact_lengths=exact_lengths(backend, model, hardware, dtype, options.block_size, num_drafts),
         least_saved=None if refusal else _least_saved(options, backend, model, dtype, graph_mode),
         num_drafts=num_drafts,
-        num_draft_slots=num_drafts * needs.slots_per_draft,
+        num_draft_slots=num_drafts * needs.slots_per_draft + needs.extra_slots,
         needs=needs,
         drafts_beside_prompts=_drafts_beside_prompts(speculative, graph_mode, backend),
     )
@@ -152,9 +169,22 @@ def _prefix_refusal(options: EngineOptions, model: ModelConfig) -> str:
     return f"prefix caching is off: {'; '.join(reasons)}; set enable_prefix_caching to false to say so yourself"
 
 
-def _resolve_budget(options: EngineOptions, max_num_seqs: int, num_drafts: int, usual: int) -> int:
-    """Tokens of a step: at least one and its drafts for every running request."""
+def _whole_prompts(options: EngineOptions, model: ModelConfig, max_model_len: int) -> str:
+    """Why prompts are not computed in chunks; empty: they may be."""
+    reason = next((spec.whole_prompts for spec in model.cache_specs if spec.whole_prompts), "")
+    for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+        given = getattr(options, name)
+        if reason and given is not None and given < max_model_len:
+            raise ConfigError(f"{name} {given} is below max_model_len {max_model_len}: {reason}; change one of them")
+    return reason
+
+
+def _resolve_budget(options: EngineOptions, max_num_seqs: int, num_drafts: int, usual: int, longest: int) -> int:
+    """Tokens of a step: at least one and its drafts for every running request; ``longest`` are those of a prompt that
+    must be computed at once.
+    """
     least = max_num_seqs * (1 + num_drafts)
+    usual = max(usual, longest)
     budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(usual, least))
     if budget < least:
         each = f"a token and {num_drafts} drafts a step" if num_drafts else "a token a step"
@@ -183,9 +213,13 @@ def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype
     return least_saved(layer_bytes, num_layers, sum(map(bool, model.windows)), graph_mode)
 
 
-def _fitting_speculation(options: EngineOptions, max_num_seqs: int) -> SpeculativeConfig | None:
-    """The speculative configuration, an adaptive draft length limited to the tokens that a step may have."""
+def _fitting_speculation(
+    options: EngineOptions, max_num_seqs: int, draft: DraftModel | None
+) -> SpeculativeConfig | None:
+    """The speculative configuration, an adaptive draft length limited to what drafter and step have room for."""
     speculative = read_speculation(options)
+    if speculative is not None and draft is not None and draft.max_drafts is not None:
+        speculative = speculative.lowered(draft.max_drafts)
     if speculative is None or options.max_num_batched_tokens is None:
         return speculative
     return speculative.lowered(options.max_num_batched_tokens // max_num_seqs - 1)
@@ -258,8 +292,9 @@ def _resolve_cache(
             default = _gpu_cache_bytes(options, hardware, model, dtype, scheduler, size, draft)
         memory = _positive("kv_cache_memory_bytes", options.kv_cache_memory_bytes, default)
         memory = _without_rows(memory, of_a_page, of_a_row, scheduler)
-        pages_per_request = -(-scheduler.max_model_len // options.block_size)
-        num_pages = min(memory // of_a_page, scheduler.max_num_seqs * pages_per_request)
+        lengths = (scheduler.max_model_len, model.max_encoder_entries)
+        most = scheduler.max_num_seqs * sum(-(-length // options.block_size) for length in lengths)
+        num_pages = min(memory // of_a_page, most) if of_a_page else most
         if num_pages < 1:
             raise ConfigError(
                 f"the KV cache of {memory} bytes holds no page of {of_a_page} bytes; raise kv_cache_memory_bytes"
@@ -324,6 +359,10 @@ def working_memory_bytes(model: ModelConfig, dtype: str, scheduler: SchedulerCon
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     heads = max(heads, *(spec.working_values() for spec in set(model.cache_specs)))
     activations = tokens * (4 * model.hidden_size + heads + 2 * widest) * DTYPE_BYTES[dtype]
+    if (encoder := model.source_encoder) is not None:  # of one input, beside the staging of a step's
+        width = 8 * model.hidden_size + 2 * encoder.intermediate_size
+        activations += encoder.max_frames * width * DTYPE_BYTES[dtype]
+        activations += 4 * max(encoder.max_frames, tokens * encoder.frames_per_entry) * encoder.num_bins * 4
     # Logits in float32, and the copies that sampling parameters make.
     logits = 6 * rows * (1 + scheduler.num_drafts) * model.vocab_size * 4
     return activations + logits + rows * scheduler.max_model_len * 8 + GIB

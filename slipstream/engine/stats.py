@@ -44,6 +44,9 @@ class EngineStats:
     drafts: DraftStats = field(default_factory=DraftStats)  # of all requests together
     step_s: Histogram = field(default_factory=Histogram)  # from one collect to the next, while there was work
     host_s: Histogram = field(default_factory=Histogram)  # of that, everything but waiting for the device
+    num_masked_steps: int = 0  # steps with constrained requests, whose second half waits for masks
+    mask_wait_s: float = 0.0  # that the host waited for masks, while the device computed or not
+    mask_pause_s: float = 0.0  # that the device waited between the halves of such steps
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from slipstream.config import EngineConfig
 from slipstream.engine.driver import Add, Finish, Stop
@@ -114,8 +115,24 @@ _KINDS: dict[str, Any] = {
     )
 }
 _NAMES = {kind: name.encode() for name, kind in _KINDS.items()}
-_encoder = msgspec.msgpack.Encoder()
-_decoders = {name.encode(): msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
+
+
+def _pack(value: Any) -> Any:
+    """An array as its shape, type and bytes."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, np.ascontiguousarray(value).data
+    raise TypeError(f"messages hold no {type(value).__name__}")
+
+
+def _unpack(kind: type, value: Any) -> Any:
+    if issubclass(kind, np.ndarray):
+        shape, dtype, data = value
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    raise TypeError(f"messages hold no {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoders = {name.encode(): msgspec.msgpack.Decoder(kind, dec_hook=_unpack) for name, kind in _KINDS.items()}
 
 
 def encode(message: Any) -> list[bytes]:

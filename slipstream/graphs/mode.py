@@ -46,12 +46,9 @@ class DraftModes(NamedTuple):
     rest: CUDAGraphMode
 
 
-def draft_modes(mode: CUDAGraphMode, num_drafts: int) -> DraftModes:
+def draft_modes(mode: CUDAGraphMode, has_rest: bool) -> DraftModes:
     """From the user's mode, as far as the backend's attention supports it."""
-    rest = (
-        mode.for_draft_decodes() if num_drafts > 1 else CUDAGraphMode.NONE
-    )  # with one draft there are no further passes
-    return DraftModes(mode, rest)
+    return DraftModes(mode, mode.for_draft_decodes() if has_rest else CUDAGraphMode.NONE)
 
 
 def usable_mode(mode: CUDAGraphMode, caps: Caps) -> CUDAGraphMode:

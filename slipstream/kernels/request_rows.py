@@ -51,6 +51,13 @@ class RowState:
     draft_end: Tensor
 
 
+class EncoderPages(NamedTuple):
+    """Of every row: where the output of its request's encoder is, in pages of a table of its own."""
+
+    page_table: Tensor  # [num_rows, max_encoder_pages] int32
+    lens: Tensor  # [num_rows] int32: entries
+
+
 def used_rows(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each token of a request: its row, its request, and its number in it."""
     counts = counts.long()

@@ -189,6 +189,11 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or _interpreted
 
 
+def interprets() -> bool:
+    """Whether kernels run on CPU tensors now, for tests."""
+    return _interpreted
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Kernels run on CPU tensors inside. Needs ``TRITON_INTERPRET=1`` set before the kernels were imported."""

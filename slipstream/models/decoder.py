@@ -13,8 +13,7 @@ from slipstream.attention.context import NORMED, AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
-from slipstream.kernels.attention.rope_cache import TokenPlaces
-from slipstream.kernels.native.decoder_stack import DecoderStack, decoder_stack
+from slipstream.kernels.native.decoder_stack import DecoderStack, LayerTap, StackInput, decoder_stack
 from slipstream.models.cpu_stack import stack_of
 from slipstream.models.experts import Experts, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse
@@ -30,7 +29,9 @@ from slipstream.models.layers import (
     open_weights,
 )
 from slipstream.models.model_state import ModelState
+from slipstream.models.pooled_head import Classifier, PooledHead
 from slipstream.models.rope import layer_tables
+from slipstream.models.source_encoder import SourceEncoder
 from slipstream.weights.matrix import Matrix, Slot
 from slipstream.weights.registry import scheme_of
 
@@ -81,7 +82,10 @@ class Decoder(nn.Module):
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     source: ClassVar[str] = "the checkpoint"
     hints: ClassVar[Mapping[str, str]] = {}
+    layer_pattern: ClassVar[re.Pattern[str]] = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+    classifier: ClassVar[Classifier | None] = Classifier((("score", ""),), "last")
     state: ModelState | None = None
+    pooled_head: PooledHead | None = None  # dense layers after pooling, where the checkpoint has some
 
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
@@ -95,6 +99,11 @@ class Decoder(nn.Module):
         open_weights(self, scheme_of(config.quantization))
 
     @property
+    def source_encoder(self) -> SourceEncoder | None:
+        """What reads an encoder-decoder's other input."""
+        return None
+
+    @property
     def device(self) -> torch.device:
         return self.model.norm.weight.device
 
@@ -104,13 +113,18 @@ class Decoder(nn.Module):
             normed: Tensor = self.model.norm(self._fused.forward(embed, input_ids, context, self.cos_sin))
             context.tap(NORMED, normed)
             return normed
-        hidden: Tensor = embed(input_ids)
+        return self.forward_first(input_ids, context, self.config.num_layers)
+
+    def forward_first(self, input_ids: Tensor, context: AttentionContext, num_layers: int) -> Tensor:
+        """The network cut to its first layers, which may draft for the whole."""
+        hidden: Tensor = self.model.embed_tokens(input_ids)
         if self.stack is not None:
             step = cast(GroupedQueryStep, context.group_steps[0])  # all layers of a stack have the same cache
             if (common := step.in_place()) is not None:
-                return self._forward_at_once(self.stack, hidden, context, step, common)
+                return self._forward_at_once(self.stack, hidden, context, (step, common), num_layers)
         residual: Tensor | None = None
-        for idx, (layer, cos_sin) in enumerate(zip(self.model.layers, self.cos_sin, strict=True)):
+        layers = zip(self.model.layers[:num_layers], self.cos_sin[:num_layers], strict=True)
+        for idx, (layer, cos_sin) in enumerate(layers):
             context.tap(idx, hidden, residual)
             hidden, residual = layer(hidden, residual, context, cos_sin)
         assert residual is not None
@@ -127,21 +141,14 @@ class Decoder(nn.Module):
         stack: DecoderStack,
         hidden: Tensor,
         context: AttentionContext,
-        step: GroupedQueryStep,
-        common: CommonAttentionMetadata,
+        keys: tuple[GroupedQueryStep, CommonAttentionMetadata],
+        num_layers: int,
     ) -> Tensor:
-        turn = step.rotation(self.cos_sin[0], hidden.dtype)
-        arrays = (step.caches.in_order, TokenPlaces(*turn, *step.slots), common.requests)
-        # In one call, or in one up to each layer whose output a drafter taps.
-        begin, num_layers = 0, self.config.num_layers
-        residual: Tensor | None = None
-        for end in [*sorted(idx for idx in context.taps if 0 <= idx < num_layers), num_layers]:
-            if end > begin:
-                hidden, residual = decoder_stack(hidden, residual, stack, *arrays, begin, end)
-            if end < num_layers:
-                context.tap(end, hidden, residual)
-            begin = end
-        assert residual is not None
+        step, common = keys
+        places = step.places.of(self.cos_sin[0], hidden.dtype)
+        arrays = (step.caches.in_order, places, common.requests)
+        taps = [LayerTap(idx, out) for idx, out in context.taps.items() if 0 <= idx < num_layers]
+        hidden, residual = decoder_stack(StackInput(hidden, None), stack, *arrays, taps, num_layers)
         return self._finish(hidden, residual, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -153,6 +160,12 @@ class Decoder(nn.Module):
         if self.lm_head is not None:
             return self.lm_head.matrix
         return self.model.embed_tokens.matrix if self._output is None else self._output
+
+    def output_rows(self, token_ids: Tensor) -> Tensor | None:
+        """Rows of the matrix that computes logits, once weights are loaded; None before if they cannot be read yet."""
+        holder = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        matrix = holder.stored if holder.stored is not None else holder.matrix
+        return matrix.look_up(token_ids) if isinstance(matrix, Matrix) else None
 
     def finish_weights(self, device: torch.device | None = None) -> None:
         """After loading: convert every weight to the layout that multiplies fastest on its device.

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slipstream.config import ExpertsConfig, ModelConfig
+from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
+from slipstream.experts_config import ExpertsConfig
 from slipstream.kernels.linear.moe import route_tokens
 from slipstream.models.layers import FeedForward, Layer, Linear, Reduction
 from slipstream.weights.matrix import ExpertMatrices, ExpertShape, Slot, StoredExperts, WeightScheme
@@ -55,20 +56,36 @@ class Experts(Layer):
         self.gate = Linear(config.hidden_size, {"gate": self.config.num_experts})
         self.experts = ExpertWeights(self.config, config.hidden_size)
         self.reduction: Reduction | None = None  # see ``Linear``
+        # Biases differ little, and experts are chosen by them: in 16 bits many would be equal.
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        bias = torch.empty(self.config.num_experts, dtype=wide) if self.config.routing.has_bias else None
+        self.correction_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        # What every token uses, by its name in checkpoints: one expert with a gate, or several joined without.
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: Linear | None = None
-        if self.config.shared_size:
+        self.shared_experts: FeedForward | None = None
+        if self.config.shared_size and self.config.shared_gate:
             self.shared_expert = FeedForward(config, self.config.shared_size)
             self.shared_expert_gate = Linear(config.hidden_size, {"shared_expert_gate": 1})
+        elif self.config.shared_size:
+            self.shared_experts = FeedForward(config, self.config.shared_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, expert_ids = route_tokens(self.gate(x), self.config.num_experts_per_token, self.config.renormalise)
+        routing = self.config.routing
+        logits = self.gate.matrix.project_wide(x) if routing.wide_logits else self.gate(x)
+        weights, expert_ids = route_tokens(logits, self.correction_bias, routing)
         out: Tensor = self.experts(x, weights, expert_ids)
         if self.reduction is not None:
             out = self.reduction(out)
+        if self.shared_experts is not None:
+            return torch.add(out, self.shared_experts(x))
         if self.shared_expert is None or self.shared_expert_gate is None:
             return out
         return torch.addcmul(out, torch.sigmoid(self.shared_expert_gate(x)), self.shared_expert(x))
+
+    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        if self.correction_bias is not None:
+            yield f"{name}.gate.e_score_correction_bias", self.correction_bias
 
 
 def split_experts(name: str, tensor: Tensor, experts: ExpertsConfig) -> Iterator[tuple[str, Tensor]]:

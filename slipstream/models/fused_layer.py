@@ -41,15 +41,20 @@ class FusedLayers(NamedTuple):
         """The residual stream after the last layer: [num_tokens, hidden]."""
         before = self.layers[0].before
         assert before is not None
+        if embed.scale != 1.0 or (table := embed.dense) is None:
+            return self.forward_embedded(embed(input_ids), context, cos_sin)
         self.prepare(context, cos_sin, before.weight.dtype)
-        if embed.scale == 1.0 and (table := embed.dense) is not None:
-            x, *scaled = embed_scaled(table, input_ids, before.weight)
-            stream = Stream(x, (scaled[0], scaled[1]))
-        else:
-            x = embed(input_ids)
-            stream = Stream(x, scale_tokens(x, before.weight))
+        x, *scaled = embed_scaled(table, input_ids, before.weight)
         context.tap(0, x)
-        return self.forward_scaled(stream, context, cos_sin)
+        return self.forward_scaled(Stream(x, (scaled[0], scaled[1])), context, cos_sin)
+
+    def forward_embedded(self, x: Tensor, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
+        """As ``forward``, from the tokens' embeddings."""
+        before = self.layers[0].before
+        assert before is not None
+        self.prepare(context, cos_sin, before.weight.dtype)
+        context.tap(0, x)
+        return self.forward_scaled(Stream(x, scale_tokens(x, before.weight)), context, cos_sin)
 
     def forward_scaled(self, stream: Stream, context: AttentionContext, cos_sin: Sequence[Tensor]) -> Tensor:
         """As ``forward``, for a stream that is already scaled for the first norm."""
@@ -96,7 +101,7 @@ def prepare_attention(
 ) -> None:
     for attention, table in zip(layers, cos_sin, strict=True):
         step: GroupedQueryStep = context.at(attention.layer)
-        step.rotation(table, dtype)
+        step.places.of(table, dtype)
 
 
 def fuse(layers: Iterable[nn.Module]) -> FusedLayers | None:

@@ -166,6 +166,14 @@ class Embedding(Layer):
             self.matrix, self.stored = self.stored.finish_table(device), None
 
 
+class KeyWriter(Protocol):
+    """A layer of attention whose cached entries depend on one token each."""
+
+    def store(self, x: Tensor, context: AttentionContext, cos_sin: Tensor, few: bool) -> None:
+        """Write the entries of the tokens to the cache, and nothing else. ``few`` tokens may have another kernel."""
+        ...
+
+
 class Attention(Layer):
     """Grouped-query attention with rotary positions, and norms on queries and keys where the model has them."""
 

@@ -23,7 +23,7 @@ from slipstream.models.registry import Architecture, architecture_of
 from slipstream.values import describe_value
 from slipstream.weights.matrix import ExpertMatrices, Matrix, PackingSlot, Slot, StoredExperts, StoredWeight
 
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_SOURCE_LAYER = re.compile(r"model\.encoder\.layers\.([0-9]{1,9})\.")
 _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 
 
@@ -89,19 +89,23 @@ def open_decoder(path: Path, keep_blocks: bool = False) -> Checkpoint:
     architecture = architecture_of(checkpoint.config)
     config = architecture.read_config(checkpoint.config)
     headers = checkpoint.tensor_headers()
-    _check_counts(config, headers, str(path))
+    _check_counts(config, headers, architecture.layer_pattern, str(path))
     with torch.device("meta"):  # shapes without memory
         check_tensors(architecture(config, max_position=1), headers)
     return checkpoint
 
 
-def _check_counts(config: ModelConfig, headers: list[TensorHeader], source: str) -> None:
+def _check_counts(
+    config: ModelConfig, headers: list[TensorHeader], layer_pattern: re.Pattern[str], source: str
+) -> None:
     """Called before anything is built: every layer and every expert must have tensors, or rows of one."""
-    layers = {match[1] for header in headers if (match := _LAYER.match(header.name))}
-    if config.num_layers > len(layers):
-        raise ModelError(
-            f"{source} has weights of {len(layers)} layers, its config says {config.num_layers}; download it again"
-        )
+    num_source_layers = 0 if config.source_encoder is None else config.source_encoder.num_layers
+    for pattern, count in ((layer_pattern, config.num_layers), (_SOURCE_LAYER, num_source_layers)):
+        layers = {match[1] for header in headers if (match := pattern.match(header.name))}
+        if count > len(layers):
+            raise ModelError(
+                f"{source} has weights of {len(layers)} layers, its config says {count}; download it again"
+            )
     if config.experts is None:
         return
     one_by_one = {match[1] for header in headers if (match := _EXPERT.search(header.name))}
@@ -247,6 +251,9 @@ def _check_fits(name: str, tensor: Tensor, expected: Tensor, hint: str) -> None:
     if expected.is_floating_point():
         if not tensor.is_floating_point():
             raise ModelError(f"tensor '{name}' holds {tensor.dtype}, which are no weights; use another format")
+        # Floats of eight bits mean nothing without their scales.
+        if tensor.dtype != expected.dtype and 1 in (tensor.dtype.itemsize, expected.dtype.itemsize):
+            raise ModelError(f"tensor '{name}' holds {tensor.dtype}, the config says {expected.dtype}")
     elif tensor.is_floating_point() or tensor.dtype.itemsize > expected.dtype.itemsize:
         raise ModelError(f"tensor '{name}' holds {tensor.dtype}, the config says {expected.dtype}")
 

@@ -26,7 +26,7 @@ class Mixtral(Decoder):
         fields = Fields.from_dict(hf).with_defaults({"rope_theta": 1e6})
         size, num_layers = require(fields, "intermediate_size"), require(fields, "num_hidden_layers")
         # The weights of the chosen experts always sum to one here: published as a softmax over the chosen ones.
-        experts = read_experts(fields, size, renormalise=True, layer_ids=range(num_layers))
+        experts = read_experts(fields, size, range(num_layers), renormalise=True)
         return read_decoder_config(fields, windows=same_window(fields), experts=experts)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

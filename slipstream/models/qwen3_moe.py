@@ -22,5 +22,5 @@ class Qwen3Moe(Decoder):
             qkv_bias=bias,
             output_bias=bias,
             windows=same_window(fields) if fields.flag("use_sliding_window") else (),
-            experts=read_experts(fields, size, renormalise, read_expert_layers(fields)),
+            experts=read_experts(fields, size, read_expert_layers(fields), renormalise=renormalise),
         )

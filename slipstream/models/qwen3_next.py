@@ -22,8 +22,9 @@ from slipstream.checkpoints.hf_config import (
     read_layer_types,
     require,
 )
-from slipstream.config import ExpertsConfig, ModelConfig
+from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
+from slipstream.experts_config import ExpertsConfig
 from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.delta_net import GatedDeltaNet, split_projection
@@ -127,4 +128,5 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
         return None
     renormalise = fields.flag("norm_topk_prob", True)
     shared = require(fields, "shared_expert_intermediate_size")
-    return read_experts(fields, require(fields, "moe_intermediate_size"), renormalise, layer_ids, shared)
+    size = require(fields, "moe_intermediate_size")
+    return read_experts(fields, size, layer_ids, shared, shared_gate=True, renormalise=renormalise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any, Protocol, cast
 
 from slipstream.checkpoints.hf_config import read_architecture_name
@@ -10,6 +11,7 @@ from slipstream.config import ModelConfig
 from slipstream.errors import ModelError, nearest
 from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder
+from slipstream.models.pooled_head import Classifier
 from slipstream.values import describe_value
 
 _ARCHITECTURES = {
@@ -19,11 +21,23 @@ _ARCHITECTURES = {
     "Gemma3ForCausalLM": ("slipstream.models.gemma3", "Gemma3"),
     "Phi3ForCausalLM": ("slipstream.models.phi3", "Phi3"),
     "Qwen2ForCausalLM": ("slipstream.models.qwen2", "Qwen2"),
+    "BertModel": ("slipstream.models.bert", "Bert"),
+    "BertForSequenceClassification": ("slipstream.models.bert", "Bert"),
+    "RobertaModel": ("slipstream.models.bert", "Roberta"),
+    "RobertaForSequenceClassification": ("slipstream.models.bert", "Roberta"),
+    "XLMRobertaModel": ("slipstream.models.bert", "Roberta"),
+    "XLMRobertaForSequenceClassification": ("slipstream.models.bert", "Roberta"),
+    "MPNetModel": ("slipstream.models.mpnet", "MPNet"),
+    "MPNetForSequenceClassification": ("slipstream.models.mpnet", "MPNet"),
+    "DeepseekV2ForCausalLM": ("slipstream.models.deepseek", "DeepseekV2"),
+    "DeepseekV3ForCausalLM": ("slipstream.models.deepseek", "DeepseekV3"),
+    "DeepseekV32ForCausalLM": ("slipstream.models.deepseek", "DeepseekV32"),
     "Qwen3ForCausalLM": ("slipstream.models.qwen3", "Qwen3"),
     "Qwen3MoeForCausalLM": ("slipstream.models.qwen3_moe", "Qwen3Moe"),
     "Qwen3NextForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
     "Qwen3_5ForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
     "Qwen3_5MoeForCausalLM": ("slipstream.models.qwen3_next", "Qwen3Next"),
+    "WhisperForConditionalGeneration": ("slipstream.models.whisper", "Whisper"),
 }
 
 
@@ -31,6 +45,16 @@ registered: dict[str, Architecture] = {}
 
 
 class Architecture(Protocol):
+    @property
+    def layer_pattern(self) -> re.Pattern[str]:
+        """What the names of a layer's tensors in checkpoints begin with; its group is the layer's number."""
+        ...
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """Where checkpoints that classify texts keep what they do so with."""
+        ...
+
     def __call__(self, config: ModelConfig, max_position: int) -> Decoder: ...
 
     @staticmethod

@@ -37,6 +37,7 @@ class StepOutput(NamedTuple):
     logprobs: Tensor | None  # [num_logits, LOGPROB_WIDTH] int32
     prompt_logprobs: Tensor | None  # [num_tokens of all spans, LOGPROB_WIDTH] int32
     prompt_spans: tuple[PromptSpan, ...] = ()
+    next_drafts: Tensor | None = None  # [n, k] int32, for steps with constrained requests
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class _OutputSlot:
     tokens: Channel
     logprobs: Channel
     prompt_logprobs: Channel
+    next_drafts: Channel
     computed: Event  # the step has filled the device buffer
     event: Event  # the copy to the host is complete
 
@@ -82,6 +84,7 @@ class InFlightStep:
     has_logprobs: bool
     prompt_spans: tuple[PromptSpan, ...]
     sync_guard: SyncGuard
+    has_next_drafts: bool = False
 
     def collect(self) -> StepResult:
         """Wait for the step, and read its results. The only place where the host waits for the device."""
@@ -104,6 +107,9 @@ class InFlightStep:
         result = StepResult(self.plan, token_ids, states, num_drafts, num_accepted, would_accept, wait_s=wait_s)
         if self.has_logprobs:
             result.logprobs = self._logprobs(token_ids)
+        if self.has_next_drafts:
+            drafts = self.slot.next_drafts.first(count)[1].numpy()
+            result.next_drafts = [[d for d in row if d >= 0] for row in drafts.tolist()]
         if self.prompt_spans:
             result.prompt_logprobs = self._prompt_logprobs()
         return result
@@ -141,6 +147,7 @@ class OutputRing:
                     channel(max_reqs, NUM_HEADER_COLUMNS + 1 + num_drafts),
                     channel(max_reqs * (1 + num_drafts), LOGPROB_WIDTH),
                     channel(max_tokens, LOGPROB_WIDTH),
+                    channel(max_reqs, num_drafts),
                     device.event(),
                     device.event(),
                 )
@@ -156,10 +163,15 @@ class OutputRing:
         """
         device, slot = self._device, self._ring.acquire()
         if output.logprobs is None and output.prompt_logprobs is None:
-            device.copy_async(slot.tokens.first(output.tokens.shape[0])[1], output.tokens)
+            count = output.tokens.shape[0]
+            device.copy_async(slot.tokens.first(count)[1], output.tokens)
+            if output.next_drafts is not None:
+                device.copy_async(slot.next_drafts.first(count)[1], output.next_drafts)
             slot.event.record(device.compute_stream)
-            return InFlightStep(plan, slot, False, (), device.sync_guard)
+            return InFlightStep(plan, slot, False, (), device.sync_guard, output.next_drafts is not None)
         used = [(slot.tokens, output.tokens)]
+        if output.next_drafts is not None:
+            used.append((slot.next_drafts, output.next_drafts))
         if output.logprobs is not None:
             used.append((slot.logprobs, output.logprobs))
         if output.prompt_logprobs is not None:
@@ -172,4 +184,5 @@ class OutputRing:
             for channel, values in used:
                 channel.send(device, values.shape[0])
             slot.event.record(device.copy_stream)
-        return InFlightStep(plan, slot, output.logprobs is not None, output.prompt_spans, device.sync_guard)
+        has_logprobs, has_drafts = output.logprobs is not None, output.next_drafts is not None
+        return InFlightStep(plan, slot, has_logprobs, output.prompt_spans, device.sync_guard, has_drafts)

@@ -38,6 +38,11 @@ class StepExecutor:
         target = self._run_target(batch)
         return StepRun(target.hidden, batch.work.run(target))
 
+    def run_first_half(self, batch: PreparedBatch) -> TargetOutput:
+        """Queue the forward pass alone, of a step whose head waits for the host."""
+        batch.work.begin(batch.inputs, None)
+        return self._run_target(batch)
+
     def _run_target(self, batch: PreparedBatch) -> TargetOutput:
         program, inputs, (desc, recorded, _) = self._program, batch.inputs, batch.graph
         if recorded is not None:

@@ -22,8 +22,10 @@ from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, TargetOutput
 from slipstream.runner.prompt_logprobs import score_prompts
 from slipstream.runner.requirements import Requirements, RowRequirements
+from slipstream.sampling.mask import TokenMasks
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
 from slipstream.speculate.place_drafts import place_drafts
+from slipstream.speculate.read_drafts import read_drafts
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
 from slipstream.speculate.verify import Verifier
 
@@ -45,6 +47,8 @@ class GenerateHead:
         self.out = torch.zeros(max_reqs, width, dtype=torch.int32, device=device.torch_device)
         depth, max_tokens = config.steps_in_flight + 1, config.scheduler.max_num_batched_tokens
         self.outputs = OutputRing(device, max_reqs, num_drafts, max_tokens, depth)
+        # Of steps with constrained requests: the drafts that the next one verifies.
+        self._next_drafts = torch.zeros(max_reqs, num_drafts, dtype=torch.int32, device=device.torch_device)
         # Logits of graphs of tier ``full``. They are large, so all graphs share the memory.
         has_graphs = CUDAGraphMode(config.cudagraph_mode) is not CUDAGraphMode.NONE
         # What a step brings in which no request draws.
@@ -76,9 +80,11 @@ class GenerateHead:
         """The logits that a graph of tier ``full`` has computed."""
         return self._logits[: batch.logit_indices.shape[0]]
 
-    def verify(self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds) -> Tensor | None:
+    def verify(
+        self, batch: InputBatch, logits: Tensor, sampling: SamplingNeeds, masks: TokenMasks | None = None
+    ) -> Tensor | None:
         """Check the drafts of every request and commit the outcome to the rows. Returns log probabilities."""
-        verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling)
+        verified = self.verifier.verify(logits, self._rows.sampling, batch.drafted, sampling, masks)
         self._commit(batch, verified.tokens)
         return verified.logprobs
 
@@ -97,6 +103,14 @@ class GenerateHead:
         drafter = self.speculator
         draft_ids = drafter.propose(batch, noise) if in_graph else drafter.run(batch, noise)
         place_drafts(draft_ids, self._rows.batch_rows[: draft_ids.shape[0]], self._rows.state)
+
+    def read_drafts(self, num_reqs: int) -> Tensor | None:
+        """The drafts of the step's requests, for the host: [num_reqs, k]. None if the engine does not draft."""
+        out = self._next_drafts[:num_reqs]
+        if not out.shape[1]:
+            return None
+        read_drafts(self._rows.state, self._rows.batch_rows[:num_reqs], out)
+        return out
 
     def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
         """Without noise, which on a CPU costs as much as a draft. Real steps correct the cost of those with noise."""
@@ -161,6 +175,10 @@ class GenerateWork:
     def num_drafts(self) -> int:
         return self.requirements.num_drafts
 
+    @property
+    def needs_masks(self) -> bool:
+        return self.requirements.is_constrained
+
     def begin(self, batch: InputBatch, graph: BatchExecutionDescriptor | None) -> None:
         if (follower := self.head.follower) is not None:
             proposes = graph is None or graph.num_drafts
@@ -169,12 +187,12 @@ class GenerateWork:
     def taps(self, num_tokens: int) -> Mapping[int, Tensor] | None:
         return None if self.requirements.drafting is None else self.head.speculator.taps(num_tokens)
 
-    def run(self, target: TargetOutput) -> Tensor | None:
+    def run(self, target: TargetOutput, masks: TokenMasks | None = None) -> Tensor | None:
         """Verify, commit, draft. Returns log probabilities if a request asked for them."""
         head, drafting, inputs = self.head, self.requirements.drafting, target.inputs
         is_projected = target.graph.mode is CUDAGraphMode.FULL
         logits = head.recorded_logits(inputs) if is_projected else head.project(inputs, target.hidden)
-        logprobs = head.verify(inputs, logits, self.requirements.sampling)
+        logprobs = head.verify(inputs, logits, self.requirements.sampling, masks)
         if drafting is not None:
             drafted = target.batch.drafting.after(target.graph)
             if drafting.proposes:
@@ -189,4 +207,6 @@ class GenerateWork:
             output = self.head.score_prompts(plan, hidden, logprobs, self.out)
         else:
             output = StepOutput(self.out, logprobs, None)
+        if self.needs_masks:
+            output = output._replace(next_drafts=self.head.read_drafts(self.out.shape[0]))
         return self.head.outputs.send(plan, output)

@@ -197,6 +197,7 @@ class InputBuffers:
             slot_mapping=self.slot_mapping[: shape.num_tokens],
             num_computed_cpu=shape.exact,
             batch_rows=self.rows.batch_rows[:num_reqs],
+            encoder=self.rows.encoder,
         )
 
     def _batch(self, shape: BatchShape, drafting: DraftBatch) -> InputBatch:

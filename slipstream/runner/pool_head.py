@@ -27,6 +27,7 @@ from slipstream.runner.generate_head import GenerateHead, GenerateWork
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, HeadWork, LaunchedStep, TargetOutput
 from slipstream.runner.rings import Ring
+from slipstream.sampling.mask import TokenMasks
 from slipstream.speculate.speculator import GraphSetting
 
 
@@ -47,6 +48,7 @@ class _Span(NamedTuple):
     first: int
     last: int  # the index after the last one; others may be between
     ends: tuple[int, ...]  # whose prompts end in the step
+    headed: tuple[bool, ...]  # of those, whether the result is what dense layers make of the vector
     is_all: bool  # the step has no request of another kind
 
 
@@ -58,7 +60,12 @@ class PoolHead:
         self.generate = GenerateHead(setting)
         self._device, self._rows = device, rows
         self._is_pooled = [False] * rows.num_rows
-        max_reqs, size = config.scheduler.max_num_seqs, config.model.hidden_size
+        self._is_headed = [False] * rows.num_rows
+        self.draws = config.model.has_logits
+        max_reqs, self._size = config.scheduler.max_num_seqs, config.model.hidden_size
+        self._head = setting.model.pooled_head
+        size = self._size
+        sent = size + (0 if self._head is None else self._head.out_size)
         self.dtype: VectorType = "float64" if config.dtype == "float64" else "float32"
         dtype = getattr(torch, self.dtype)
         torch_device = device.torch_device
@@ -68,8 +75,8 @@ class PoolHead:
             [
                 _Slot(
                     Channel(
-                        torch.zeros(max_reqs, size, dtype=dtype, device=torch_device),
-                        device.pinned_empty((max_reqs, size), dtype),
+                        torch.zeros(max_reqs, sent, dtype=dtype, device=torch_device),
+                        device.pinned_empty((max_reqs, sent), dtype),
                     ),
                     device.event(),
                     device.event(),
@@ -79,7 +86,11 @@ class PoolHead:
         )
 
     def move_in(self, init: RowInit) -> None:
-        self._is_pooled[init.row] = init.request.pooling is not None
+        pooling = init.request.pooling
+        self._is_pooled[init.row], self._is_headed[init.row] = (
+            pooling is not None,
+            pooling is not None and pooling.uses_head,
+        )
         self.generate.move_in(init)
 
     def work_for(self, composition: Composition) -> HeadWork:
@@ -88,12 +99,17 @@ class PoolHead:
         if not indices:
             return work
         ends = tuple(i for i in indices if composition.samples[i])
-        return PoolWork(self, work, _Span(indices[0], indices[-1] + 1, ends, len(indices) == composition.num_reqs))
+        headed = tuple(self._is_headed[composition.rows[i]] for i in ends)
+        is_all = len(indices) == composition.num_reqs
+        return PoolWork(self, work, _Span(indices[0], indices[-1] + 1, ends, headed, is_all))
 
     # --- launches ---------------------------------------------------------------------------------
 
     def pool(self, batch: InputBatch, hidden: Tensor, span: _Span) -> Tensor:
-        """The vectors of the span's requests, [span, hidden size]; the next step may overwrite them."""
+        """The vectors of the span's requests; the next step may overwrite them.
+
+        [span, hidden size], and next to each what the dense layers make of it, if there are any.
+        """
         part, common, rows = slice(span.first, span.last), batch.attention, self._rows
         out = self._out[: span.last - span.first]
         requests = PooledRequests(
@@ -103,7 +119,9 @@ class PoolHead:
             query_lens=common.query_lens[part],
         )
         pool(hidden, requests, rows.columns["pooling"], rows.prompt_len, self._kept, out)
-        return out
+        if self._head is None:
+            return out
+        return torch.cat([out, self._head.project(out)], dim=1)
 
     def send(self, step: LaunchedStep, vectors: Tensor, span: _Span) -> LaunchedStep:
         """Queue the vectors' way to the host, through the slot's own memory: they may be many."""
@@ -114,7 +132,7 @@ class PoolHead:
             device.copy_stream.wait_event(slot.computed)
             slot.vectors.send(device, vectors.shape[0])
             slot.event.record(device.copy_stream)
-        return _PooledStep(step.plan, step, slot, span, self.dtype, device.sync_guard)
+        return _PooledStep(step.plan, step, slot, span, self._size, self.dtype, device.sync_guard)
 
     # --- what the head that generates does --------------------------------------------------------
 
@@ -123,10 +141,16 @@ class PoolHead:
 
     def record(self, batch: InputBatch, hidden: Tensor, graph: BatchExecutionDescriptor, *, warmup: bool) -> None:
         """Vectors are made after a replay, from the hidden states that it leaves."""
-        self.generate.record(batch, hidden, graph, warmup=warmup)
+        if self.draws:
+            self.generate.record(batch, hidden, graph, warmup=warmup)
+        elif graph.tier == "fast":
+            self.generate.commit_nothing(batch)
 
     def run_greedy(self, batch: InputBatch, hidden: Tensor) -> None:
-        self.generate.run_greedy(batch, hidden)
+        if self.draws:
+            self.generate.run_greedy(batch, hidden)
+        else:
+            self.generate.commit_nothing(batch)
 
     def open_graphs(self, setting: GraphSetting) -> Callable[[], bool] | None:
         return self.generate.open_graphs(setting)
@@ -154,17 +178,21 @@ class PoolWork:
     def num_drafts(self) -> int:
         return self.generate.num_drafts
 
+    @property
+    def needs_masks(self) -> bool:
+        return self.generate.needs_masks
+
     def begin(self, batch: InputBatch, graph: BatchExecutionDescriptor | None) -> None:
         self.generate.begin(batch, graph)
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor] | None:
         return self.generate.taps(num_tokens)
 
-    def run(self, target: TargetOutput) -> Any:
+    def run(self, target: TargetOutput, masks: TokenMasks | None = None) -> Any:
         if self.span.is_all:
             self.head.generate.commit_nothing(target.inputs)  # needs no logits
             return None
-        return self.generate.run(target)
+        return self.generate.run(target, masks)
 
     def send(self, plan: StepPlan, batch: InputBatch, hidden: Tensor, found: Any) -> LaunchedStep:
         vectors = self.head.pool(batch, hidden, self.span)
@@ -180,6 +208,7 @@ class _PooledStep:
     step: LaunchedStep
     slot: _Slot
     span: _Span
+    vector_size: int  # what dense layers have made of a vector comes after it
     dtype: VectorType
     sync_guard: SyncGuard
 
@@ -189,7 +218,9 @@ class _PooledStep:
             self.slot.event.synchronize()
         result.wait_s += time.monotonic() - start
         _, pinned = self.slot.vectors.first(self.span.last - self.span.first)
-        found = pinned.numpy()
-        # Copies: the slot is another step's soon.
-        result.vectors = {i: PooledVector(found[i - self.span.first].tobytes(), self.dtype) for i in self.span.ends}
+        found, size = pinned.numpy(), self.vector_size
+        for i, is_headed in zip(self.span.ends, self.span.headed, strict=True):
+            own = found[i - self.span.first, size:] if is_headed else found[i - self.span.first, :size]
+            # Copies: the slot is another step's soon.
+            result.vectors[i] = PooledVector(own.tobytes(), self.dtype)
         return result

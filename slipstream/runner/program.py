@@ -7,9 +7,10 @@ The same with and without graphs. What follows the forward pass belongs to the h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from slipstream.attention.context import AttentionContext, StepTokens
@@ -19,9 +20,13 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.models.model_state import ModelState, StepRequests
+from slipstream.models.pooled_head import PooledHead
+from slipstream.models.source_encoder import SourceEncoder
 from slipstream.plan import Composition, RowInit, StepPlan, StepResult
 from slipstream.runner.input_batch import InputBatch, InputBuffers
+from slipstream.runner.micro_batches import MicroBatch, Splitter
 from slipstream.runner.request_state import RequestRows
+from slipstream.sampling.mask import TokenMasks
 from slipstream.speculate.speculator import GraphSetting, Speculator
 
 
@@ -31,6 +36,16 @@ class Model(Protocol):
     @property
     def state(self) -> ModelState | None:
         """What it adds to requests and steps, if it adds anything."""
+        ...
+
+    @property
+    def pooled_head(self) -> PooledHead | None:
+        """Dense layers after pooling, if it has any."""
+        ...
+
+    @property
+    def source_encoder(self) -> SourceEncoder | None:
+        """What reads a request's encoder input, if the model is an encoder-decoder."""
         ...
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
@@ -71,6 +86,11 @@ class HeadWork(Protocol):
     @property
     def num_drafts(self) -> int: ...
 
+    @property
+    def needs_masks(self) -> bool:
+        """Whether a request is constrained: ``run`` waits for the host, and no graph contains the whole step."""
+        ...
+
     def begin(self, batch: InputBatch, graph: BatchExecutionDescriptor | None) -> None:
         """Before every launch of the step. ``graph`` contains all of it; None if the head's part is launched."""
         ...
@@ -79,7 +99,7 @@ class HeadWork(Protocol):
         """Buffers for the hidden states of the target that the head needs, by layer. None: it needs none."""
         ...
 
-    def run(self, target: TargetOutput) -> Any:
+    def run(self, target: TargetOutput, masks: TokenMasks | None = None) -> Any:
         """The head's launches, if no graph contains them. Returns what ``send`` needs beside the head's own buffers."""
         ...
 
@@ -153,6 +173,7 @@ class StepProgram:
     buffers: InputBuffers
     head: StepHead
     vocab_size: int
+    splitter: Splitter | None = None  # runs the pass in halves, where no graph holds it
 
     def context(self, batch: InputBatch, taps: Mapping[int, Tensor] | None) -> AttentionContext:
         """The step's attention context and the model's own inputs. Both may launch work, but must not wait."""
@@ -167,7 +188,21 @@ class StepProgram:
     def target(self, batch: InputBatch, taps: Mapping[int, Tensor] | None) -> Tensor:
         """The forward pass, launch by launch: hidden states, [padded_tokens, hidden]."""
         self.buffers.prepare(batch)
-        return self.model.forward(batch.input_ids, self.context(batch, taps))
+        halves = None if self.splitter is None else self.splitter.split(batch.attention)
+        if halves is None:
+            return self.model.forward(batch.input_ids, self.context(batch, taps))
+        return torch.cat([self._run_half(batch, half, taps) for half in halves])
+
+    def _run_half(self, batch: InputBatch, half: MicroBatch, taps: Mapping[int, Tensor] | None) -> Tensor:
+        own = replace(
+            batch,
+            input_ids=batch.input_ids[half.tokens],
+            positions=batch.positions[half.tokens],
+            batch_rows=batch.batch_rows[half.requests],
+            attention=half.attention,
+        )
+        own_taps = None if taps is None else {layer: out[half.tokens] for layer, out in taps.items()}
+        return self.model.forward(own.input_ids, self.context(own, own_taps))
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         """Memory that every step fills."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.columns import Column
 from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
-from slipstream.kernels.request_rows import RowState
+from slipstream.kernels.request_rows import EncoderPages, RowState
 from slipstream.plan import HostDraft, PageDiff, RowInit, RowStatus
 from slipstream.request import MAX_DEVICE_STOP_IDS, Request
 from slipstream.runner.staging import Int32s, StagedWrites
@@ -38,6 +38,7 @@ _INT_FIELDS = (
     "max_total",
     "status",
     "choice",
+    "encoder_len",
 )
 # The first index of a request's tokens, of its logits, and of its tokens in a pass of the drafter.
 _BATCH_OFFSETS = ("query_start_loc", "logit_start_loc", "draft_start_loc")
@@ -54,6 +55,7 @@ class RequestRows:
         self.num_rows = limits.max_num_seqs + 1
         self.scratch_row = limits.max_num_seqs
         self.max_pages = -(-limits.max_model_len // config.cache.page_size)
+        self._max_encoder_pages = -(-config.model.max_encoder_entries // config.cache.page_size)
         self._layout: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._size = 0
         operations = registry.operations()
@@ -70,6 +72,7 @@ class RequestRows:
             self._reserve(name, self.num_rows, *shape)
         self._row_size = len(numbers) + sum(math.prod(shape) for shape in wide_fields.values())
         self._reserve("page_table", self.num_rows, self.max_pages)
+        self._reserve("encoder_page_table", self.num_rows, self._max_encoder_pages)
         self._reserve("token_ids", self.num_rows, limits.max_model_len)
         self._reserve("batch_rows", limits.max_num_seqs)
         for name in _BATCH_OFFSETS:
@@ -86,6 +89,10 @@ class RequestRows:
         self.status = self._field("status")
         self.stop_ids = self._field("stop_ids")
         self.page_table = self._field("page_table")
+        # Where each row's encoder output is; None for a model without an encoder.
+        self.encoder: EncoderPages | None = None
+        if self._max_encoder_pages:
+            self.encoder = EncoderPages(self._field("encoder_page_table"), self._field("encoder_len"))
         self.token_ids = self._field("token_ids")
         self.batch_rows = self._field("batch_rows")
         self.query_start_loc = self._field("query_start_loc")
@@ -134,7 +141,7 @@ class RequestRows:
     def _capacity(self, config: EngineConfig) -> int:
         """Upper bound of the values staged per step: at most max_model_len prompt tokens are admitted in one."""
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
-        row_size = self._row_size
+        row_size = self._row_size + self._max_encoder_pages
         if config.scheduler.needs.host_drafts:
             row_size += NUM_HEADER_COLUMNS + _most_host_drafts(config)
         return config.scheduler.max_model_len + pages + self.num_rows * (row_size + 1 + len(_BATCH_OFFSETS))
@@ -154,6 +161,7 @@ class RequestRows:
             "max_total": request.max_total_tokens,
             "status": int(RowStatus.RUNNING),
             "choice": request.choice,
+            "encoder_len": request.num_encoder_entries,
         }
         self._stage_numbers(row, [numbers[name] for name in _INT_FIELDS], request)
         assert params.seed is not None
@@ -165,6 +173,8 @@ class RequestRows:
                 assert len(values) <= math.prod(shape), f"{name} has {len(values)} values"
                 self._put(name, row, _float_bits(values) if dtype == "float32" else values)
         self._put("token_ids", row, init.token_ids)
+        if init.encoder_page_ids:
+            self._put("encoder_page_table", row, init.encoder_page_ids)
         if self.host_drafts is not None:
             self._put(_HOST_DRAFTS, row, [0, 0])
 

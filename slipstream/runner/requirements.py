@@ -32,6 +32,7 @@ class Requirements(NamedTuple):
     # What a graph of the whole step must contain: all sampling in tier ``fast``, and the proposed drafts.
     tier: Tier
     num_drafts: int
+    is_constrained: bool  # a request has a grammar: the head waits for the host's masks
 
 
 class RowRequirements:
@@ -43,6 +44,7 @@ class RowRequirements:
         self._kinds = [NO_NEEDS]  # every kind of sampling that a request has needed so far
         self._kind_of_row = [0] * num_rows
         self._num_drafts = [0] * num_rows  # maximum proposed for the row
+        self._is_constrained = [False] * num_rows
         self._scored_prompt_len = [0] * num_rows  # prompt tokens to score; 0 for most
 
     def move_in(self, init: RowInit) -> None:
@@ -53,6 +55,7 @@ class RowRequirements:
             self._kinds.append(needs)
         self._kind_of_row[row] = self._kinds.index(needs)
         self._num_drafts[row] = request.num_drafts(self._max_drafts)
+        self._is_constrained[row] = request.is_constrained
         scored = request.params.prompt_logprobs is not None
         self._scored_prompt_len[row] = len(request.prompt_token_ids) if scored else 0
 
@@ -64,9 +67,11 @@ class RowRequirements:
         scores_prompts = any(self._scored_prompt_len[row] for row in composition.rows)
         tier: Tier = "fast" if (sampling | NOISE_ALONE) == NOISE_ALONE else "full"
         num_drafts = composition.num_next_drafts if drafting and tier == "fast" else 0
-        if composition.num_caught_up:  # no graph includes older tokens
+        is_constrained = any(self._is_constrained[row] for row in composition.rows)
+        # No graph includes older tokens, or what waits for the host.
+        if composition.num_caught_up or is_constrained:
             tier, num_drafts = "full", 0
-        return Requirements(sampling, drafting, scores_prompts, tier, num_drafts)
+        return Requirements(sampling, drafting, scores_prompts, tier, num_drafts, is_constrained)
 
     def _sampling_of(self, composition: Composition) -> SamplingNeeds:
         pairs = zip(composition.rows, composition.samples, strict=True)

@@ -9,18 +9,22 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.models.model_state import StateSetting
-from slipstream.plan import StepPlan
+from slipstream.plan import StepMasks, StepPlan
 from slipstream.request import Request
 from slipstream.runner.batch import BatchPreparer
+from slipstream.runner.encoder_step import EncoderStep
 from slipstream.runner.executor import StepExecutor
 from slipstream.runner.graph_plan import GraphPlan
+from slipstream.runner.held_step import HeldStep, ReleasedStep
 from slipstream.runner.idle_work import IdleWork
 from slipstream.runner.input_batch import InputBuffers
+from slipstream.runner.micro_batches import Splitter
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.program import HeadSetting, LaunchedStep, MakeHead, Model, StepProgram
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import GraphSizes, StepGraphs
 from slipstream.runner.step_timing import OnCost, StepTimer
+from slipstream.runner.token_masks import MaskStore
 from slipstream.sampling.registry import refuse_unknown
 from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
 
@@ -49,18 +53,34 @@ class Runner:
             max_tokens = config.scheduler.max_num_batched_tokens
             model.state.open(StateSetting(columns, max_tokens, device.torch_device))
         self.buffers = InputBuffers(config, self.rows)
-        self.speculator = make_speculator(self.rows.state)
+        self.speculator = make_speculator(self.rows.state, caches)
         max_num_logits = self.buffers.max_num_logits
         self.head = make_head(HeadSetting(config, device, model, self.rows, self.speculator, max_num_logits))
-        self.program = StepProgram(model, caches, self.buffers, self.head, config.model.vocab_size)
+        least = config.split_steps_from
+        self.splitter = None if least is None else Splitter(config.model.cache_specs, least)
+        self.program = StepProgram(model, caches, self.buffers, self.head, config.model.vocab_size, self.splitter)
+        self.encoder = None
+        if model.source_encoder is not None:
+            assert self.rows.encoder is not None
+            encode = self.speculator.encode
+            self.encoder = EncoderStep(config, device, model.source_encoder, caches, self.rows.encoder, encode)
         sizes = GraphSizes(config.cudagraph_sizes, config.scheduler.max_num_seqs)
         mode, plan = CUDAGraphMode(config.cudagraph_mode), GraphPlan.for_config(config.speculative)
         self.graphs = StepGraphs(device, self.program, mode, sizes, plan)
         self.batches = BatchPreparer(self.buffers, self.head, self.graphs)
         self.executor = StepExecutor(self.program, self.graphs)
+        self.masks: MaskStore | None = None  # of an engine that takes constrained requests
         timer = None if on_cost is None else StepTimer(device, self.program, self.graphs, self.batches, on_cost)
         self.idle_work = IdleWork(device, self.program, self.graphs, self.batches, timer, sizes.max_num_reqs)
         self.idle_work.do_first()
+
+    def open_masks(self, num_masks: int) -> None:
+        """Get memory for this many masks of tokens: some requests will be constrained."""
+        config, depth = self._config, self._config.steps_in_flight + 1
+        num_logits = self.buffers.max_num_logits
+        self.masks = MaskStore(self.device, num_masks, config.model.vocab_size, num_logits, depth)
+        with self.device.sync_guard.allow("build"):
+            self.device.timestamp()  # the first one aligns two clocks, and waits for that
 
     def check(self, request: Request) -> None:
         """Refuse a request that this engine cannot run; a RequestError says why."""
@@ -69,16 +89,17 @@ class Runner:
 
     def cache_key(self, request: Request) -> bytes:
         """What its cached pages depend on beside the tokens."""
-        return b"" if self.model_state is None else self.model_state.cache_key(request)
+        own = b"" if self.model_state is None else self.model_state.cache_key(request)
+        return own if request.encoder is None else request.encoder.digest() + own
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep | HeldStep:
         # The engine loop is in inference mode already; other callers need not be.
         if torch.is_inference_mode_enabled():
             return self._launch(plan)
         with torch.inference_mode():
             return self._launch(plan)
 
-    def _launch(self, plan: StepPlan) -> LaunchedStep:
+    def _launch(self, plan: StepPlan) -> LaunchedStep | HeldStep:
         device = self.device
         with device.sync_guard.forbid(), device.use_stream(device.compute_stream):
             self._stage_changes(plan)
@@ -88,10 +109,32 @@ class Runner:
             if self.model_state is not None:
                 self.model_state.begin_step(plan)
             batch = self.batches.prepare(plan)
+            if plan.encoder_runs:
+                assert self.encoder is not None
+                self.encoder.run(plan.encoder_runs)
             if plan.host_drafts:
                 self.rows.place_host_drafts()
+            if batch.work.needs_masks:
+                target = self.executor.run_first_half(batch)
+                return HeldStep(plan, batch, target, device.timestamp())
             hidden, found = self.executor.run(batch)
             return batch.work.send(plan, batch.inputs, hidden, found)
+
+    def release(self, held: HeldStep, masks: StepMasks) -> ReleasedStep:
+        """The second half of a step: launch what waited for the masks. No other step was launched in between."""
+        with torch.inference_mode():
+            return self._release(held, masks)
+
+    def _release(self, held: HeldStep, masks: StepMasks) -> ReleasedStep:
+        device, batch, target = self.device, held.batch, held.target
+        assert self.masks is not None
+        with device.sync_guard.forbid(), device.use_stream(device.compute_stream):
+            resumed = device.timestamp()
+            staged = self.masks.stage(masks, target.inputs.logit_indices.shape[0])
+            found = batch.work.run(target, staged)
+            self.masks.release()
+            sent = batch.work.send(held.plan, batch.inputs, target.hidden, found)
+        return ReleasedStep(held.plan, sent, held.paused, resumed)
 
     def _stage_changes(self, plan: StepPlan) -> None:
         for init in plan.row_inits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,17 +11,27 @@ from slipstream.device.operation import TensorSpec, operation, spec_of
 from slipstream.kernels import native
 
 
-def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest entry of each row and the lowest id that has it. NaN if the row holds any."""
+class Maxima(NamedTuple):
+    """Of each row of logits."""
+
+    values: Tensor  # [n]: the largest entry; NaN if the row holds any
+    columns: Tensor  # [n] int64: the lowest column that has it
+    failed: Tensor  # [n] bool: NaN or +inf in the row, or nothing finite
+    any_failed: bool
+
+
+def find_maxima(logits: Tensor) -> Maxima:
     # torch's reductions over a vocabulary start its own thread pool, which then spins beside ours for a while.
     if (lib := native.usable(logits)) is None or not logits.is_contiguous():
         found = logits.max(1)
-        return found.values, found.indices
+        failed = ~torch.isfinite(found.values)
+        return Maxima(found.values, found.indices, failed, bool(failed.any()))
     num_rows, size = logits.shape
-    largest, index = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
-    pointers = (largest.data_ptr(), index.data_ptr())
-    lib.slip_row_max(logits.data_ptr(), num_rows, size, *pointers, torch.get_num_threads())
-    return largest, index
+    values, index = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    failed = torch.empty(num_rows, dtype=torch.bool)
+    arrays = (values.data_ptr(), index.data_ptr(), failed.data_ptr())
+    any_failed = lib.slip_row_max(logits.data_ptr(), num_rows, size, *arrays, torch.get_num_threads())
+    return Maxima(values, index, failed, bool(any_failed))
 
 
 def without_bad_numbers(logits: Tensor) -> Tensor:
@@ -34,5 +46,5 @@ def check_logits(
     # The maximum is NaN if any entry is, +inf if any is that and -inf if nothing is allowed.
     if logits.is_cuda:
         return without_bad_numbers(logits), ~torch.isfinite(logits.amax(1))
-    failed = ~torch.isfinite(row_max(logits)[0])
-    return without_bad_numbers(logits) if bool(failed.any()) else logits, failed
+    found = find_maxima(logits)
+    return without_bad_numbers(logits) if found.any_failed else logits, found.failed

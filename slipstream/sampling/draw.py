@@ -22,7 +22,7 @@ from slipstream.kernels.triton_jit import (
     tl,
     wait_for_last,
 )
-from slipstream.sampling.check_logits import row_max, without_bad_numbers
+from slipstream.sampling.check_logits import find_maxima, without_bad_numbers
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_at, gumbel_block, gumbel_noise, gumbel_noise_at
 from slipstream.sampling.temperature import LEAST_TEMPERATURE, divisor
 
@@ -60,11 +60,10 @@ def draw_tokens(
         failed = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
         _launch(logits, batch_rows, keys, noise, scaled, purpose, target_ids, _Results(token_ids, failed, None))
         return token_ids, failed
-    largest, columns = row_max(logits)
-    failed = ~torch.isfinite(largest)
-    if bool(failed.any()):
+    _, columns, failed, any_failed = find_maxima(logits)
+    if any_failed:
         logits = without_bad_numbers(logits)
-        columns = row_max(logits)[1]
+        columns = find_maxima(logits).columns
     if noise:
         rows = batch_rows.long()
         own, key = keys.temperature[rows], (keys.seeds[rows], keys.positions, keys.choice[rows])
@@ -74,7 +73,7 @@ def draw_tokens(
             gumbel = gumbel_noise(*key, logits.shape[1], purpose)
         else:
             gumbel = gumbel_noise_at(*key, target_ids, purpose)
-        columns = row_max(logits + torch.where((own > 0).unsqueeze(1), gumbel, 0.0))[1]
+        columns = find_maxima(logits + torch.where((own > 0).unsqueeze(1), gumbel, 0.0)).columns
     return columns if target_ids is None else target_ids[columns].long(), failed
 
 

@@ -37,6 +37,9 @@ def _apply(logits: Tensor, rows: SamplingRows, at: Positions) -> Tensor:
 
 
 def _min_total(request: Request) -> int:
+    # Where there is a grammar the host holds ends back, since it knows where nothing else is legal.
+    if request.is_constrained:
+        return 0
     # A minimum beyond the limit counts as the limit, where the row ends.
     return min(len(request.prompt_token_ids) + request.params.min_tokens, request.max_total_tokens)
 
@@ -50,7 +53,7 @@ OPERATION = SamplingOperation(
     "min_tokens",
     Stage.POSITION,
     apply=_apply,
-    needed=lambda request: request.params.min_tokens > 0,
+    needed=lambda request: request.params.min_tokens > 0 and not request.is_constrained,
     parameters=(
         Parameter(
             "min_tokens",

@@ -13,7 +13,7 @@ from slipstream.sampling import temperature
 from slipstream.sampling.check_logits import check_logits
 from slipstream.sampling.draw import DrawKeys, draw_tokens
 from slipstream.sampling.logprobs import pack_logprobs
-from slipstream.sampling.mask import apply_mask
+from slipstream.sampling.mask import TokenMasks, apply_mask
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows
 from slipstream.sampling.registry import operations
 
@@ -57,20 +57,22 @@ def sample(
     rows: SamplingRows,
     at: Positions,
     needs: SamplingNeeds,
-    mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of allowed tokens, for positions with a grammar
+    masks: TokenMasks | None = None,  # for positions with a grammar
 ) -> Sampled:
     keys = DrawKeys(rows.temperature, rows.seeds, at.positions, rows.choice)
-    if mask is None and needs in (NO_NEEDS, NOISE_ALONE):
+    if masks is None and needs in (NO_NEEDS, NOISE_ALONE):
         return Sampled(*draw_tokens(logits, at.rows, keys, needs.noise, scaled=False), None)
     raw, failed = check_logits(logits)
-    token_ids, _ = draw_tokens(process(raw, rows, at, needs, mask), at.rows, keys, needs.noise, scaled=True)
+    if masks is not None:
+        raw = apply_mask(raw, masks)
+    token_ids, is_empty = draw_tokens(process(raw, rows, at, needs), at.rows, keys, needs.noise, scaled=True)
+    if masks is not None:  # other parameters may forbid every token that a grammar allows
+        failed = failed | is_empty
     return Sampled(token_ids, failed, pack_logprobs(raw, token_ids) if needs.logprobs else None)
 
 
-def process(logits: Tensor, rows: SamplingRows, at: Positions, needs: SamplingNeeds, mask: Tensor | None) -> Tensor:
+def process(logits: Tensor, rows: SamplingRows, at: Positions, needs: SamplingNeeds) -> Tensor:
     """Logits of the distribution to draw from; in a greedy row only the largest matters."""
-    if mask is not None:
-        logits = apply_mask(logits, mask)
     for operation in rows.operations:
         if operation.name in needs.operations:
             logits = operation.apply(logits, rows, at)

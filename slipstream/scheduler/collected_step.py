@@ -16,6 +16,11 @@ _FINISH_REASONS: dict[RowStatus, FinishReason] = {
 }
 _NAN_ERROR = "the model produced logits that are not numbers for this request; its output was discarded"
 
+_NO_TOKEN_ERROR = (
+    "no token was both legal in this request's grammar and allowed by its other parameters, or the model's logits "
+    "were not numbers; leave out bad_words and logit_bias"
+)
+
 
 class TokenCollector:
     """Appends a step's tokens to its requests, and returns the updates."""
@@ -65,6 +70,8 @@ class TokenCollector:
                 state.token_ids += token_ids
             elif (update := take_tokens(state, result, i)) is not None:
                 others[len(ids)], token_ids = update, update.token_ids
+            if state.is_encoding:
+                self._pages.remember_encoded(state)
             if len(state.token_ids) > state.remember_beyond and result.statuses[i] is not RowStatus.ERROR:
                 # The step's last token is sampled, not computed; a prefill chunk is computed to its end.
                 self._pages.remember(state, len(state.token_ids) - 1 if samples else _end(result.plan, i))
@@ -93,7 +100,7 @@ def take_tokens(state: RequestState, result: StepResult, i: int) -> TokenUpdate 
     scored = result.prompt_logprobs.get(i)
     if not token_ids and reason is None and scored is None:
         return None
-    error = _NAN_ERROR if reason == "error" else None
+    error = (_NO_TOKEN_ERROR if request.is_constrained else _NAN_ERROR) if reason == "error" else None
     update = TokenUpdate(request.request_id, token_ids, reason, stop_reason, error, state.num_cached_tokens or 0)
     update.num_drafts = result.num_drafts[i]
     update.num_accepted = min(result.num_accepted[i], len(token_ids))

@@ -15,7 +15,7 @@ rehearsed on the host, which loses nothing by waiting until it is sure.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -66,6 +66,10 @@ class DraftLength(Protocol):
     def move_in(self, row: int, token_ids: Sequence[int] = (), num_drafts: int = 0) -> None:
         """The row is assigned to another request, with a list of its tokens that grows, and its draft limit."""
         ...
+
+
+def _same_number(num_checked: int) -> int:
+    return num_checked
 
 
 class FixedLength:
@@ -125,8 +129,11 @@ class AdaptiveLength:
         costs: StepCosts,
         knows_acceptance: bool = True,  # an unverified draft would be accepted if it equals the next token
         rehearsal: Rehearsal | None = None,
+        # Drafts that a step proposes if the next one verifies that many.
+        num_proposed: Callable[[int], int] = _same_number,
     ) -> None:
         self.choices = list(lengths)
+        self._num_proposed = num_proposed if rehearsal is None else rehearsal.num_proposed
         self._knows_acceptance = knows_acceptance
         self.rehearsal = rehearsal
         self.length = initial  # of all steps except trials
@@ -147,9 +154,6 @@ class AdaptiveLength:
         if trial.drafted is None:
             return Lengths(self.length, self._num_proposed(trial.length))
         return Lengths(0 if self._goes_without else trial.length, self._num_proposed(self.length))
-
-    def _num_proposed(self, num_checked: int) -> int:
-        return num_checked if self.rehearsal is None else self.rehearsal.num_proposed(num_checked)
 
     @property
     def _goes_without(self) -> bool:
@@ -227,8 +231,10 @@ class AdaptiveLength:
             return  # a step with catch-up tokens
         if composition.num_tokens != (1 + check,) * num_reqs or composition.num_drafts != (check,) * num_reqs:
             return  # a step with prefill
-        if self.rehearsal is not None:
+        if self.rehearsal is not None or make == self._num_proposed(check):
             make = check  # rehearsed drafts cost the device next to nothing to propose
+        if check != make and self._num_proposed(1) != 1:
+            return  # any proposal costs as much as the largest: half of such a step is no step of another length
         if check != make:
             # A trial step costs half of verification and half of proposal, each about half of a usual step.
             less = self.costs.seconds(num_reqs, min(check, make))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from slipstream.plan import Composition, PageDiff, RowInit, StepPlan
+from slipstream.plan import Composition, EncoderRun, PageDiff, RowInit, StepPlan
 from slipstream.scheduler.request_state import RequestState
 
 _NUM_RECENT = 8  # recent compositions are kept, since draft lengths alternate
@@ -18,6 +18,7 @@ class OpenPlan:
     states: list[RequestState] = field(default_factory=list)
     row_inits: list[RowInit] = field(default_factory=list)
     page_diffs: list[PageDiff] = field(default_factory=list)
+    encoder_runs: list[EncoderRun] = field(default_factory=list)
     _request_ids: list[str] = field(default_factory=list)
     _generations: list[int] = field(default_factory=list)
     _rows: list[int] = field(default_factory=list)
@@ -98,4 +99,4 @@ class OpenPlan:
                 del recent[next(iter(recent))]
             known = recent[composition] = composition
         bounds = np.array(self._bounds, dtype=np.int32)
-        return StepPlan(step_id, known, bounds, self.row_inits, self.page_diffs)
+        return StepPlan(step_id, known, bounds, self.row_inits, self.page_diffs, encoder_runs=self.encoder_runs)

@@ -37,6 +37,14 @@ def root_hash(cache_key: bytes) -> bytes:
     return hashlib.blake2b(cache_key, digest_size=16).digest() if cache_key else _ROOT
 
 
+def encoder_hashes(root: bytes, num_pages: int) -> list[bytes]:
+    """The hash of every page of an encoder's output. ``root`` is of what the encoder reads."""
+    return [
+        hashlib.blake2b(idx.to_bytes(8), key=root[:64], person=b"encoder", digest_size=16).digest()
+        for idx in range(num_pages)
+    ]
+
+
 class PagePool:
     def __init__(self, num_pages: int, page_size: int, caching: bool = True) -> None:
         self.page_size = page_size
@@ -155,8 +163,10 @@ class PagePool:
 
 def check_fits(request: Request, cache: CacheConfig) -> None:
     """Refuse a request that the whole cache could not hold at its full length."""
-    if request.max_total_tokens > cache.num_usable_tokens:
+    room = cache.num_tokens_beside(request.num_encoder_entries)
+    if request.max_total_tokens > room:
+        beside = f" beside the {request.num_encoder_entries} entries of its encoder" * bool(request.num_encoder_entries)
         raise RequestError(
             f"the request may grow to {request.max_total_tokens} tokens, but the KV cache holds "
-            f"{cache.num_usable_tokens}; lower max_tokens or raise kv_cache_memory_bytes"
+            f"{max(0, room)}{beside}; lower max_tokens or raise kv_cache_memory_bytes"
         )

@@ -8,15 +8,27 @@ of its prefix.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from slipstream.config import SchedulerConfig
 from slipstream.scheduler.common_pages import count_common_pages
 from slipstream.scheduler.draft_ledger import DraftLedger
-from slipstream.scheduler.pages import PagePool, page_hashes
+from slipstream.scheduler.pages import PagePool, encoder_hashes, page_hashes
 from slipstream.scheduler.request_state import NEVER, RequestState
 
 _MOST_CHECKED_PAGES = 4096  # when idle
 _TOP_UP_AT_ONCE = 32  # requests; limits the work of a single step
+
+
+class CachedPages(NamedTuple):
+    """What the prefix cache has of a request that is to be admitted. It is not held yet."""
+
+    prefix: list[int]
+    encoded: list[int]  # all of its encoder's output, or nothing
+
+    @property
+    def all(self) -> list[int]:
+        return [*self.prefix, *self.encoded]
 
 
 class RequestPages:
@@ -27,7 +39,12 @@ class RequestPages:
     # --- reserve and release ----------------------------------------------------------------------
 
     def num_first(self, state: RequestState) -> int:
-        """Pages of a newly admitted request: for all its tokens, and the one that its first step samples."""
+        """Pages of a newly admitted request: for all its tokens, the one that its first step samples, and for the
+        output of its encoder.
+        """
+        return self._num_first_of_text(state) + self.pool.pages_for(state.request.num_encoder_entries)
+
+    def _num_first_of_text(self, state: RequestState) -> int:
         return self.pool.pages_for(min(state.num_slots + 1, state.request.max_total_tokens))
 
     def reserve(self, state: RequestState) -> bool:
@@ -56,7 +73,9 @@ class RequestPages:
 
     def release(self, state: RequestState) -> None:
         self.pool.give_back(state.page_ids)
+        self.pool.give_back(state.encoder_page_ids)
         state.hold_pages([], self.pool.page_size)
+        state.encoder_page_ids, state.is_encoding = [], False
         state.num_staged_pages = 0
 
     def check_idle(self) -> None:
@@ -69,19 +88,42 @@ class RequestPages:
 
     # --- the prefix cache -------------------------------------------------------------------------
 
-    def find_cached(self, state: RequestState) -> list[int]:
-        """Cached pages of its prefix. The last token is always computed: its logits are needed."""
-        if not self._config.prefix_caching or not state.request.may_use_cache:
+    def find_cached(self, state: RequestState) -> CachedPages:
+        if not self._config.prefix_caching:
+            return CachedPages([], [])
+        return CachedPages(self._find_prefix(state), self._find_encoded(state))
+
+    def _find_prefix(self, state: RequestState) -> list[int]:
+        """The last token is always computed: its logits are needed."""
+        if not state.request.may_use_cache:
             return []
         num_pages = (len(state.token_ids) - 1) // self.pool.page_size
         return self.pool.find(self._hashes(state, num_pages)[:num_pages])
 
-    def move_in(self, state: RequestState, cached: list[int], num_new: int) -> None:
+    def _find_encoded(self, state: RequestState) -> list[int]:
+        """An encoder reads its input as a whole: a part of the output does not spare a pass."""
+        num_pages = self.pool.pages_for(state.request.num_encoder_entries)
+        found = self.pool.find(encoder_hashes(state.root_hash, num_pages))
+        return found if len(found) == num_pages else []
+
+    def move_in(self, state: RequestState, cached: CachedPages) -> None:
         """It begins with the cached pages, whose tokens count as computed, and takes new ones."""
-        self.pool.hold(cached)
-        state.hold_pages(cached + self.pool.take(num_new), self.pool.page_size)
-        state.num_computed = len(cached) * self.pool.page_size
-        self._expect_page(state, len(cached))
+        self.pool.hold(cached.all)
+        num_encoded = self.pool.pages_for(state.request.num_encoder_entries)
+        state.is_encoding = bool(num_encoded) and not cached.encoded
+        state.encoder_page_ids = cached.encoded or self.pool.take(num_encoded)
+        num_new = self._num_first_of_text(state) - len(cached.prefix)
+        state.hold_pages(cached.prefix + self.pool.take(num_new), self.pool.page_size)
+        state.num_computed = len(cached.prefix) * self.pool.page_size
+        self._expect_page(state, len(cached.prefix))
+
+    def remember_encoded(self, state: RequestState) -> None:
+        """Offer the output of its encoder to the cache, once the step is collected that has run it."""
+        state.is_encoding = False
+        if self._config.prefix_caching:
+            hashes = encoder_hashes(state.root_hash, len(state.encoder_page_ids))
+            for page_id, page_hash in zip(state.encoder_page_ids, hashes, strict=True):
+                self.pool.remember(page_id, page_hash)
 
     def remember(self, state: RequestState, num_computed: int) -> None:
         """Offer the pages that a collected step has filled to the cache."""

@@ -28,6 +28,9 @@ class RequestState:
     num_draws_in_flight: int = 0  # launched steps, not yet collected, that sample a token for it
     num_drafts_in_flight: int = 0  # drafts that those steps may accept in addition
     page_ids: list[int] = field(default_factory=list)
+    encoder_page_ids: list[int] = field(default_factory=list)  # of its encoder's output
+    # Whether those pages are filled by a step in flight, and not yet known to the cache.
+    is_encoding: bool = False
     capacity: int = 0  # slots of its pages; infinite once they reach its length limit
     num_staged_pages: int = 0  # pages that were staged to the device
     page_hashes: list[bytes] = field(default_factory=list)  # of the full pages of token_ids, computed on demand

@@ -14,14 +14,14 @@ from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
 from slipstream.host_drafting import HostProposer
 from slipstream.output import TokenUpdates
-from slipstream.plan import Composition, RowInit, StepPlan, StepResult
+from slipstream.plan import Composition, EncoderRun, RowInit, StepPlan, StepResult
 from slipstream.request import Request
 from slipstream.scheduler.collected_step import TokenCollector
 from slipstream.scheduler.draft_ledger import DraftLedger
 from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool, check_fits, root_hash
-from slipstream.scheduler.request_pages import RequestPages
+from slipstream.scheduler.request_pages import CachedPages, RequestPages
 from slipstream.scheduler.request_state import NO_ROW, RequestState
 from slipstream.scheduler.stats import SchedulerStats
 from slipstream.scheduler.steady_batch import SteadyBatch
@@ -181,25 +181,37 @@ class Scheduler:
 
     def _add_prefill(self, opened: OpenPlan, state: RequestState, budget: int) -> int:
         num_tokens = state.num_tokens_bound - state.num_computed  # tokens that no launched step computes
+        if self.config.whole_prompts and num_tokens > budget:
+            return 0
         return opened.add_prefill(state, min(num_tokens, budget, self.config.max_prefill_chunk))
 
     def _admit(self, opened: OpenPlan, budget: int) -> None:
         """Admit waiting requests while rows, budget, staging space and pages for all their tokens last."""
-        num_staged = 0
+        num_staged = num_encoded = 0
+        most_encoded = self.config.max_num_batched_tokens
+        if opened.states:
+            most_encoded = min(most_encoded, self.config.mixed_prefill_tokens)
         while self.waiting and self._free_rows and budget > 0:
             state = self.waiting[0]
+            if self.config.whole_prompts and len(state.token_ids) > budget:
+                return
             num_staged += len(state.token_ids)
             cached = self._pages.find_cached(state)
-            needed = self._pages.num_first(state) - len(cached)
-            room = self.pool.num_free - self.pool.num_unheld(cached)
+            needed = self._pages.num_first(state) - len(cached.all)
+            room = self.pool.num_free - self.pool.num_unheld(cached.all)
             if needed > room or num_staged > self.config.max_model_len:
                 return
+            num_entries = 0 if cached.encoded else state.request.num_encoder_entries
+            # An entry of an encoder's output counts as a token, but one request at least is encoded in a step.
+            if num_encoded and num_encoded + num_entries > most_encoded:
+                return
+            num_encoded += num_entries
             self.waiting.pop(0)
-            self._pages.move_in(state, cached, needed)
+            self._pages.move_in(state, cached)
             self._move_in(opened, state, cached)
             budget -= self._add_prefill(opened, state, budget)
 
-    def _move_in(self, opened: OpenPlan, state: RequestState, cached: list[int]) -> None:
+    def _move_in(self, opened: OpenPlan, state: RequestState, cached: CachedPages) -> None:
         request = state.request
         if state.num_cached_tokens is None:
             state.num_cached_tokens = state.num_computed
@@ -209,8 +221,12 @@ class Scheduler:
         self._num_admitted += 1
         state.generation = self._num_admitted
         bisect.insort(self.running, state, key=_rank)
-        draft_start = self.drafts.move_in(state, self.pool, cached)
-        opened.row_inits.append(RowInit(state.row, request, tuple(state.token_ids), state.num_computed, draft_start))
+        draft_start, encoded = self.drafts.move_in(state, self.pool, cached.prefix), tuple(state.encoder_page_ids)
+        token_ids = tuple(state.token_ids)
+        opened.row_inits.append(RowInit(state.row, request, token_ids, state.num_computed, draft_start, encoded))
+        if state.is_encoding:
+            assert request.encoder is not None
+            opened.encoder_runs.append(EncoderRun(state.row, request.encoder, request.num_encoder_entries))
 
     def _must_drain(self) -> bool:
         """Whether the next step needs exact lengths, which are only bounds while steps are in flight."""

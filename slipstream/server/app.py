@@ -14,12 +14,14 @@ from fastapi import FastAPI, Response
 
 from slipstream import __version__
 from slipstream.engine.client import EngineClient
-from slipstream.server import protocol
+from slipstream.server import pooled_protocol, protocol
 from slipstream.server.errors import ApiError, install_handlers
 from slipstream.server.json_body import JsonRoute
 from slipstream.server.metrics import CONTENT_TYPE, ServerMetrics
 from slipstream.server.params import plain_messages
 from slipstream.server.routes import ModelName
+from slipstream.server.speech_form import ROUTES as SPEECH_ROUTES
+from slipstream.server.speech_schema import TranscriptionResponse, describe_form
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": protocol.ErrorResponse, "description": "The request cannot be served; the message says why."},
@@ -59,6 +61,7 @@ def create_app(context: AppContext) -> FastAPI:
     app.router.route_class = JsonRoute
     install_handlers(app)
     _declare_generation(app)
+    _declare_speech(app)
     _add_tokens(app, context)
     _add_status(app, context)
     return app
@@ -75,9 +78,44 @@ def _declare_generation(app: FastAPI) -> None:
     async def chat_completions(body: protocol.ChatCompletionRequest) -> None:
         raise ApiError(500, "this route is answered by the server, not by its application")
 
-    @app.post("/v1/embeddings", response_model=protocol.EmbeddingResponse)
-    async def embeddings(body: protocol.EmbeddingRequest) -> None:
+    @app.post("/v1/embeddings", response_model=pooled_protocol.EmbeddingResponse)
+    async def embeddings(body: pooled_protocol.EmbeddingRequest) -> None:
         raise ApiError(500, "this route is answered by the server, not by its application")
+
+    # Clients expect the same routes with a version before them.
+    @app.post("/v2/rerank", response_model=pooled_protocol.RerankResponse, include_in_schema=False)
+    @app.post("/v1/rerank", response_model=pooled_protocol.RerankResponse, include_in_schema=False)
+    @app.post("/rerank", response_model=pooled_protocol.RerankResponse)
+    async def rerank(body: pooled_protocol.RerankRequest) -> None:
+        raise ApiError(500, "this route is answered by the server, not by its application")
+
+    @app.post("/v1/score", response_model=pooled_protocol.ScoreResponse, include_in_schema=False)
+    @app.post("/score", response_model=pooled_protocol.ScoreResponse)
+    async def score(body: pooled_protocol.ScoreRequest) -> None:
+        raise ApiError(500, "this route is answered by the server, not by its application")
+
+    @app.post("/classify", response_model=pooled_protocol.ClassifyResponse)
+    async def classify(body: pooled_protocol.ClassifyRequest) -> None:
+        raise ApiError(500, "this route is answered by the server, not by its application")
+
+
+def _declare_speech(app: FastAPI) -> None:
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    for path, task in SPEECH_ROUTES.items():
+        form = {"multipart/form-data": {"schema": describe_form(task)}}
+        extra = {"requestBody": {"content": form, "required": True}}
+        streamed = _SSE if task == "transcribe" else {}
+
+        @app.post(
+            path,
+            response_model=TranscriptionResponse,
+            responses={200: {"content": {**text, **streamed}}},
+            openapi_extra=extra,
+            name=task,
+        )
+        async def transcribe() -> None:
+            raise ApiError(500, "this route is answered by the server, not by its application")
 
 
 def _add_tokens(app: FastAPI, context: AppContext) -> None:

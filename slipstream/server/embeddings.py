@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.text_stream import TextStream
+from slipstream.pooling import PooledVector
 from slipstream.server.answers import Answer
 from slipstream.server.errors import ApiError
 from slipstream.server.generation import Generation
@@ -31,8 +32,7 @@ class EmbeddingAnswer(Answer):
         assert params is not None
         if found is None:
             return  # it was aborted
-        if not found.is_finite:
-            raise ApiError(500, _NOT_NUMBERS % index)
+        check_numbers(found, index)
         values = _encode(found.finish(params), self.encoding)
         self._parts[index] = b'{"object":"embedding","index":%d,"embedding":%b}' % (index, values)
 
@@ -42,6 +42,11 @@ class EmbeddingAnswer(Answer):
         usage = msgspec.json.encode({"prompt_tokens": count, "total_tokens": count})
         model = msgspec.json.encode(self.model)
         return b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (data, model, usage)
+
+
+def check_numbers(found: PooledVector, index: int) -> None:
+    if not found.is_finite:
+        raise ApiError(500, _NOT_NUMBERS % index)
 
 
 def _encode(vector: npt.NDArray[np.floating], encoding: Literal["float", "base64"]) -> bytes:

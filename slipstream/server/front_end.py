@@ -26,14 +26,20 @@ from slipstream.server.http.asgi import AsgiBridge
 from slipstream.server.http.exchange import Exchange, HttpRequest
 from slipstream.server.http.limits import ConnectionLimits, raise_descriptor_limit
 from slipstream.server.http.listener import Listener
+from slipstream.server.http.multipart import FormLimits
 from slipstream.server.keys import check_key
 from slipstream.server.metrics import ServerMetrics
+from slipstream.server.pooled_routes import POOLED_ROUTES
 from slipstream.server.routes import ROUTES, AnswerIds, ModelName, RouteContext, fingerprint_of
 from slipstream.server.settings import ServerSettings
+from slipstream.server.speech import SpeechContext, SpeechRoutes
+from slipstream.server.speech_form import ROUTES as SPEECH_ROUTES
 
 logger = logging.getLogger("slipstream.server")
 
+_ROUTES = {**ROUTES, **POOLED_ROUTES}
 _MESSAGES_A_TURN = 64
+_FORM_BYTES = 1 << 20  # of a form, beside its file
 _FLUSH_S = 1.0  # to send the error that ends an answer after the shutdown's time limit
 
 
@@ -73,6 +79,8 @@ class FrontEnd:
         routes = RouteContext(client, self.gate, self.model, ids, fingerprint_of(is_synthetic))
         self._admission = AdmissionQueue(routes, writers)
         self._bridge = AsgiBridge(create_app(AppContext(client, self.model, ids.started, self.metrics)))
+        uploads = FormLimits(max_file_bytes=settings.max_upload_bytes)
+        self._speech = SpeechRoutes(SpeechContext(client, self.gate, self.metrics, self.model, uploads))
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
         log = AccessLog(self.metrics, settings.log_requests)
         self.listener = Listener(_limits(settings), self._check, self._handle, log.note)
@@ -83,11 +91,17 @@ class FrontEnd:
 
     def _check(self, request: HttpRequest) -> None:
         check_key(request, self._api_key)
+        if request.path in SPEECH_ROUTES:
+            request.max_body_bytes = self.settings.max_upload_bytes + _FORM_BYTES
 
     def _handle(self, exchange: Exchange) -> None:
-        route = ROUTES.get(exchange.request.path)
-        if route is not None and exchange.request.method == "POST":
+        route = _ROUTES.get(exchange.request.path)
+        if exchange.request.method != "POST":
+            self._bridge.handle(exchange)
+        elif route is not None:
             self._admission.add(exchange, route)
+        elif exchange.request.path in SPEECH_ROUTES:
+            self._speech.handle(exchange)
         else:
             self._bridge.handle(exchange)
 
@@ -142,6 +156,7 @@ class FrontEnd:
         gate.is_closed = True
         for writer in list(self._writers):
             writer.end_server()
+        self._speech.end_all()
         await self.listener.close(_FLUSH_S)  # clients that do not read are not waited for longer
         self._admission.close()
         if isinstance(self.client.running, EngineLink):

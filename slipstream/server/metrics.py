@@ -65,6 +65,12 @@ class _EngineCollector:
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"slipstream_{name.removeprefix('num_')}", text, value=getattr(stats, name))
         yield from self._drafts(stats)
+        for name, text, value in (
+            ("masked_steps", "Steps with constrained requests.", stats.num_masked_steps),
+            ("mask_wait_seconds", "Time that the host waited for masks of constrained requests.", stats.mask_wait_s),
+            ("mask_pause_seconds", "Time that the device waited in such steps.", stats.mask_pause_s),
+        ):
+            yield CounterMetricFamily(f"slipstream_{name}", text, value=value)
         yield CounterMetricFamily("slipstream_engine_restarts", "Engines that died.", value=self._num_restarts())
         yield _histogram("slipstream_step_seconds", "Time of a step.", stats.step_s)
         yield _histogram(
@@ -96,6 +102,14 @@ ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/embeddings",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/score",
+    "/v1/score",
+    "/classify",
     "/v1/models",
     "/v1/models/{name:path}",
     "/tokenize",

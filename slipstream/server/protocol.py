@@ -12,14 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from slipstream.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
 from slipstream.server.sampling_fields import ListOf, TokenId, body_fields, gather_extra
+from slipstream.structured import MAX_CHOICES
 
 MAX_MESSAGES, MAX_TOOLS = 8192, 1024  # far beyond what fits a context; checked before the items are parsed
 MAX_DETOKENIZE = 1 << 20
-MAX_TEXTS = 2048  # in a request for embeddings
 MAX_REQUEST_DRAFTS = 64  # above any engine's draft length: a client need not know this one's k
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
@@ -29,19 +29,30 @@ class _Body(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {key: value for key, value in data.items() if value is not None}
-        known = {key: value for key, value in given.items() if key in cls.model_fields}
+        names = {own.alias or name for name, own in cls.model_fields.items()}
+        known = {key: value for key, value in given.items() if key in names}
         # Each unknown field would be an error; only the first is reported.
         return known | dict(itertools.islice(((key, given[key]) for key in given if key not in known), 1))
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
 
 
 if TYPE_CHECKING:
-    _OperationFields = _Body
+    _OperationFields = Body
 else:
-    _OperationFields = create_model("_OperationFields", __base__=_Body, **body_fields())
+    _OperationFields = create_model("_OperationFields", __base__=Body, **body_fields())
+
+
+class StructuredOutputs(Body):
+    """Exactly one of these; named as in vLLM."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: str | None = None
+    choice: Annotated[ListOf[str], Field(max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = Field(None, description="In llguidance's variant of Lark.")
 
 
 class SamplingFields(_OperationFields):
@@ -62,6 +73,7 @@ class SamplingFields(_OperationFields):
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
     speculate: bool | None = Field(None, description="Whether to speculate for this request, if the engine does.")
     max_k: int | None = Field(None, ge=0, le=MAX_REQUEST_DRAFTS, description="Maximum draft length for this request.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the text must be.")
     extra: dict[str, Any] | None = Field(
         None,
         description="Parameters of registered sampling operations, by name; also accepted as fields of the body.",
@@ -80,23 +92,6 @@ class CompletionRequest(SamplingFields):
     echo: Literal[False] = False
 
 
-class EmbeddingRequest(_Body):
-    model: str | None = Field(None, description="Any name this server lists; its model if left out.")
-    input: (
-        str
-        | Annotated[ListOf[str], Field(max_length=MAX_TEXTS)]
-        | ListOf[TokenId]
-        | Annotated[ListOf[ListOf[TokenId]], Field(max_length=MAX_TEXTS)]
-    ) = Field(..., min_length=1, description="A text, or several, each a string or token ids.")
-    encoding_format: Literal["float", "base64"] = Field("float", description="base64: of float32, little-endian.")
-    dimensions: int | None = Field(None, ge=1, le=2**31 - 1, description="Numbers to keep of each vector.")
-    user: str | None = Field(None, description="Accepted and ignored.")
-    # Extensions.
-    pooling: str | None = Field(None, description="Which hidden states make a vector.")
-    normalize: bool | None = Field(None, description="Divide each vector by its length.")
-    priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower runs first.")
-
-
 class FunctionDefinition(BaseModel):
     name: str
     description: str | None = None
@@ -104,13 +99,21 @@ class FunctionDefinition(BaseModel):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class ResponseFormat(BaseModel):
-    type: str
+class JsonSchema(Body):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="Accepted and ignored: a schema is enforced either way.")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class TextPart(BaseModel):
@@ -143,7 +146,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[ListOf[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
@@ -151,7 +154,7 @@ class TokenizeRequest(_Body):
     add_generation_prompt: bool = True
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[ListOf[TokenId], Field(max_length=MAX_DETOKENIZE)]
     skip_special_tokens: bool = False
@@ -226,24 +229,6 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
-
-
-class Embedding(BaseModel):
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingResponse(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
 
 
 class TopLogprob(BaseModel):

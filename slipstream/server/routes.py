@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream import __version__
 from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.errors import RequestError
-from slipstream.pooling import PoolingParams
 from slipstream.sampling_params import SamplingParams
 from slipstream.server.answer_writer import AnswerPlan
 from slipstream.server.answers import Answer, ChatAnswer, CompletionAnswer
-from slipstream.server.embeddings import EmbeddingAnswer
 from slipstream.server.errors import ApiError
 from slipstream.server.generation import Gate, Generation
 from slipstream.server.http.exchange import HttpRequest
 from slipstream.server.json_body import read_body
 from slipstream.server.params import chat_params, completion_params, plain_messages, prompts_of
-from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingFields
+from slipstream.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 
 
 class ModelName:
@@ -70,16 +68,14 @@ class RouteContext:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         return AnswerPlan(Generation(submissions), answer, body.stream, include_usage)
 
-    def plan_vectors(self, answer: Answer, texts: list[Prompt], params: PoolingParams, priority: int) -> AnswerPlan:
-        submissions = self._prepare(
-            texts, answer, lambda text, own_id: self.client.prepare_pooled(text, params, own_id, priority)
-        )
-        return AnswerPlan(Generation(submissions), answer, is_streamed=False, include_usage=False)
+    def plan_pooled(
+        self, answer: Answer, items: Sequence[Any], prepare: Callable[[Any, str], Submission]
+    ) -> AnswerPlan:
+        """For texts that become vectors or scores."""
+        return AnswerPlan(Generation(self._prepare(items, answer, prepare)), answer, False, False)
 
     @staticmethod
-    def _prepare(
-        prompts: list[Prompt], answer: Answer, prepare: Callable[[Prompt, str], Submission]
-    ) -> list[Submission]:
+    def _prepare(prompts: Sequence[Any], answer: Answer, prepare: Callable[[Any, str], Submission]) -> list[Submission]:
         """Check everything before anything runs."""
         submissions = []
         for i, prompt in enumerate(prompts):
@@ -100,13 +96,13 @@ class Resolve(Protocol):
 Route = Callable[[RouteContext, HttpRequest], Resolve]
 
 
-def _read(request: HttpRequest, kind: type[Any]) -> Any:
+def read_request(request: HttpRequest, kind: type[Any]) -> Any:
     content_type, has_origin = request.header(b"content-type"), request.header(b"origin") is not None
     return read_body(request.body, content_type, has_origin, kind)
 
 
 def read_completion(context: RouteContext, request: HttpRequest) -> Resolve:
-    body: CompletionRequest = _read(request, CompletionRequest)
+    body: CompletionRequest = read_request(request, CompletionRequest)
     context.model.check(body.model)
     prompts: list[Prompt] = list(prompts_of(body.prompt))
     context.gate.check_room(len(prompts) * body.n)
@@ -120,7 +116,7 @@ def read_completion(context: RouteContext, request: HttpRequest) -> Resolve:
 
 
 def read_chat(context: RouteContext, request: HttpRequest) -> Resolve:
-    body: ChatCompletionRequest = _read(request, ChatCompletionRequest)
+    body: ChatCompletionRequest = read_request(request, ChatCompletionRequest)
     context.model.check(body.model)
     context.gate.check_room(body.n)
     params = chat_params(body)
@@ -139,24 +135,9 @@ def read_chat(context: RouteContext, request: HttpRequest) -> Resolve:
     return resolve
 
 
-def read_embeddings(context: RouteContext, request: HttpRequest) -> Resolve:
-    body: EmbeddingRequest = _read(request, EmbeddingRequest)
-    context.model.check(body.model)
-    texts: list[Prompt] = list(prompts_of(body.input))
-    context.gate.check_room(len(texts))
-    params = PoolingParams(body.pooling, body.normalize, body.dimensions)
-
-    def resolve() -> AnswerPlan:
-        answer = EmbeddingAnswer(context.ids.new("embd"), context.model.name, encoding=body.encoding_format)
-        return context.plan_vectors(answer, texts, params, body.priority)
-
-    return resolve
-
-
 ROUTES: dict[str, Route] = {
     "/v1/completions": read_completion,
     "/v1/chat/completions": read_chat,
-    "/v1/embeddings": read_embeddings,
 }
 
 

@@ -17,6 +17,7 @@ class ServerSettings:
     served_model_name: str | None = option(None, "Model name in the API; the given model if unset.")
     max_queue: int = option(1024, "Requests that may wait beside those running; more are refused with 429.")
     max_body_bytes: int = option(4 << 20, "Largest request body, in bytes; larger ones are refused with 413.")
+    max_upload_bytes: int = option(25 << 20, "Largest sound file, in bytes; larger ones are refused with 413.")
     max_connections: int | None = option(
         None, "Connections at a time; as many as the system's limit of open files allows if unset."
     )
@@ -47,6 +48,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
     "max_queue": (0, math.inf),
     "max_body_bytes": (1, math.inf),
+    "max_upload_bytes": (1, math.inf),
     "max_connections": (1, math.inf),
     "api_server_count": (1, 64),
     "header_timeout_s": (0.1, math.inf),

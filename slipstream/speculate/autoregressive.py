@@ -23,6 +23,7 @@ from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.step.prepare_inputs import TokenInputs
+from slipstream.models.source_encoder import SourceEncoder
 from slipstream.sampling.draw import DrawKeys, DrawnDrafts, draw_drafts
 from slipstream.sampling.gumbel import TARGET_NOISE
 from slipstream.speculate.draft_gaps import mark_gaps
@@ -36,6 +37,8 @@ class AutoRegressiveSpeculator(ABC):
     # How many slots before a token's own slot its keys are: 1 if a token is paired with the hidden state before it.
     slots_before: ClassVar[int] = 0
     shares_states: bool = False
+    has_gaps: ClassVar[bool] = True  # steps without proposals leave slots without its keys
+    encoder: SourceEncoder | None = None  # of its own
     follower: Follower | None = None
     draft_columns: Tensor | None = None  # see ``DrawnFrom``
 
@@ -85,6 +88,10 @@ class AutoRegressiveSpeculator(ABC):
     def first_query_lens(self, lengths: Sequence[int]) -> Sequence[int]:
         """Tokens of a decoding request in the first pass, for each draft length."""
 
+    def rest_lengths(self, lengths: Sequence[int]) -> Sequence[int]:
+        """Draft lengths with passes after the first."""
+        return [length for length in lengths if length > 1]
+
     @abstractmethod
     def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch:
         """A batch for the capture of a first pass."""
@@ -120,6 +127,11 @@ class AutoRegressiveSpeculator(ABC):
         A method that needs the latter again must keep it: the later passes may be another graph.
         """
         return hidden if indices is None else hidden.index_select(0, indices)
+
+    def encode(self, features: Tensor, page_ids: Tensor) -> None:
+        if self.encoder is not None:
+            for layer in self.encoder.encode(features):
+                self.caches.store_encoded(*layer, page_ids)
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         return {}
@@ -215,6 +227,8 @@ class AutoRegressiveSpeculator(ABC):
             seq_lens_cpu_upper_bound=bounds,
             block_table=self._block_table[:num_reqs],
             slot_mapping=slot_mapping,
-            seq_starts=self._seq_starts[:num_reqs],
+            seq_starts=self._seq_starts[:num_reqs] if self.has_gaps else None,
+            batch_rows=batch.rows,
+            encoder=batch.step.attention.encoder,
         )
         return self.caches.begin(StepTokens(self._positions[:num_tokens], slot_mapping, common))

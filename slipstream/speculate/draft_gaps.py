@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
+from slipstream.kernels.native.step import batch_record, compiled, in_c, rows_record
 from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 
@@ -50,6 +51,19 @@ def mark_gaps(
     rows.draft_end[own] = torch.where(runs, computed, end)
     seq_starts.copy_(starts)
     first_slots.copy_(torch.where(gap, first, -1))
+
+
+@in_c(mark_gaps)
+def _mark_in_c(
+    batch_rows: Tensor,
+    rows: RowState,
+    goes_over_all: bool,
+    num_caught_up: int,
+    seq_starts: Tensor,
+    first_slots: Tensor,
+) -> None:
+    slots = (seq_starts.data_ptr(), first_slots.data_ptr())
+    compiled().slip_mark_gaps(rows_record(rows), batch_record(batch_rows), goes_over_all, num_caught_up, *slots)
 
 
 @jit

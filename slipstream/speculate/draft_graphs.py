@@ -39,6 +39,8 @@ class DraftPasses(Protocol):
 
     def first_query_lens(self, lengths: Sequence[int]) -> Sequence[int]: ...
 
+    def rest_lengths(self, lengths: Sequence[int]) -> Sequence[int]: ...
+
     def static_batch(self, desc: BatchExecutionDescriptor, setting: GraphSetting) -> DraftBatch: ...
 
     def first_ids(self, batch: DraftBatch) -> Tensor: ...
@@ -58,10 +60,11 @@ class DraftGraphs:
     def __init__(self, passes: DraftPasses, setting: GraphSetting) -> None:
         self._passes = passes
         self._setting = setting
-        modes = draft_modes(setting.mode, max(setting.lengths))
+        rest = passes.rest_lengths(setting.lengths)
+        modes = draft_modes(setting.mode, has_rest=bool(rest))
         query_lens = passes.first_query_lens(setting.lengths)
         self.first = self._manager(modes.first, [*map(GraphKind, query_lens), GraphKind(None)])
-        self.rest = self._manager(modes.rest, [GraphKind(1, "full", k) for k in setting.lengths if k > 1])
+        self.rest = self._manager(modes.rest, [GraphKind(1, "full", k) for k in rest])
         self._pieces: dict[BatchExecutionDescriptor, PiecewiseForward] = {}
         self._drafts: dict[BatchExecutionDescriptor, Tensor] = {}
 

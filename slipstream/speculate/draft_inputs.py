@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
+from slipstream.kernels.native.step import PassInputsRecord, batch_record, compiled, in_c, record, rows_record
 from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.step.prepare_inputs import (
     TokenInputs,
@@ -22,6 +23,7 @@ from slipstream.kernels.step.prepare_inputs import (
     fill_padding,
     fill_request,
     fill_tokens,
+    tokens_record,
 )
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 
@@ -75,6 +77,23 @@ def prepare_first_pass(
     torch.index_select(rows.page_table, 0, own, out=inputs.block_table)
     sources = TokenSources(own, start_loc, inputs.query_lens, first, page_size, vocab_size)
     fill_tokens(rows, sources, inputs.tokens)
+
+
+@in_c(prepare_first_pass)
+def _prepare_first_in_c(
+    rows: RowState,
+    batch_rows: Tensor,
+    start_loc: Tensor,
+    first_slots: Tensor,
+    num_caught_up: int,
+    page_size: int,
+    vocab_size: int,
+    inputs: FirstPassInputs,
+) -> None:
+    lengths = (inputs.query_lens, inputs.seq_lens, inputs.draft_positions, inputs.last_indices, inputs.block_table)
+    out = record(PassInputsRecord, *lengths, page_size, vocab_size)
+    shared = (rows_record(rows), batch_record(batch_rows, start_loc), first_slots.data_ptr(), num_caught_up)
+    compiled().slip_prepare_first_pass(*shared, tokens_record(inputs.tokens), out)
 
 
 def _launch_first_pass(
@@ -221,6 +240,19 @@ def prepare_shifted_pass(
     next_ids = rows.token_ids[own[request], torch.where(known, next_position, 0).long()]
     inputs.input_ids[:total] = torch.where(known, next_ids, 0)
     inputs.input_ids[total:] = 0
+
+
+@in_c(prepare_shifted_pass)
+def _prepare_shifted_in_c(
+    rows: RowState,
+    batch_rows: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    inputs: ShiftedPassInputs,
+) -> None:
+    out = record(PassInputsRecord, None, None, inputs.draft_positions, inputs.last_indices, inputs.block_table, 0, 0)
+    ids = (positions.data_ptr(), inputs.input_ids.data_ptr(), inputs.input_ids.shape[0])
+    compiled().slip_prepare_shifted_pass(rows_record(rows), batch_record(batch_rows, query_start_loc), *ids, out)
 
 
 def _launch_shifted_pass(

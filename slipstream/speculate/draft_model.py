@@ -23,6 +23,7 @@ from slipstream.config import EngineConfig
 from slipstream.device.interface import Device
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.kernels.request_rows import RowState
+from slipstream.models.source_encoder import SourceEncoder
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculate.draft_graphs import FirstSize
 from slipstream.speculate.draft_inputs import FirstPassInputs, prepare_first_pass
@@ -33,6 +34,9 @@ _FIRST_QUERY_LEN = 2
 
 
 class Model(Protocol):
+    @property
+    def source_encoder(self) -> SourceEncoder | None: ...
+
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
@@ -44,7 +48,7 @@ class DraftModelSpeculator(AutoRegressiveSpeculator):
     def __init__(self, config: EngineConfig, device: Device, model: Model, caches: CacheGroups, rows: RowState) -> None:
         super().__init__(config, device, caches, rows)
         assert config.draft_model is not None
-        self._model = model
+        self._model, self.encoder = model, model.source_encoder
         self._draft_vocab_size = config.draft_model.vocab_size
         self._columns = self._num_columns(config)
 

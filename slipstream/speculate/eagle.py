@@ -35,6 +35,8 @@ from slipstream.speculate.draft_notes import DraftNotes, NotedStep
 from slipstream.speculate.head_follower import HeadFollower
 from slipstream.speculate.speculator import DraftBatch, GraphSetting, TargetAttention
 
+_MAX_VIEWS = 256
+
 
 class Head(Protocol):
     """The drafter's interface to a head; implementations are in ``models``."""
@@ -67,6 +69,8 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         width = len(layers) * size
         self._features = torch.zeros(limits.max_num_batched_tokens, width, dtype=self._dtype, device=device_)
         self._parts = dict(zip(layers, torch.split(self._features, size, dim=1), strict=True))
+        # By number of tokens: creating a view takes longer than most of its uses.
+        self._views: dict[int, Mapping[int, Tensor]] = {}
         if head.target_ids is not None:
             columns = torch.arange(len(head.target_ids), dtype=torch.int32, device=device_)
             self.draft_columns = torch.full((config.model.vocab_size,), -1, dtype=torch.int32, device=device_)
@@ -95,7 +99,11 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         return self._head.target_ids
 
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
-        return {layer: part[:num_tokens] for layer, part in self._parts.items()}
+        if num_tokens not in self._views:
+            if len(self._views) == _MAX_VIEWS:
+                self._views.clear()
+            self._views[num_tokens] = {layer: part[:num_tokens] for layer, part in self._parts.items()}
+        return self._views[num_tokens]
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         return (*super().step_buffers(), self._features, self._hidden, self._slots_before)

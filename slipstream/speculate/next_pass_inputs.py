@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
+from slipstream.kernels.native.step import PassInputsRecord, batch_record, compiled, in_c, record, rows_record
 from slipstream.kernels.request_rows import RowState
-from slipstream.kernels.step.prepare_inputs import TokenInputs
+from slipstream.kernels.step.prepare_inputs import TokenInputs, tokens_record
 from slipstream.kernels.triton_jit import early_start, jit, let_next_start, runs_triton, tl, wait_for_last
 from slipstream.plan import RowStatus
 
@@ -49,6 +50,22 @@ def prepare_next_pass(
     inputs.query_lens.copy_(runs)
     inputs.seq_lens.copy_(torch.where(runs, position + 1, 0))
     inputs.draft_positions.copy_(length + idx)
+
+
+@in_c(prepare_next_pass)
+def _prepare_in_c(
+    rows: RowState,
+    batch_rows: Tensor,
+    idx: int,
+    last_draft: Tensor,
+    page_size: int,
+    slots_before: int,
+    inputs: NextPassInputs,
+) -> None:
+    out = record(PassInputsRecord, *inputs[1:], None, None, page_size, 0)
+    last = (last_draft.data_ptr(), last_draft.stride(0))
+    shared = (rows_record(rows), batch_record(batch_rows))
+    compiled().slip_prepare_next_pass(*shared, idx, *last, slots_before, tokens_record(inputs.tokens), out)
 
 
 def _launch_next_pass(

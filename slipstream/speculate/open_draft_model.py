@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slipstream.attention.choice import open_caches
 from slipstream.checkpoints.checkpoint import Checkpoint
 from slipstream.checkpoints.hub import resolve_model
-from slipstream.config import DraftModel, EngineConfig
+from slipstream.config import DraftModel, EngineConfig, ModelConfig
 from slipstream.device.interface import Device
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
@@ -29,7 +29,7 @@ class DraftModelDrafter:
         load_weights(network, self.checkpoint.tensors())
         network.finish_weights()
         caches = open_caches(config, self.model.config, device, for_drafter=True)
-        return lambda rows: DraftModelSpeculator(config, device, network, caches, rows)
+        return lambda rows, _: DraftModelSpeculator(config, device, network, caches, rows)
 
 
 def open_draft_model(model: str, target: TargetFiles) -> DraftModelDrafter:
@@ -47,6 +47,7 @@ def open_draft_model(model: str, target: TargetFiles) -> DraftModelDrafter:
         )
     architecture = architecture_of(draft.config)
     config = architecture.read_config(draft.config)
+    _check_encoders(model, config, architecture_of(target.hf_config).read_config(target.hf_config))
     for spec in config.cache_specs:
         if spec.drafter_refusal:
             raise ConfigError(
@@ -55,3 +56,17 @@ def open_draft_model(model: str, target: TargetFiles) -> DraftModelDrafter:
             )
     size = measure_model(architecture, config, target.placement)
     return DraftModelDrafter(DraftModel(config, size), architecture, draft)
+
+
+def _check_encoders(model: str, draft: ModelConfig, target: ModelConfig) -> None:
+    """Both read a request's encoder input, and what they make of it is in the same pages."""
+    if draft.source_encoder is None:
+        return
+    if target.source_encoder is None:
+        raise ConfigError(f"the draft model {model} has an encoder, for which requests of the target bring no input")
+    own, other = ((e.num_bins, e.max_frames, e.frames_per_entry) for e in (draft.source_encoder, target.source_encoder))
+    if own != other:
+        raise ConfigError(
+            f"the encoder of the draft model {model} reads {own[0]} bins and {own[1]} frames, the target's {other[0]} "
+            f"and {other[1]}; use a draft model that reads the same input"
+        )

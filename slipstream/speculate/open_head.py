@@ -17,8 +17,11 @@ from slipstream.checkpoints.tensor_header import TensorHeader
 from slipstream.config import DraftModel, EngineConfig, ModelConfig, NetworkSize
 from slipstream.device.interface import Device
 from slipstream.models.decoder import Decoder, is_mtp_tensor
-from slipstream.models.heads.draft_head import HeadPlan, Kind, build_head, check_num_layers, read_head
+from slipstream.models.heads.draft_head import DraftHead
 from slipstream.models.heads.mtp import mtp_tensors
+from slipstream.models.heads.network import HeadNetwork, HeadPlan, Kind
+from slipstream.models.heads.read_config import check_num_layers
+from slipstream.models.heads.registry import build_head, read_head
 from slipstream.models.load import (
     Placement,
     built_under,
@@ -46,19 +49,24 @@ class HeadFiles(NamedTuple):
 @dataclass(frozen=True)
 class HeadDrafter:
     model: DraftModel
-    plan: HeadPlan
-    tensors: ReadTensors | None
+    files: HeadFiles
 
     def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
-        with built_under(Placement.from_config(config, device.torch_device)):
-            head = build_head(self.plan, target, config.scheduler.max_model_len)
-        if self.tensors is None:
-            randomize_weights(head)
-        else:
-            load_weights(head, self.tensors())
-        head.finish_weights()
+        head = load_head(self.files, config, device, target)
+        assert isinstance(head, DraftHead)
         caches = open_caches(config, self.model.config, device, for_drafter=True)
-        return lambda rows: EagleSpeculator(config, device, head, caches, rows)
+        return lambda rows, _: EagleSpeculator(config, device, head, caches, rows)
+
+
+def load_head(files: HeadFiles, config: EngineConfig, device: Device, target: Decoder) -> HeadNetwork:
+    with built_under(Placement.from_config(config, device.torch_device)):
+        head = build_head(files.plan, target, config.scheduler.max_model_len)
+    if files.tensors is None:
+        randomize_weights(head)
+    else:
+        load_weights(head, files.tensors())
+    head.finish_weights()
+    return head
 
 
 def read_trained_head(model: str, target: TargetFiles, kind: Kind) -> HeadFiles:
@@ -82,9 +90,12 @@ def read_own_layers(checkpoint: Checkpoint, target: TargetFiles, kind: Kind) -> 
 
 
 def open_head(files: HeadFiles, target: TargetFiles) -> HeadDrafter:
-    architecture = architecture_of(target.hf_config)
-    model = _describe(files, architecture, _read_target(target), target.placement)
-    return HeadDrafter(model, files.plan, files.tensors)
+    return HeadDrafter(describe_head(files, target), files)
+
+
+def describe_head(files: HeadFiles, target: TargetFiles) -> DraftModel:
+    """Checks the headers, if there are any."""
+    return _describe(files, architecture_of(target.hf_config), _read_target(target), target.placement)
 
 
 def _read_target(target: TargetFiles) -> ModelConfig:
@@ -92,7 +103,6 @@ def _read_target(target: TargetFiles) -> ModelConfig:
 
 
 def _describe(files: HeadFiles, architecture: Architecture, target: ModelConfig, placement: Placement) -> DraftModel:
-    """Checks the headers, if there are any."""
     plan, headers = files.plan, files.headers
     if headers is not None:
         check_num_layers(plan, [header.name for header in headers])

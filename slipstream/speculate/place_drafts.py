@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
+from slipstream.kernels.native.step import batch_record, compiled, in_c, rows_record
 from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -58,6 +59,12 @@ def place_drafts(
         slot = (length + j).clamp(max=token_ids.shape[1] - 1).long()
         token_ids[own, slot] = torch.where(j < count, draft_ids[:, j], token_ids[own, slot])
     rows.num_drafts[own] = torch.where(ready, count, rows.num_drafts[own])
+
+
+@in_c(place_drafts)
+def _place_in_c(draft_ids: Tensor, batch_rows: Tensor, rows: RowState) -> None:
+    drafts = (draft_ids.data_ptr(), draft_ids.stride(0), draft_ids.shape[1])
+    compiled().slip_place_drafts(rows_record(rows), batch_record(batch_rows), *drafts)
 
 
 @jit

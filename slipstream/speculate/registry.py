@@ -16,6 +16,8 @@ _METHODS = {
     "eagle": (f"{_FILES}.eagle", "Eagle"),
     "eagle3": (f"{_FILES}.eagle3", "Eagle3"),
     "mtp": (f"{_FILES}.mtp", "Mtp"),
+    "dflash": (f"{_FILES}.dflash", "DFlash"),
+    "early_exit": (f"{_FILES}.early_exit", "EarlyExit"),
 }
 _METHOD_OF_A_MODEL = "draft_model"  # as in vLLM, a model without a method selects this one
 registered: dict[str, DraftMethod] = {}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.triton_jit import jit, runs_triton, tl
-from slipstream.sampling.check_logits import row_max
+from slipstream.sampling.check_logits import find_maxima
 from slipstream.sampling.draw import DrawKeys
 from slipstream.sampling.gumbel import TARGET_NOISE, gumbel_block, gumbel_noise
 from slipstream.sampling.philox import MASK, philox
@@ -55,8 +55,8 @@ def judge_drafts(
 ) -> tuple[Tensor, Tensor]:  # [n] bool: the draft is accepted; [n] int64: the replacement, inside the vocabulary
     if runs_triton(logits):
         return _launch(logits, drafts, keys, drawn_from)
-    largest, token_ids = row_max(logits)
-    accepted = (drafts.draft_ids == token_ids) & torch.isfinite(largest)
+    _, token_ids, failed, _ = find_maxima(logits)
+    accepted = (drafts.draft_ids == token_ids) & ~failed
     rows = drafts.logit_rows.long()
     sampled, drafted = keys.temperature[rows] > 0, drafts.draft_ids >= 0
     seeds, positions, choice = keys.seeds[rows], keys.positions, keys.choice[rows]
@@ -64,7 +64,7 @@ def judge_drafts(
     # Without a draft this equals the draw of a step without speculation.
     plain = sampled & ~drafted
     noise = gumbel_noise(seeds[plain], positions[plain], choice[plain], logits.shape[1])
-    token_ids[plain] = row_max(logits[plain] + noise)[1]
+    token_ids[plain] = find_maxima(logits[plain] + noise).columns
 
     judged = sampled & drafted
     at, ids, key = rows[judged], drafts.draft_ids[judged], (seeds[judged], positions[judged], choice[judged])
@@ -121,9 +121,8 @@ def _judge(
 
     noise = gumbel_noise(*key, logits.shape[1], RESIDUAL_NOISE)
     residual = torch.where(gap < 0, target_log_probs + gap.expm1().neg_().log_(), -torch.inf)
-    best, token_ids = row_max(residual + noise)
-    empty = ~torch.isfinite(best)
-    token_ids[empty] = row_max(logits[empty] + noise[empty])[1]
+    _, token_ids, empty, _ = find_maxima(residual + noise)
+    token_ids[empty] = find_maxima(logits[empty] + noise[empty]).columns
     return accepted, token_ids
 
 

@@ -165,6 +165,13 @@ class Speculator(Protocol):
         """None if the drafter ignores steps that propose nothing."""
         ...
 
+    def encode(self, features: Tensor, page_ids: Tensor) -> None:
+        """Called when the target's encoder has read a request's input, for a drafter that has an encoder of its own.
+
+        ``page_ids`` are those of the request's row for the output, on the device. Launches only.
+        """
+        ...
+
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         """Buffers for the target's residual stream, by number of layers: [num_tokens, hidden] each."""
         ...
@@ -199,6 +206,9 @@ class NoSpeculator:
     drawn_from: DrawnFrom | None = None
     follower: Follower | None = None
 
+    def encode(self, features: Tensor, page_ids: Tensor) -> None:
+        pass
+
     def taps(self, num_tokens: int) -> Mapping[int, Tensor]:
         return {}
 
@@ -215,8 +225,9 @@ class NoSpeculator:
         return None
 
 
-MakeSpeculator = Callable[[RowState], Speculator]
+# From the rows, and the target's caches.
+MakeSpeculator = Callable[[RowState, CacheGroups], Speculator]
 
 
-def draft_nothing(rows: RowState) -> Speculator:
+def draft_nothing(rows: RowState, caches: CacheGroups) -> Speculator:
     return NoSpeculator()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.native.step import compiled, in_c
 from slipstream.kernels.step.commit import CheckedTokens
 from slipstream.kernels.triton_jit import (
     early_start,
@@ -30,6 +31,7 @@ from slipstream.kernels.triton_jit import (
 from slipstream.sampling.check_logits import check_logits
 from slipstream.sampling.draw import DrawKeys
 from slipstream.sampling.logprobs import pack_logprobs
+from slipstream.sampling.mask import TokenMasks, allows, apply_mask
 from slipstream.sampling.operation import Positions, SamplingRows
 from slipstream.sampling.sampler import Sampled, SamplingNeeds, process, sample
 from slipstream.speculate.rejection import DraftTokens, DrawnFrom, judge_drafts
@@ -77,15 +79,17 @@ class Verifier:
         rows: SamplingRows,
         drafted: Drafted,
         needs: SamplingNeeds,
-        mask: Tensor | None = None,  # [n, ceil(vocab / 32)] int32 bits, of allowed tokens, for positions with a grammar
+        masks: TokenMasks | None = None,  # for positions with a grammar
     ) -> Verified:
         if self._mode == "rejection":
-            sampled, accepted = self._judge(logits, rows, drafted, needs, mask)
+            sampled, accepted = self._judge(logits, rows, drafted, needs, masks)
         else:
-            sampled, accepted = sample(logits, rows, drafted.at, needs, mask), None
+            sampled, accepted = sample(logits, rows, drafted.at, needs, masks), None
         forced = None
         if self._mode == "synthetic":
             accepted = forced = force_acceptance(*drafted.at, self._num_tokens, rows.seeds, rows.choice, self._rates)
+            if masks is not None:
+                accepted = forced = forced & allows(masks, drafted.draft_ids)
         if self._width == 1 or drafted.are_none:
             none = self._nothing_accepted[: sampled.token_ids.shape[0]]
             return Verified(
@@ -93,19 +97,25 @@ class Verifier:
             )
         if forced is not None and needs.logprobs:
             taken_ids = torch.where(forced & (drafted.draft_ids >= 0), drafted.draft_ids, sampled.token_ids)
-            sampled = sampled._replace(logprobs=pack_logprobs(check_logits(logits)[0], taken_ids))
+            raw = check_logits(logits)[0]
+            raw = raw if masks is None else apply_mask(raw, masks)
+            sampled = sampled._replace(logprobs=pack_logprobs(raw, taken_ids))
         taken = accept_drafts(
             sampled.token_ids, drafted.draft_ids, accepted, sampled.failed, drafted.logit_start_loc, self._width
         )
         return Verified(CheckedTokens(*taken, forced), sampled.logprobs)
 
     def _judge(
-        self, logits: Tensor, rows: SamplingRows, drafted: Drafted, needs: SamplingNeeds, mask: Tensor | None
+        self, logits: Tensor, rows: SamplingRows, drafted: Drafted, needs: SamplingNeeds, masks: TokenMasks | None
     ) -> tuple[Sampled, Tensor]:
         """Speculative sampling: which drafts are accepted, and the replacements of the others."""
         at, draft_ids = drafted.at, drafted.draft_ids
         raw, failed = check_logits(logits)
-        processed = process(raw, rows, at, needs, mask)
+        if masks is not None:
+            raw = apply_mask(raw, masks)
+        processed = process(raw, rows, at, needs)
+        if masks is not None:
+            failed = failed | check_logits(processed)[1]
         drafts = DraftTokens(draft_ids, at.rows, at.positions - self._num_tokens[at.rows])
         keys = DrawKeys(rows.temperature, rows.seeds, at.positions, rows.choice)
         accepted, token_ids = judge_drafts(processed, drafts, keys, self._drawn_from)
@@ -163,6 +173,24 @@ def accept_drafts(
     new_ids = torch.where(idx < count.unsqueeze(1), draft_ids[at], target_ids[at].int())
     last = at.gather(1, count.clamp(max=width - 1).unsqueeze(1)).squeeze(1)
     return torch.where(exists, new_ids, -1), count.int(), failed[last] & exists[:, 0]
+
+
+@in_c(accept_drafts)
+def _accept_in_c(
+    target_ids: Tensor,
+    draft_ids: Tensor,
+    accepted: Tensor | None,
+    failed: Tensor,
+    logit_start_loc: Tensor,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    specs = _shape(logit_start_loc, width)
+    new_ids, num_accepted, fails = (torch.empty(spec.shape, dtype=spec.dtype) for spec in specs)
+    found = (tensor.data_ptr() for tensor in (new_ids, num_accepted, fails))
+    judged = None if accepted is None else accepted.data_ptr()
+    given = (target_ids.data_ptr(), draft_ids.data_ptr(), judged, failed.data_ptr(), logit_start_loc.data_ptr())
+    compiled().slip_accept_drafts(*given, *found, num_accepted.shape[0], width)
+    return new_ids, num_accepted, fails
 
 
 @jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -27,6 +27,13 @@ _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 # What converters fill a vocabulary with that is smaller than the embedding.
 _FILLER = re.compile(r"\[PAD\d+\]")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class EncodedTexts(NamedTuple):
+    """Token ids of a text or a pair, special tokens included."""
+
+    ids: list[int]
+    second_from: int = 0  # where tokens of the second type begin; 0: there are none
 
 
 class Tokenizer:
@@ -127,10 +134,38 @@ class Tokenizer:
             raise RequestError(f"the model's tokenizer cannot encode this text ({one_line(error)})") from error
         return ids
 
+    def encode_within(self, text: str, limit: int | None, second: str | None = None) -> EncodedTexts:
+        """Token ids of a text or a pair with special tokens around them, cut to ``limit`` in all. Of a pair the longer
+        text loses tokens first.
+        """
+        if limit is None and second is None:
+            return EncodedTexts(self.encode(text))
+        parts = [self._encode_plain(part) for part in ([text] if second is None else [text, second])]
+        if limit is not None:
+            room = limit - int(self._backend.num_special_tokens_to_add(second is not None))
+            for part, size in zip(parts, _share_room([len(part) for part in parts], max(0, room)), strict=True):
+                part.truncate(size)
+        whole = self._backend.post_process(parts[0], None if second is None else parts[1], add_special_tokens=True)
+        ids, types = list(whole.ids), list(whole.type_ids)
+        return EncodedTexts(ids if limit is None else ids[:limit], types.index(1) if 1 in types else 0)
+
+    def _encode_plain(self, text: str) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError("the prompt must be a text of valid Unicode characters") from error
+        except BaseException as error:
+            reraise_foreign(error)
+            raise RequestError(f"the model's tokenizer cannot encode this text ({one_line(error)})") from error
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some tokens; incomplete characters come out as U+FFFD. Ids without a token are skipped."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling in the vocabulary."""
+        return self._id_of(token)
 
     def token(self, token_id: int) -> str:
         """The vocabulary's spelling of a token, empty for an id without one."""
@@ -184,6 +219,18 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         token_id: int | None = None if token is None else self._backend.token_to_id(token)
         return token_id
+
+
+def _share_room(sizes: list[int], room: int) -> list[int]:
+    """How many tokens remain of each text: the longer one is cut to the other's length before both are."""
+    if len(sizes) == 1 or sum(sizes) <= room:
+        return [min(size, room) for size in sizes]
+    first, second = sizes
+    shorter = min(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return [shorter, longer] if first <= second else [longer, shorter]
 
 
 def _named_tokens(config: Fields) -> dict[str, str]:

@@ -18,7 +18,7 @@ from slipstream.engine.build import build_engine
 from slipstream.engine.client import EngineClient
 from slipstream.errors import ConfigError
 from slipstream.train.prompts import choose_prompt_format, read_prompts
-from slipstream.train.settings import TrainSettings, check_same
+from slipstream.train.settings import CommonSettings, check_same
 from slipstream.train.store import read_store, write_store
 from slipstream.train.text_generation import GeneratedText, OnCount, TextGenerator
 
@@ -49,7 +49,7 @@ class Texts:
 class Source:
     """The texts of some settings: in a file, or still to be generated."""
 
-    def __init__(self, settings: TrainSettings, path: Path) -> None:
+    def __init__(self, settings: CommonSettings, path: Path) -> None:
         self._settings, self._path = settings, path
         self._given = [] if settings.prompts is None else read_prompts(Path(settings.prompts))
         digest = hashlib.sha256(repr(self._given).encode()).hexdigest()
@@ -77,7 +77,7 @@ class Source:
 
 
 def _generate(
-    settings: TrainSettings, model_path: Path, given: list[list[str]], say: Callable[[str], None], on_count: OnCount
+    settings: CommonSettings, model_path: Path, given: list[list[str]], say: Callable[[str], None], on_count: OnCount
 ) -> Texts:
     on_gpu = open_device(settings.device).name == "cuda"
     options = EngineOptions(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.models.heads.draft_head import HeadPlan, read_head
+from slipstream.models.heads.network import HeadPlan
+from slipstream.models.heads.registry import read_head
 from slipstream.train.head import TrainableHead
 from slipstream.train.vocabulary import DraftVocabulary
 
@@ -45,7 +46,7 @@ def plain_config(target: ModelConfig, draft_vocab: int, dtype: torch.dtype) -> d
     taps = default_taps(target)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_layer_config(target, dtype),
+        **layer_config(target, dtype),
         "draft_vocab_size": draft_vocab,
         "target_hidden_size": target.hidden_size,
         **_FLAGS,
@@ -78,7 +79,7 @@ def speculators_config(
             ],
             "verifier": {"name_or_path": verifier, "architectures": [target.architecture]},
         },
-        "transformer_layer_config": _layer_config(target, dtype),
+        "transformer_layer_config": layer_config(target, dtype),
         "draft_vocab_size": draft_vocab,
         "target_hidden_size": None,  # the head's own size
         "has_no_defaults_at_init": False,
@@ -90,7 +91,7 @@ def speculators_config(
     }
 
 
-def _layer_config(target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def layer_config(target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """One Llama layer of the target's size. Its rope is the default one, even if the target scales its own."""
     return {
         "model_type": "llama",
@@ -137,9 +138,13 @@ def write_head(
     else:
         config = plain_config(target, size, dtype)
     maps: dict[str, Tensor] = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    # The weights first: a folder with a config is complete.
+    return write_files(folder, {**tensors, **maps}, config)
+
+
+def write_files(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    """The weights first: a folder with a config is complete."""
     half = folder / "model.half"
-    save_file({**tensors, **maps}, half, metadata={"format": "pt"})
+    save_file(tensors, half, metadata={"format": "pt"})
     half.chmod(0o644)  # safetensors makes the file private; other users may serve the head
     half.replace(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

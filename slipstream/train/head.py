@@ -9,14 +9,21 @@ of the file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.models.heads.draft_head import HeadPlan
+from slipstream.models.heads.network import HeadPlan
 from slipstream.models.rope import cos_sin_table
 from slipstream.train.attention import KeyValue, draft_attention
+from slipstream.train.hidden_state_cache import to_device
+from slipstream.train.loss import soft_cross_entropy, target_distribution
+from slipstream.train.trainer import Sample
+
+_STEP_WEIGHT = 0.8  # weight of a draft step, relative to the one before
+_CHUNK = 8192  # rows of logits at a time
 
 
 class Norm(nn.Module):
@@ -28,6 +35,17 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(self.weight.dtype)
         return F.rms_norm(wide, self.weight.shape, self.weight, self.eps)
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def widen(head: _Module, dtype: torch.dtype) -> _Module:
+    """Parameters in float32 at least, whatever the target has; what is the target's keeps its type."""
+    for module in head.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+    return head
 
 
 class WideAttention(nn.Module):
@@ -48,8 +66,8 @@ class WideAttention(nn.Module):
         q, k, v = (
             proj(joined).view(rows, length, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        past.append((_rotate(k, cos_sin), v))
-        mixed: Tensor = self.o_proj(draft_attention(_rotate(q, cos_sin), past).flatten(2))
+        past.append((rotate(k, cos_sin), v))
+        mixed: Tensor = self.o_proj(draft_attention(rotate(q, cos_sin), past).flatten(2))
         return mixed
 
 
@@ -83,6 +101,7 @@ class MidLayer(nn.Module):
 
 
 class TrainableHead(nn.Module):
+    measured_every = 1
     embedding: Tensor
     target_ids: Tensor
     cos_sin: Tensor
@@ -93,9 +112,11 @@ class TrainableHead(nn.Module):
         embedding: Tensor,  # [target_vocab, hidden]: the target's, which is not trained
         target_ids: Tensor,  # [draft_vocab] int64
         max_position: int,
+        num_steps: int = 1,  # draft steps unrolled in training
     ) -> None:
         super().__init__()
         self.plan, config = plan, plan.config
+        self.num_steps = num_steps
         size = config.hidden_size
         self.fc = nn.Linear(len(plan.taps) * size, size, bias=False)
         self.midlayer = MidLayer(plan)
@@ -149,6 +170,29 @@ class TrainableHead(nn.Module):
         out: Tensor = self.midlayer(F.embedding(token_ids, self.embedding).to(hidden.dtype), hidden, past, cos_sin)
         return out
 
+    def loss(self, sample: Sample) -> Tensor:
+        """Cross entropy against the target's distribution, over the draft vocabulary, at every draft step."""
+        # On the host, since nonzero on the device would synchronise.
+        rows = to_device(sample.batch.trained.flatten().nonzero().flatten(), sample.token_ids.device)
+        normed = sample.normed.flatten(0, 1).index_select(0, rows).to(sample.features.dtype)
+        target = target_distribution(normed, sample.matrix)
+        loss, total = torch.zeros((), device=rows.device), 0.0
+        for step, states in enumerate(self.states(sample.features, sample.token_ids, self.num_steps)):
+            own = self.norm(states.flatten(0, 1).index_select(0, rows - 1 - step))
+            weight = _STEP_WEIGHT**step
+            loss, total = loss + weight * soft_cross_entropy(own, self.lm_head.weight, target), total + weight
+        return loss / total
+
+    def drafts_at(self, sample: Sample, starts: Tensor, num_drafts: int) -> Tensor:
+        """The tokens before each draft are the text's own, so a draft does not depend on the one before."""
+        found = torch.empty(num_drafts, len(starts), dtype=torch.int64, device=starts.device)
+        for step, states in enumerate(self.states(sample.features, sample.token_ids, num_drafts)):
+            picked = states.flatten(0, 1)[starts - 1]
+            for begin in range(0, len(starts), _CHUNK):
+                part = slice(begin, begin + _CHUNK)
+                found[step, part] = self.target_ids[self.lm_head(self.norm(picked[part])).argmax(dim=-1)]
+        return found
+
     @torch.no_grad()
     def drafts(self, features: Tensor, token_ids: Tensor, num_drafts: int) -> Tensor:
         """[rows, length, num_drafts]: the greedy drafts after index t, as ids of the target."""
@@ -162,8 +206,8 @@ class TrainableHead(nn.Module):
         return torch.stack(taken, dim=-1)
 
 
-def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:  # [rows, length, heads, head_dim], [length, 2, head_dim / 2]
-    cos, sin = cos_sin.unsqueeze(2).to(torch.promote_types(x.dtype, torch.float32)).unbind(1)
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:  # [rows, length, heads, head_dim], [(rows,) length, 2, head_dim / 2]
+    cos, sin = cos_sin.unsqueeze(-2).to(torch.promote_types(x.dtype, torch.float32)).unbind(-3)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 

@@ -21,12 +21,13 @@ def target_distribution(normed: Tensor, head: Tensor) -> Tensor:
 
     ``normed`` [n, hidden] is the input of its logits, ``head`` [draft_vocab, hidden] their weight.
     """
-    with torch.no_grad():  # torch sums in float32 whatever the type
+    # torch sums in float32 whatever the type
+    with torch.no_grad(), torch.autocast(normed.device.type, enabled=False):
         return torch.cat([(chunk @ head.T).softmax(dim=-1) for chunk in torch.split(normed, _CHUNK)])
 
 
 def soft_cross_entropy(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Mean over n of the cross entropy of softmax(states @ weight.T) against ``target``.
+    """Mean over n of the cross entropy of softmax(states @ weight.T) against ``target``; the weight may be frozen.
 
     ``states`` [n, hidden] are normed, ``weight`` is [draft_vocab, hidden], ``target`` [n, draft_vocab].
     """
@@ -41,19 +42,21 @@ class _SoftCrossEntropy(torch.autograd.Function):
         matrix, rows = weight.to(target.dtype), max(1, states.shape[0])
         loss = torch.zeros((), dtype=wide, device=states.device)
         state_grads = torch.empty_like(states)
-        weight_grad = torch.zeros_like(weight)
+        weight_grad = torch.zeros_like(weight) if weight.requires_grad else None
         for start in range(0, states.shape[0], _CHUNK):
             part = slice(start, start + _CHUNK)
             inputs, expected = states[part].to(target.dtype), target[part]
             grads = inputs @ matrix.T
             loss += entropy_grads(grads, expected).sum()
             state_grads[part] = grads @ matrix
-            weight_grad += grads.T @ inputs
+            if weight_grad is not None:
+                weight_grad += grads.T @ inputs
         # Divided after the products, which are smaller than the gradients of the logits.
-        ctx.save_for_backward(state_grads.div_(rows), weight_grad.div_(rows))
+        ctx.save_for_backward(state_grads.div_(rows), None if weight_grad is None else weight_grad.div_(rows))
         return loss / rows
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         state_grads, weight_grad = ctx.saved_tensors
-        return state_grads * grads[0].to(state_grads.dtype), weight_grad * grads[0].to(weight_grad.dtype), None
+        own = None if weight_grad is None else weight_grad * grads[0].to(weight_grad.dtype)
+        return state_grads * grads[0].to(state_grads.dtype), own, None

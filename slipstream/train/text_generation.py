@@ -33,7 +33,7 @@ from slipstream.train.prompt_templates import (
 )
 from slipstream.train.prompts import Opening, PromptFormat
 from slipstream.train.repetition_filter import Ids, length_without_repetition
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import CommonSettings
 
 _TURN_TEMPERATURES = (0.5, 0.7, 0.9)  # used in turn, as are the others
 _DOCUMENT_TEMPERATURES, _FOREIGN_TEMPERATURE = (0.7, 0.8, 0.9), 0.7  # at higher ones small targets slip into English
@@ -82,7 +82,7 @@ class _Passage(NamedTuple):
 
 class TextGenerator:
     def __init__(
-        self, client: EngineClient, prompt_format: PromptFormat, settings: TrainSettings, on_count: OnCount
+        self, client: EngineClient, prompt_format: PromptFormat, settings: CommonSettings, on_count: OnCount
     ) -> None:
         self._client, self._format, self._settings, self._on_count = client, prompt_format, settings, on_count
         self._random = random.Random(settings.seed)

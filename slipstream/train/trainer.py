@@ -8,31 +8,56 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
 from slipstream.train.batches import Batch, Batches
 from slipstream.train.data import Texts
-from slipstream.train.head import TrainableHead
 from slipstream.train.hidden_state_cache import HiddenStateCache, to_device
-from slipstream.train.loss import soft_cross_entropy, target_distribution
-from slipstream.train.settings import TrainSettings, check_same
+from slipstream.train.settings import CommonSettings, check_same
 from slipstream.train.store import read_store, write_store
 from slipstream.train.target import TargetModel
 from slipstream.train.text_generation import OnCount
 
-_STEP_WEIGHT = 0.8  # weight of a draft step, relative to the one before
 _WARM_UP, _LOWEST = 0.04, 0.02  # share of the training; share of the highest learning rate
 _BETAS, _DECAY, _MAX_NORM = (0.9, 0.95), 0.01, 1.0
 _READ_EVERY = 10  # steps on a GPU between reads of the loss, each of which synchronises
-_CHUNK = 8192  # rows of logits at a time
+
+
+class Sample(NamedTuple):
+    """A batch with the target's states, on the device of the training."""
+
+    batch: Batch  # on the host
+    token_ids: Tensor  # [rows, length] int64
+    features: Tensor  # [rows, length, taps * hidden], in the type of the products
+    normed: Tensor  # [rows, length, hidden]: the input of the target's logits
+    matrix: Tensor  # [draft_vocab, hidden]: their weight, for the tokens that can be drafted
+    seed: int  # of what is drawn for this batch
+
+
+class Trainable(Protocol):
+    """A head in training: a module whose parameters are trained."""
+
+    target_ids: Tensor  # [draft_vocab] int64: the target's id of each token that it drafts
+    measured_every: int  # of the places where drafts could begin, that acceptance is measured at
+
+    def loss(self, sample: Sample) -> Tensor: ...
+
+    def drafts_at(self, sample: Sample, starts: Tensor, num_drafts: int) -> Tensor:
+        """[num_drafts, n] greedy drafts, as ids of the target, after the tokens at these indices of the batch."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
 
 OnProgress = Callable[["Progress", float], None]
 
@@ -51,7 +76,7 @@ class Progress:
 Stored = tuple[dict[str, Tensor], Progress]
 
 
-def read_checkpoint(path: Path, settings: TrainSettings) -> Stored:
+def read_checkpoint(path: Path, settings: CommonSettings) -> Stored:
     """Refuses one that is damaged or was made with other settings."""
     tensors, about = read_store(path)
     check_same(about["settings"], settings.training_settings(), path)
@@ -60,10 +85,10 @@ def read_checkpoint(path: Path, settings: TrainSettings) -> Stored:
 
 class Trainer:
     def __init__(
-        self, settings: TrainSettings, target_model: TargetModel, head: TrainableHead, texts: Texts, checkpoint: Path
+        self, settings: CommonSettings, target_model: TargetModel, head: Trainable, texts: Texts, checkpoint: Path
     ) -> None:
         self._settings, self._target, self.head, self._path = settings, target_model, head, checkpoint
-        sizes = (settings.batch_tokens, settings.draft_steps, settings.seed)
+        sizes = (settings.batch_tokens, settings.num_drafts, settings.seed)
         self._batches, self._held_out = (Batches(texts, held_out, *sizes) for held_out in (False, True))
         self._cache, self._num_tokens = HiddenStateCache(target_model), len(texts.token_ids)
         # Products in 16 bits where the target has 16; weights and their updates are float32 at least.
@@ -135,23 +160,13 @@ class Trainer:
         return loss.detach()
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        head, device, num_steps = self.head, self._target.device, self._settings.draft_steps
-        # On the host, since nonzero on the device would synchronise.
-        rows = to_device(batch.trained.flatten().nonzero().flatten(), device)
-        token_ids = to_device(batch.token_ids, device)
-        hidden = self._cache.get(batch)
-        normed = hidden.normed.flatten(0, 1).index_select(0, rows).to(self._compute)
-        target = target_distribution(normed, self._draft_matrix)
-        loss, total = torch.zeros((), device=device), 0.0
         with self._narrow():
-            for step, states in enumerate(head.states(self._features(hidden.features), token_ids, num_steps)):
-                own = head.norm(states.flatten(0, 1).index_select(0, rows - 1 - step))
-                weight = _STEP_WEIGHT**step
-                loss, total = loss + weight * soft_cross_entropy(own, head.lm_head.weight, target), total + weight
-        return loss / total
+            return self.head.loss(self._sample(batch, self.progress.step))
 
-    def _features(self, features: Tensor) -> Tensor:
-        return features.to(self._compute)
+    def _sample(self, batch: Batch, seed: int) -> Sample:
+        hidden, token_ids = self._cache.get(batch), to_device(batch.token_ids, self._target.device)
+        features = hidden.features.to(self._compute)
+        return Sample(batch, token_ids, features, hidden.normed, self._draft_matrix, seed)
 
     def _narrow(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._target.device.type, torch.bfloat16, enabled=self._compute is torch.bfloat16)
@@ -163,37 +178,31 @@ class Trainer:
     @torch.no_grad()
     def measure(self) -> list[float]:
         """By draft position j, the share of held-out positions where drafts 0 to j equal the target's greedy tokens."""
-        num_steps = self._settings.draft_steps
-        counts, total = torch.zeros(num_steps, dtype=torch.int64), 0
+        num_drafts = self._settings.num_drafts
+        counts, total = torch.zeros(num_drafts, dtype=torch.int64), 0
         for batch in self._held_out.in_order():
-            starts, hits = self._hits(batch)
-            total += len(starts)
+            hits = self._hits(batch)
+            total += hits.shape[1]
             counts += hits.cumprod(dim=0).sum(dim=1).cpu()
         return [count / max(1, total) for count in counts.tolist()]
 
-    def _hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """First position of each chain of drafts, and for each step whether its draft is the target's greedy token."""
-        head, device, num_steps = self.head, self._target.device, self._settings.draft_steps
+    def _hits(self, batch: Batch) -> Tensor:
+        """[num_drafts, n]: for every chain of drafts, which are the target's greedy tokens."""
+        device, num_drafts = self._target.device, self._settings.num_drafts
         answered = batch.answered.flatten()
         # A run of answer positions never spans two rows, since the last position of a row is never one.
         whole = answered.clone()
-        for step in range(1, num_steps):
+        for step in range(1, num_drafts):
             whole &= torch.cat([answered[step:], answered.new_zeros(step)])
-        starts = whole.nonzero().flatten().to(device)
-        token_ids = batch.token_ids.to(device)
-        hidden = self._cache.get(batch)
+        starts = whole.nonzero().flatten()[:: self.head.measured_every].to(device)
+        sample = self._sample(batch, 0)
         choices = torch.full((answered.numel(),), -1, device=device)
         where = answered.nonzero().flatten().to(device)
-        choices[where] = self._target.greedy(hidden.normed.flatten(0, 1)[where])
-        hits = torch.empty(num_steps, len(starts), dtype=torch.int64, device=device)
+        choices[where] = self._target.greedy(sample.normed.flatten(0, 1)[where])
         with self._narrow():
-            for step, states in enumerate(head.states(self._features(hidden.features), token_ids, num_steps)):
-                picked = states.flatten(0, 1)[starts - 1]
-                for begin in range(0, len(starts), _CHUNK):
-                    part = slice(begin, begin + _CHUNK)
-                    drafts = head.target_ids[head.lm_head(head.norm(picked[part])).argmax(dim=-1)]
-                    hits[step, part] = (drafts == choices[starts[part] + step]).long()
-        return starts, hits
+            drafts = self.head.drafts_at(sample, starts, num_drafts)
+        steps = torch.arange(num_drafts, device=device).unsqueeze(1)
+        return (drafts == choices[starts + steps]).long()
 
     def save(self) -> None:
         tensors: dict[str, Tensor] = {f"head.{name}": parameter for name, parameter in self.head.named_parameters()}

@@ -20,6 +20,7 @@ _METHODS = {
     "compressed-tensors": ("slipstream.weights.compressed_tensors", "CompressedTensors"),
     "gptq": ("slipstream.weights.gptq_awq", "read_gptq"),
     "awq": ("slipstream.weights.gptq_awq", "read_awq"),
+    "fp8": ("slipstream.weights.fp8_blocks", "FP8Scheme"),
 }
 registered: dict[str, ReadScheme] = {}
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.checkpoints.checkpoint import open_checkpoint
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
-from slipstream.models.heads.draft_head import read_head
+from slipstream.models.heads.registry import read_head
 from slipstream.models.load import open_decoder
 from tests import tiny_models
 from tests.checkpoints.tiny_gguf import HEAD_DIM, HEADS, random_state, write_model

@@ -146,7 +146,8 @@ def test_snapshot_takes_what_is_needed_and_checks_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve_model("org/name")
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
     assert resolve_model("org/name") == tmp_path
     needed = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
     needed += ["chat_template.jinja", "generation_config.json", "special_tokens_map.json"]
@@ -162,6 +163,7 @@ _HEAD_FILES = ["README.md", "config.json", "pytorch_model.bin", "training_args.b
 @pytest.mark.parametrize(
     ("files", "is_head", "fetched"),
     [
+        (["config.json", "model.bin", "README.md"], False, {"config.json", "model.bin"}),  # CTranslate2
         (_HEAD_FILES, True, {"config.json", "pytorch_model.bin"}),
         ([*_HEAD_FILES, "model.safetensors"], True, {"config.json", "model.safetensors"}),
         (
@@ -176,9 +178,9 @@ _HEAD_FILES = ["README.md", "config.json", "pytorch_model.bin", "training_args.b
         ),
         (_HEAD_FILES, False, {"config.json"}),
     ],
-    ids=["bin only", "both", "bin shards", "a model"],
+    ids=["CTranslate2", "bin only", "both", "bin shards", "a model"],
 )
-def test_bin_files_of_a_head_are_fetched_where_there_is_nothing_else(
+def test_bin_files_are_fetched_where_there_is_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], is_head: bool, fetched: set[str]
 ) -> None:
     import huggingface_hub
@@ -200,7 +202,7 @@ def test_files_that_say_how_vectors_are_made_are_fetched(tmp_path: Path, monkeyp
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
-    files = ["config.json", "modules.json", "1_Pooling/config.json", "onnx/config.json", "2_Dense/model.safetensors"]
+    files = ["config.json", "modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors", "onnx/config.json"]
     folder = tmp_path / "snapshot"
 
     def snapshot(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -211,7 +213,7 @@ def test_files_that_say_how_vectors_are_made_are_fetched(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve_model("org/name") == folder
-    assert {str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.is_file()} == set(files[:3])
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.is_file()} == set(files[:4])
 
 
 @pytest.mark.parametrize(("method", "is_head"), [("eagle", True), ("eagle3", True), ("draft_model", False)])

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from slipstream.checkpoints.sentence_transformers import read_pooling
-from slipstream.errors import ModelError
+from slipstream.checkpoints.sentence_transformers import read_dense_steps, read_pooling, read_text_limit
+from slipstream.errors import ModelError, RequestError
 from slipstream.pooling import PoolingDefaults
 
 # As the published Qwen3-Embedding-0.6B has them.
@@ -46,12 +48,23 @@ def test_without_files_it_is_the_last_token(tmp_path: Path) -> None:
         ({"pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True}, "mean"),
         ({"pooling_mode_lasttoken": False, "pooling_mode_cls_token": True}, "cls"),
         ({"pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": "max"}, "max"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_lasttoken": False, "pooling_mode_max_tokens": True}, "max"),
+        ({"pooling_mode_lasttoken": False, "pooling_mode_mean_sqrt_len_tokens": True}, "mean_sqrt_len"),
+        ({"pooling_mode_lasttoken": False, "pooling_mode_weightedmean_tokens": True}, "weighted_mean"),
     ],
     ids=str,
 )
 def test_published_files(tmp_path: Path, changes: dict[str, Any], kind: str) -> None:
-    assert read_pooling(write(tmp_path, pooling={**POOLING, **changes})) == PoolingDefaults(kind, True)
-    assert read_pooling(write(tmp_path, MODULES[:2], {**POOLING, **changes})) == PoolingDefaults(kind, False)
+    assert read_pooling(write(tmp_path, pooling={**POOLING, **changes})) == PoolingDefaults(kind, True, is_stated=True)
+    unnormalised = read_pooling(write(tmp_path, MODULES[:2], {**POOLING, **changes}))
+    assert unnormalised == PoolingDefaults(kind, False, is_stated=True)
+    newer = [
+        {**module, "type": f"sentence_transformers.base.modules.x.{module['type'].rpartition('.')[2]}"}
+        for module in MODULES
+    ]
+    assert read_pooling(write(tmp_path, newer, {**POOLING, **changes})) == PoolingDefaults(kind, True, is_stated=True)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +72,11 @@ def test_published_files(tmp_path: Path, changes: dict[str, Any], kind: str) -> 
     [
         ({"pooling_mode_mean_tokens": True}, "'lasttoken' and 'mean_tokens'"),
         ({"pooling_mode_lasttoken": False}, "none"),
-        ({"pooling_mode_lasttoken": False, "pooling_mode_weightedmean_tokens": True}, "'weightedmean_tokens'"),
-        ({"pooling_mode": "max"}, "'max'"),
+        (
+            {"pooling_mode_cls_token": True, "pooling_mode_lasttoken": False, "pooling_mode_max_tokens": True},
+            "'cls_token' and 'max_tokens'",
+        ),
+        ({"pooling_mode": "most"}, "'most'"),
     ],
     ids=str,
 )
@@ -70,9 +86,48 @@ def test_what_is_not_supported_is_said(tmp_path: Path, changes: dict[str, Any], 
 
 
 def test_another_module_is_said(tmp_path: Path) -> None:
+    other = {"idx": 2, "name": "2", "path": "2_LSTM", "type": "sentence_transformers.models.LSTM"}
+    found = read_pooling(write(tmp_path, [*MODULES[:2], other, MODULES[2]]))
+    assert found.refusal == f"{tmp_path}/modules.json has a module 'LSTM', which is not supported"
+
+
+def test_a_dense_layer(tmp_path: Path) -> None:
     dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    (tmp_path / "2_Dense").mkdir()
+    config = {
+        "in_features": 4,
+        "out_features": 3,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(config))
+    weights = {"linear.weight": torch.randn(3, 4), "linear.bias": torch.randn(3)}
+    save_file(weights, tmp_path / "2_Dense" / "model.safetensors")
     found = read_pooling(write(tmp_path, [*MODULES[:2], dense, MODULES[2]]))
-    assert found.refusal == f"{tmp_path}/modules.json has a module 'Dense', which is not supported"
+    assert (found.size, found.normalize, found.refusal) == (3, True, "")
+    ((weight, bias, activation),) = read_dense_steps(tmp_path)
+    assert bias is not None and activation == "tanh"
+    assert torch.equal(weight, weights["linear.weight"]) and torch.equal(bias, weights["linear.bias"])
+    # After normalisation it would be another vector.
+    late = read_pooling(write(tmp_path, [*MODULES, {**dense, "idx": 3}]))
+    assert late.refusal == f"{tmp_path}/modules.json has a module 'Dense', which is not supported"
+    config["activation_function"] = "torch.nn.modules.activation.Softplus"
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="has activation 'Softplus', which is not supported"):
+        read_dense_steps(tmp_path)
+
+
+def test_prompts_and_limits(tmp_path: Path) -> None:
+    content = {"prompts": {"query": "search: ", "document": ""}, "default_prompt_name": "document"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(content))
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256, "do_lower_case": false}')
+    found = read_pooling(write(tmp_path))
+    assert [found.prompt_of(name) for name in (None, "query", "document")] == ["", "search: ", ""]
+    with pytest.raises(RequestError, match=r"no prompt 'querry'; did you mean 'query'\? \(known: query, document\)"):
+        found.prompt_of("querry")
+    assert read_text_limit(tmp_path) == 256
+    with pytest.raises(RequestError, match="the checkpoint has none"):
+        PoolingDefaults().prompt_of("query")
 
 
 @pytest.mark.parametrize(

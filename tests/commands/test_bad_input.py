@@ -162,7 +162,8 @@ COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llam
         (("--speculate", "ngrm"), "unknown method 'ngrm' in speculate; did you mean 'ngram'?"),
         (
             ("--speculate", "medusa"),
-            "unknown method 'medusa' in speculate; known are ngram, draft_model, eagle, eagle3, mtp",
+            "unknown method 'medusa' in speculate; known are ngram, draft_model, eagle, eagle3, mtp, dflash, "
+            "early_exit",
         ),
         (
             ("--speculate", "eagle3"),

@@ -255,8 +255,8 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
 def test_the_order_is_by_stage_and_what_comes_after_what() -> None:
     names = [operation.name for operation in registry.operations()]
     assert names == [
-        *("logit_bias", "bad_words", "min_tokens", "penalties", "clock", "top_n_sigma", "temperature"),
-        *("top_k", "top_p", "min_p"),
+        *("logit_bias", "bad_words", "min_tokens", "suppress_tokens", "timestamp_rules", "penalties", "clock"),
+        *("top_n_sigma", "temperature", "top_k", "top_p", "min_p"),
     ]
     assert [o.name for o in registry.in_order(reversed(registry.operations()))] == names
 

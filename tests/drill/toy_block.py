@@ -66,7 +66,7 @@ class BlockDrafter:
     def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
         net = BlockNet.draw(getattr(torch, config.dtype), device.torch_device)
         caches = open_caches(config, self.model.config, device, for_drafter=True)
-        return lambda rows: BlockSpeculator(config, device, net, caches, rows)
+        return lambda rows, _: BlockSpeculator(config, device, net, caches, rows)
 
 
 class BlockNet(NamedTuple):

@@ -49,7 +49,7 @@ class RepeatDrafter:
     def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
         assert config.speculative is not None
         period = config.speculative.settings["toy_period"]
-        return lambda rows: RepeatSpeculator(period, rows)
+        return lambda rows, _: RepeatSpeculator(period, rows)
 
 
 class RepeatSpeculator(NoSpeculator):
@@ -96,7 +96,7 @@ class HostRepeatDrafter:
     model: None = None
 
     def build(self, config: EngineConfig, device: Device, target: Decoder) -> MakeSpeculator:
-        return lambda _rows: HostStagedSpeculator(config, device)
+        return lambda _rows, _caches: HostStagedSpeculator(config, device)
 
 
 class Echo:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.kernels.attention import decode_attention
+from slipstream.kernels.attention import decode_attention, index_scores
 from tests.operation_checks import checked_operations
 
 
@@ -17,4 +17,5 @@ def _operations_keep_their_word() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU starts programs that have nothing to do for nothing, an interpreter does not."""
-    monkeypatch.setattr(decode_attention, "_WANTED_PROGRAMS", 24)
+    for module in (decode_attention, index_scores):
+        monkeypatch.setattr(module, "_WANTED_PROGRAMS", 24)

@@ -23,8 +23,12 @@ from tests.kernels.attention.dense_attention import hide_queries, plant_nan
 from tests.kernels.triton_cases_cascade import cascades
 from tests.kernels.triton_cases_delta import chunks, convolutions, gated_norms, recurrences
 from tests.kernels.triton_cases_drafts import head_passes
+from tests.kernels.triton_cases_encoded import cross_attention, encoded_pages
+from tests.kernels.triton_cases_encoder import encoders
 from tests.kernels.triton_cases_fused import decodes, products
-from tests.kernels.triton_cases_moe import experts, norms, routes
+from tests.kernels.triton_cases_index import indexers
+from tests.kernels.triton_cases_latent import latents
+from tests.kernels.triton_cases_moe import experts, grouped_routes, norms, routes
 from tests.kernels.triton_cases_pool import pools
 from tests.kernels.triton_check import Case, Real, poisoned
 
@@ -343,9 +347,15 @@ CASES = [
         *_attention(),
         *norms(),
         *routes(),
+        *grouped_routes(),
         *experts(),
     ),
     *(*products(), *decodes(), *head_passes(), *cascades()),
     *(*convolutions(), *recurrences(), *chunks(), *gated_norms()),
+    *encoded_pages(),
+    *cross_attention(),
     *pools(),
+    *encoders(),
+    *latents(),
+    *indexers(),
 ]

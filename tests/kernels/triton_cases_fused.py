@@ -97,6 +97,7 @@ class _Decode(NamedTuple):
     window: int = 0
     norms: bool = False
     seq_starts: tuple[int, ...] = ()  # what lies before is no number, in the cache and among the new tokens
+    causal: bool = True
 
 
 _DECODES = {
@@ -108,6 +109,8 @@ _DECODES = {
     "verify": _Decode([4, 5, 64, 66, 131], query_len=4, num_unused=[0, 0, 3, 1, 2], num_padding=1),
     "verify-many": _Decode([90, 17], query_len=17, heads=4, kv_heads=1),
     "verify-unused": _Decode([90, 64], query_len=2, num_unused=[1, 2]),
+    "block": _Decode([5, 66, 131, 64], query_len=5, num_unused=[0, 0, 3, 1], num_padding=1, norms=True, causal=False),
+    "block-many": _Decode([90, 17], query_len=16, heads=8, kv_heads=2, causal=False),
     "window": _Decode([1, 30, 200, 300], window=70),
     "narrow-window": _Decode([30, 129, 4], window=3, query_len=4),
     "odd-heads": _Decode([100, 3], heads=5, kv_heads=1, head_dim=24),
@@ -122,6 +125,7 @@ _DECODES = {
         num_padding=1,
         seq_starts=(2, 1, 60, 65, 128, 297, 70),
     ),
+    "starts-block": _Decode([70, 131, 300], query_len=5, num_unused=[0, 2, 0], seq_starts=(64, 3, 290), causal=False),
     "starts-verify-many": _Decode([90, 17, 200], query_len=17, heads=4, kv_heads=1, seq_starts=(80, 16, 64)),
     "starts-window": _Decode([1, 30, 200, 300, 300], window=70, seq_starts=(0, 29, 140, 231, 20)),
     "starts-narrow-window": _Decode([30, 129, 4], window=3, query_len=4, seq_starts=(28, 126, 4)),
@@ -185,6 +189,7 @@ def _decode_args(s: _Decode) -> dict[str, Any]:
         "query_len": s.query_len,
         "scale": s.head_dim**-0.5,
         "window": s.window,
+        "causal": s.causal,
         **(gains if s.norms else {}),
         **starts,
     }

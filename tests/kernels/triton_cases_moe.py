@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.experts_config import Routing
 from slipstream.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from slipstream.kernels.linear.moe import expert_mlp, route_tokens
 from tests.kernels.triton_check import Case, Real
@@ -48,6 +49,12 @@ def norms() -> Iterator[Case]:
     yield Case("rms_norm-columns", rms_norm, columns)
 
 
+def route(logits: Tensor, routing: Routing) -> dict[str, Any]:
+    """Logits that are no numbers route somewhere as well, see ``test_routing``."""
+    bias = 0.3 * torch.randn(logits.shape[1]) if routing.has_bias else None
+    return {"logits": Real(logits), "bias": bias, "routing": routing}
+
+
 def routes() -> Iterator[Case]:
     for num_tokens, num_experts, num_chosen in ((0, 4, 2), (1, 1, 1), (1, 4, 1), (5, 6, 6), (3, 60, 5), (2, 128, 8)):
         for renormalise in (False, True):
@@ -55,25 +62,53 @@ def routes() -> Iterator[Case]:
             def args(
                 shape: tuple[int, int] = (num_tokens, num_experts), n: int = num_chosen, renormalise: bool = renormalise
             ) -> dict[str, Any]:
-                return {"logits": Real(2 * torch.randn(shape)), "num_chosen": n, "renormalise": renormalise}
+                return route(2 * torch.randn(shape), Routing(n, renormalise))
 
             name = f"route-{num_tokens}x{num_chosen}-of-{num_experts}" + "-renormalised" * renormalise
             yield Case(name, route_tokens, args)
 
     def ties() -> dict[str, Any]:
         logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [-1e4] * 5])
-        return {"logits": Real(logits), "num_chosen": 4, "renormalise": True}
+        return route(logits, Routing(4, True))
 
     def far_apart() -> dict[str, Any]:
         logits = torch.tensor([[3e4, -3e4, 100.0], [-torch.inf, 0.0, -torch.inf]])
-        return {"logits": Real(logits), "num_chosen": 3, "renormalise": False}
+        return route(logits, Routing(3))
 
     yield Case("route-ties", route_tokens, ties)
     yield Case("route-far-apart", route_tokens, far_apart)
 
 
+def grouped_routes() -> Iterator[Case]:
+    """Shapes are (tokens, experts, groups, kept groups, experts of a token)."""
+    for shape in ((0, 8, 4, 2, 3), (3, 15, 5, 2, 4), (2, 9, 3, 1, 3), (4, 60, 6, 4, 7), (2, 160, 8, 3, 6)):
+        num_tokens, num_experts, num_groups, num_kept, num_chosen = shape
+        groups: dict[str, Any] = {"num_groups": num_groups, "num_kept_groups": num_kept, "scale": 2.5}
+        kinds = {
+            "softmax-max": Routing(num_chosen, **groups),
+            "softmax-max-renormalised": Routing(num_chosen, True, **groups),
+            "sigmoid-top2": Routing(num_chosen, False, "sigmoid", True, group_score="top2", **groups),
+            "sigmoid-max": Routing(num_chosen, True, "sigmoid", True, **groups),
+        }
+        for kind, routing in kinds.items():
+            name = f"route-{'x'.join(map(str, shape))}-{kind}"
+            yield Case(name, route_tokens, lambda n=(num_tokens, num_experts), r=routing: route(torch.randn(n), r))
+    largest = Routing(8, True, "sigmoid", True, 8, 4, "top2", 2.5)
+    yield Case("route-8-of-256", route_tokens, lambda: route(torch.randn(3, 256), largest))
+    plain = Routing(3, True, "sigmoid", True, scale=1.5)
+    yield Case("route-sigmoid-without-groups", route_tokens, lambda: route(torch.randn(5, 11), plain))
+
+    def ties(routing: Routing) -> dict[str, Any]:
+        logits = torch.tensor([[0.0] * 12, [1.0, 0.0, 0.0] * 4, [-1.0, 0.0, 2.0, -1.0, 2.0, 0.0] * 2])
+        bias = torch.zeros(12) if routing.has_bias else None
+        return {"logits": Real(logits), "bias": bias, "routing": routing}
+
+    for tied in (Routing(4, True, "softmax", False, 4, 2), Routing(4, True, "sigmoid", True, 4, 2, "top2")):
+        yield Case(f"route-ties-{tied.scoring}", route_tokens, lambda routing=tied: ties(routing))
+
+
 # What expert a token's rank goes to: [num_tokens, num_chosen] from these and the number of experts.
-Routing = Callable[[int, int, int], Tensor]
+Assignment = Callable[[int, int, int], Tensor]
 
 
 def anywhere(num_tokens: int, num_chosen: int, num_experts: int) -> Tensor:
@@ -89,7 +124,7 @@ def not_the_first(num_tokens: int, num_chosen: int, num_experts: int) -> Tensor:
 
 
 def layer(
-    routing: Routing, num_tokens: int, num_chosen: int, num_experts: int, hidden: int, size: int
+    routing: Assignment, num_tokens: int, num_chosen: int, num_experts: int, hidden: int, size: int
 ) -> dict[str, Any]:
     return {
         "x": Real(torch.randn(num_tokens, hidden)),

@@ -19,7 +19,7 @@ def pools() -> Iterator[Case]:
     for size in (1, 7, 48, 300):
 
         def args(size: int = size) -> dict[str, Any]:
-            shares = [share for share in _SHARES for _ in range(4)]
+            shares = [share for share in _SHARES for _ in range(1 + len(PoolingKind))]
             num_reqs = len(shares)
             kinds = [0, *PoolingKind] * len(_SHARES)
             planned = [max(1, count) for count, *_ in shares]

@@ -102,11 +102,11 @@ def test_experts_in_some_layers() -> None:
     mixtral = read("Mixtral", num_local_experts=8, num_experts_per_tok=2).experts
     assert mixtral is not None
     assert mixtral.layer_ids == (0, 1, 2, 3, 4, 5, 6)
-    assert mixtral.renormalise
+    assert mixtral.routing.renormalise
     assert mixtral.intermediate_size == 96
     qwen = read("Qwen3Moe", **EXPERTS).experts
     assert qwen is not None
-    assert not qwen.renormalise
+    assert not qwen.routing.renormalise
     assert qwen.intermediate_size == 24
 
 

@@ -7,35 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.attention.context import StepTokens
-from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineOptions
 from slipstream.engine.build import Engine, build_engine
 from slipstream.llm import LLM
 from slipstream.sampling_params import SamplingParams
 from tests import tiny_models
+from tests.contexts import one_prompt
 
 
 def all_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
     """Logits at every position of one sequence, in a single pass."""
-    n, page_size = len(token_ids), engine.config.cache.page_size
-    num_pages = -(-n // page_size)
     runner = engine.core.runner
-    positions = torch.arange(n)
-    metadata = CommonAttentionMetadata(
-        num_reqs=1,
-        num_actual_tokens=n,
-        max_query_len=n,
-        query_start_loc=torch.tensor([0, n], dtype=torch.int32),
-        query_start_loc_cpu=torch.tensor([0, n], dtype=torch.int32).numpy(),
-        query_lens=torch.tensor([n], dtype=torch.int32),
-        seq_lens=torch.tensor([n], dtype=torch.int32),
-        seq_lens_cpu_upper_bound=torch.tensor([n], dtype=torch.int32).numpy(),
-        block_table=torch.arange(1, num_pages + 1, dtype=torch.int32).unsqueeze(0),
-        slot_mapping=positions + page_size,
-        batch_rows=torch.zeros(1, dtype=torch.int32),
-    )
-    context = runner.caches.begin(StepTokens(positions, metadata.slot_mapping, metadata))
+    context = runner.caches.begin(one_prompt(len(token_ids), engine.config.cache.page_size))
     with torch.inference_mode():
         hidden = runner.program.model.forward(torch.tensor(token_ids, dtype=torch.int32), context)
         return runner.program.model.compute_logits(hidden)

@@ -17,7 +17,7 @@ class LoggedWork:
 
     def __init__(self, work: Any, calls: list[str]) -> None:
         self._work, self._calls = work, calls
-        self.tier, self.num_drafts = work.tier, work.num_drafts
+        self.tier, self.num_drafts, self.needs_masks = work.tier, work.num_drafts, work.needs_masks
 
     def begin(self, batch: Any, graph: Any) -> None:
         self._calls.append("begin" if graph is None else f"begin in a graph of {graph.num_tokens}")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slipstream.sampling.check_logits import check_logits, row_max
+from slipstream.sampling.check_logits import check_logits, find_maxima
 
 
 def test_bad_rows_are_named_and_cleaned() -> None:
@@ -20,7 +20,9 @@ def test_bad_rows_are_named_and_cleaned() -> None:
 def test_rows_of_any_size(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Ties go to the lowest id, and one NaN or infinity anywhere is enough."""
     logits = torch.randint(-5, 5, shape).to(dtype)
-    largest, index = row_max(logits)
+    largest, index, failed, any_failed = find_maxima(logits)
+    assert not any_failed
+    assert not failed.any()
     assert largest.tolist() == [max(row) for row in logits.tolist()]
     assert index.tolist() == [row.index(max(row)) for row in logits.tolist()]
     for bad in (float("nan"), float("inf")):

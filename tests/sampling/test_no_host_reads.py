@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.sampling.bad_words import ban_bad_words
 from slipstream.sampling.logit_bias import apply_logit_bias
 from slipstream.sampling.logprobs import pack_logprobs
-from slipstream.sampling.mask import apply_mask
+from slipstream.sampling.mask import TokenMasks, apply_mask
 from slipstream.sampling.min_p import apply_min_p
 from slipstream.sampling.min_tokens import hold_back_stops
 from slipstream.sampling.temperature import apply_temperature
@@ -30,7 +30,7 @@ def ints(*shape: int) -> Tensor:
 
 LOGITS = floats(3, 100)
 CALLS: dict[str, Callable[[], Tensor]] = {
-    "mask": lambda: apply_mask(LOGITS, ints(3, 4)),
+    "mask": lambda: apply_mask(LOGITS, TokenMasks(ints(9, 4), ints(3))),
     "logit_bias": lambda: apply_logit_bias(LOGITS, ints(3), ints(8), ints(8, 5), floats(8, 5)),
     "bad_words": lambda: ban_bad_words(LOGITS, ints(3), ints(8, 40), ints(3), ints(8), ints(8, 4, 3)),
     "min_tokens": lambda: hold_back_stops(LOGITS, ints(3), ints(3), ints(8), ints(8, 2)),

@@ -21,6 +21,8 @@ from transformers import (
 
 from slipstream.request import Request
 from slipstream.sampling.gumbel import gumbel_noise
+from slipstream.sampling.logprobs import unpack_logprobs
+from slipstream.sampling.mask import TokenMasks, apply_mask
 from slipstream.sampling.min_p import apply_min_p
 from slipstream.sampling.operation import Positions, SamplingOperation
 from slipstream.sampling.registry import operations
@@ -83,7 +85,7 @@ def check(cases: list[tuple[Request, list[int]]], seed: int) -> None:
     logits = torch.randn(len(cases), VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
     rows, at, needs = make_rows([c[0] for c in cases], [c[1] for c in cases])
     noise = gumbel_noise(rows.seeds[at.rows], at.positions, rows.choice[at.rows], VOCAB)
-    found = process(logits, rows, at, needs, mask=None)
+    found = process(logits, rows, at, needs)
     token_ids = sample(logits, rows, at, needs).token_ids
     for i, (request, history) in enumerate(cases):
         expected = expected_logits(logits[i], request, history)
@@ -131,7 +133,7 @@ def test_a_row_is_its_requests_alone_whichever_had_it_before() -> None:
         found = []
         for by in (None, before):
             rows, at, _ = make_rows([request], [history], by)
-            found.append(process(logits, rows, at, needs, mask=None))
+            found.append(process(logits, rows, at, needs))
         assert torch.equal(*found), request.params
 
 
@@ -142,9 +144,9 @@ def test_the_mask_decides_what_may_stand_at_a_position() -> None:
     mask = torch.zeros(1, 2, dtype=torch.int32)
     mask[0, 1] = 1 << 3  # token 35
     mask[0, 0] = -(2**31)  # token 31, the sign bit
-    assert sample(logits, rows, at, needs, mask).token_ids.tolist() == [35]
+    assert sample(logits, rows, at, needs, TokenMasks(mask, at.rows)).token_ids.tolist() == [35]
     mask[0, 1] = 0
-    assert sample(logits, rows, at, needs, mask).token_ids.tolist() == [31]
+    assert sample(logits, rows, at, needs, TokenMasks(mask, at.rows)).token_ids.tolist() == [31]
 
 
 def test_a_batch_runs_what_it_needs_alone() -> None:
@@ -208,3 +210,29 @@ def test_min_p_of_one_keeps_exactly_the_likeliest() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     kept = torch.isfinite(apply_min_p(logits, torch.ones(1)))
     assert kept.tolist() == [[False, True, True, False]]
+
+
+def test_masks_of_a_pool_in_float32_are_those_in_float64() -> None:
+    """In float32 a CPU may run C; sizes that are no multiple of 32, rows without a mask, and the sign bit."""
+    generator = torch.Generator().manual_seed(4)
+    for size in (1, 31, 32, 70, 513):
+        logits = torch.randn(4, size, generator=generator)
+        pool = torch.randint(-(2**31), 2**31, (5, -(-size // 32)), generator=generator).int()
+        masks = TokenMasks(pool, torch.tensor([4, -1, 0, 4], dtype=torch.int32))
+        found = apply_mask(logits, masks)
+        assert torch.equal(found.double(), apply_mask(logits.double(), masks))
+        assert torch.equal(found[1], logits[1])
+
+
+def test_log_probabilities_are_those_of_the_masked_distribution() -> None:
+    request = make_request([1, 2], logprobs=2)
+    rows, at, needs = make_rows([request], [[1, 2]])
+    logits = torch.arange(VOCAB, dtype=torch.float64)[None] / 10
+    allowed = [3, 17, 40]
+    mask = torch.tensor([[1 << 3 | 1 << 17, 1 << 8]], dtype=torch.int32)
+    found = sample(logits, rows, at, needs, TokenMasks(mask, torch.zeros(1, dtype=torch.int32)))
+    assert found.logprobs is not None and found.token_ids.tolist() == [40]
+    (row,) = unpack_logprobs(found.logprobs.numpy())
+    expected = logits[0, allowed].log_softmax(0).tolist()
+    assert row.token_ids[:4] == [40, 40, 17, 3]
+    assert row.values[:4] == pytest.approx([expected[2], expected[2], expected[1], expected[0]], rel=1e-6)

@@ -57,7 +57,7 @@ def test_the_same_tokens_stay_at_any_temperature(temperature: float) -> None:
     logits = torch.randn(1, VOCAB, dtype=torch.float64)
     request = make_request([1, 2], temperature=temperature, top_n_sigma=1.5)
     rows, at, needs = make_rows([request], [[1, 2]])
-    found = process(logits, rows, at, needs, mask=None)[0]
+    found = process(logits, rows, at, needs)[0]
     stays = torch.isfinite(expected(logits[0], 1.5))
     assert torch.equal(torch.isfinite(found), stays) and 1 < int(stays.sum()) < VOCAB
     torch.testing.assert_close(found[stays] * temperature, logits[0, stays], rtol=1e-6, atol=0)

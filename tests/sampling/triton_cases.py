@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from slipstream.sampling.draw import draw_drafts, draw_tokens
+from slipstream.sampling.mask import apply_mask
 from slipstream.sampling.penalties import apply_penalties
+from slipstream.sampling.suppress_tokens import suppress_tokens
+from slipstream.sampling.timestamp_rules import apply_timestamp_rules
 from slipstream.sampling.top_k import apply_top_k
 from slipstream.sampling.top_n_sigma import apply_top_n_sigma
 from slipstream.sampling.top_p import apply_top_p
@@ -247,4 +250,81 @@ def _penalties() -> Iterator[Case]:
             )
 
 
-CASES = [*_draws(), *_drafts(), *_top_n_sigma(), *_top_k(), *_top_p(), *_penalties()]
+def suppress_args(n: int, vocab_size: int) -> dict[str, Any]:
+    num_rows = n + 2
+    counts = torch.stack([torch.randint(0, 257, (num_rows,)), torch.randint(0, 17, (num_rows,))], 1).int()
+    counts[1] = 0
+    ids = {"suppressed": 256, "at_begin": 16}
+    return {
+        "logits": Real(grid_logits(n, vocab_size)),
+        "batch_rows": torch.randint(0, num_rows, (n,)).int(),
+        "positions": torch.randint(3, 9, (n,), dtype=torch.int32),
+        "prompt_len": torch.randint(3, 9, (num_rows,), dtype=torch.int32),
+        "counts": counts,
+        **{name: torch.randint(0, vocab_size, (num_rows, width)).int() for name, width in ids.items()},
+    }
+
+
+def _suppressed() -> Iterator[Case]:
+    for vocab_size in VOCABULARIES:
+        for n in (1, 5):
+            yield Case(
+                f"suppress_tokens-{n}x{vocab_size}", suppress_tokens, lambda n=n, v=vocab_size: suppress_args(n, v)
+            )
+
+
+def timestamp_args(n: int, vocab_size: int, max_len: int) -> dict[str, Any]:
+    """Rows whose outputs are text and times in any order, and one row in four without rules."""
+    num_rows = n + 2
+    first = vocab_size // 2 + 2
+    rules = torch.tensor([first, first - 1, first - 3, first + vocab_size // 8]).expand(num_rows, 4).clone().int()
+    rules[::4] = 0
+    token_ids = torch.randint(0, first, (num_rows, max_len), dtype=torch.int32)
+    is_time = torch.rand(num_rows, max_len) < 0.4
+    token_ids[is_time] = torch.randint(first, vocab_size, (int(is_time.sum()),), dtype=torch.int32)
+    positions = torch.randint(0, max_len, (n,), dtype=torch.int32)
+    logits = grid_logits(n, vocab_size)
+    logits[::2, first:] += 2.0
+    return {
+        "logits": Real(logits),
+        "batch_rows": torch.randint(0, num_rows, (n,)).int(),
+        "positions": positions,
+        "token_ids": token_ids,
+        "prompt_len": torch.randint(0, max_len, (num_rows,), dtype=torch.int32),
+        "rules": rules,
+    }
+
+
+def _timestamps() -> Iterator[Case]:
+    for vocab_size, max_len in ((12, 3), (200, 12), (5003, 700)):
+        for n in (1, 20):
+            yield Case(
+                f"timestamp_rules-{n}x{vocab_size}",
+                apply_timestamp_rules,
+                lambda n=n, v=vocab_size, m=max_len: timestamp_args(n, v, m),
+            )
+
+
+def _masks() -> Iterator[Case]:
+    for n, vocab_size in ((1, 1), (6, 31), (6, 33), (4, 5003), (3, 9000)):
+
+        def args(n: int = n, v: int = vocab_size) -> dict[str, Any]:
+            pool = torch.randint(-(2**31), 2**31, (5, -(-v // 32))).int()
+            rows = torch.randint(-1, 5, (n,)).int()
+            rows[0] = -1 if n > 1 else 0
+            return {"logits": Real(grid_logits(n, v)), "pool": pool, "rows": rows}
+
+        yield Case(f"apply_mask-{n}x{vocab_size}", apply_mask, args)
+
+
+CASES = [
+    *_masks(),
+    *_draws(),
+    *_drafts(),
+    *_top_n_sigma(),
+    *_top_k(),
+    *_top_p(),
+    *_penalties(),
+    *_suppressed(),
+    *_timestamps(),
+]

@@ -432,3 +432,75 @@ def test_a_request_that_comes_makes_no_trial_later() -> None:
     policy.interval = 8
     policy.move_in(0)
     assert policy.interval == 8
+
+
+# --- drafts in one pass ---------------------------------------------------------------------------------
+
+BLOCK = (0, 1, 2, 3, 5, 7, 11, 15)
+PASS = 0.3  # of a block, in steps without drafts
+
+
+class BlockEngine:
+    """One request: a step that proposes anything proposes a block, and pays for all of it."""
+
+    def __init__(self, each: float, seed: int = 0) -> None:
+        self._each, self._random = each, random.Random(seed)
+        self.costs = StepCosts(in_graphs=True)
+        for k in BLOCK:
+            self.costs.record(1, k, self.cost(k, k))
+        self.policy = AdaptiveLength(BLOCK, 3, 1, self.costs, num_proposed=lambda k: BLOCK[-1] if k else 0)
+        self.policy.move_in(0)
+        self.made, self.seconds, self.tokens = 0, 0.0, 0
+
+    def cost(self, check: int, make: int) -> float:
+        return 1.0 + self._each * check + (PASS if make else 0.0)
+
+    def run(self, p: float, count: int) -> float:
+        seconds, tokens = self.seconds, self.tokens
+        for _ in range(count):
+            check, make = self.policy.next_lengths()
+            assert make in (0, BLOCK[-1])
+            check = min(check, self.made)
+            right = next((i for i in range(BLOCK[-1]) if self._random.random() >= p), BLOCK[-1])
+            composition = Composition(("r",), (1,), (0,), (1 + check,), (True,), (check,), 1 + check, make)
+            self.policy.launched(composition)
+            would = int(right > 0 and self.made > 0 and check == 0)
+            self.policy.collected(composition, [min(right, check)], [would])
+            self.policy.update()
+            self.seconds += self.cost(check, make)
+            self.tokens += 1 + min(right, check)
+            self.made = make
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def best(self, p: float) -> float:
+        """By algebra: the tokens of a step with k drafts are 1 + p + ... + p^k."""
+        return max(sum(p**i for i in range(k + 1)) / self.cost(k, k) for k in BLOCK)
+
+
+@pytest.mark.parametrize("each", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("p", [0.0, 0.5, 0.8, 0.93])
+def test_of_a_block_as_much_is_checked_as_pays(p: float, each: float) -> None:
+    found = []
+    for seed in range(4):
+        engine = BlockEngine(each, seed)
+        engine.run(p, 150)
+        found.append(engine.run(p, 1500))
+    assert sum(found) / 4 > 0.96 * engine.best(p)
+
+
+def test_half_a_step_with_a_block_says_nothing_of_other_lengths() -> None:
+    """Where any proposal costs the same, a step that checks nothing and proposes a block is no step of either kind."""
+    costs = StepCosts(in_graphs=False)
+    for k in BLOCK:
+        costs.record(1, k, 1.0 + 0.1 * k)
+    policy = AdaptiveLength(BLOCK, 3, 1, costs, num_proposed=lambda k: BLOCK[-1] if k else 0)
+
+    def step(check: int, make: int) -> Composition:
+        return Composition(("r",), (1,), (0,), (1 + check,), (True,), (check,), 1 + check, make)
+
+    before = {k: costs.seconds(1, k) for k in BLOCK}
+    policy.record_seconds(step(0, 15), 9.0)
+    policy.record_seconds(step(5, 0), 9.0)
+    assert {k: costs.seconds(1, k) for k in BLOCK} == before
+    policy.record_seconds(step(5, 15), 3.0)
+    assert costs.seconds(1, 5) > before[5]  # type: ignore[operator]

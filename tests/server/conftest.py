@@ -133,7 +133,9 @@ def start_server(folder: Path, *options: str) -> RunningServer:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tiny_models.save(tiny_models.build("llama"), folder)
+    model = tiny_models.build("llama")
+    model.config.is_matryoshka = True
+    tiny_models.save(model, folder)
     return folder
 
 

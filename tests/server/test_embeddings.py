@@ -82,7 +82,10 @@ def test_dimensions_and_extensions(client: OpenAI, expected: dict[str, Any]) -> 
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": 4096}, "dimensions 4096 is above the 48 of this model's vectors"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "pooling": "max"}, "pooling must be last, cls or mean, not 'max'"),
+        (
+            {"input": "a", "pooling": "most"},
+            "pooling must be last, cls, mean, max, mean_sqrt_len or weighted_mean, not",
+        ),
         ({"input": "a", "stream": True}, "unknown field 'stream'"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "model": "other"}, "there is no model 'other' here"),

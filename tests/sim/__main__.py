@@ -26,25 +26,34 @@ class Verdict(NamedTuple):
     error: str  # empty: all went well
 
 
-def judge(seed: int, is_recurrent: bool | None = None) -> Verdict:
+class Kind(NamedTuple):
+    """What the model of every world keeps; None: as the seed draws it."""
+
+    is_recurrent: bool | None = None
+    is_latent: bool | None = None
+    is_sparse: bool | None = None
+    is_block: bool | None = None
+    is_cross: bool | None = None
+    is_constrained: bool | None = None
+
+
+def judge(seed: int, kind: Kind) -> Verdict:
     try:
-        world = run_seed(seed, is_recurrent=is_recurrent)
+        world = run_seed(seed, **kind._asdict())
     except Exception as error:
         return Verdict(seed, 0, 0, f"{type(error).__name__}: {error}")
     return Verdict(seed, world.num_steps, world.num_preemptions, "")
 
 
-def verdicts(
-    pool: ProcessPoolExecutor, seeds: Iterable[int], num_ahead: int, is_recurrent: bool | None = None
-) -> Iterator[Verdict]:
+def verdicts(pool: ProcessPoolExecutor, seeds: Iterable[int], num_ahead: int, kind: Kind) -> Iterator[Verdict]:
     """In the order of seeds. Few are begun ahead: who has seen enough need not wait for the rest."""
     waiting = iter(seeds)
-    begun = deque((seed, pool.submit(judge, seed, is_recurrent)) for seed in islice(waiting, num_ahead))
+    begun = deque((seed, pool.submit(judge, seed, kind)) for seed in islice(waiting, num_ahead))
     while begun:
         seed, future = begun.popleft()
         try:
             verdict = future.result()
-            begun.extend((seed, pool.submit(judge, seed, is_recurrent)) for seed in islice(waiting, 1))
+            begun.extend((seed, pool.submit(judge, seed, kind)) for seed in islice(waiting, 1))
         except BrokenProcessPool:
             # A fault can be bad enough to crash torch itself. Seeds near this one may have done it.
             yield Verdict(seed, 0, 0, "the process died")
@@ -52,9 +61,9 @@ def verdicts(
         yield verdict
 
 
-def replay(seed: int, is_recurrent: bool | None = None) -> int:
+def replay(seed: int, kind: Kind) -> int:
     """One seed with its course of events; the same every time."""
-    world = World(seed, is_recurrent=is_recurrent)
+    world = World(seed, **kind._asdict())
     try:
         world.run()
     except Exception:
@@ -74,14 +83,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--recurrent", action="store_true", help="a model with states in every world, not in a sixth")
+    parser.add_argument("--latent", action="store_true", help="a model with latents in every world, not in a seventh")
+    parser.add_argument("--sparse", action="store_true", help="a model that chooses latents in every world")
+    parser.add_argument("--block", action="store_true", help="a head that drafts blocks in every world")
+    parser.add_argument("--cross", action="store_true", help="a model with a source encoder in every world")
+    parser.add_argument("--constrained", action="store_true", help="requests with grammars in every world")
     options = parser.parse_args()
-    is_recurrent = True if options.recurrent else None
+    names = ("recurrent", "latent", "sparse", "block", "cross", "constrained")
+    kind = Kind(*(getattr(options, name) or None for name in names))
     if options.seed is not None:
-        return replay(options.seed, is_recurrent)
+        return replay(options.seed, kind)
     start, failed, steps, preemptions = time.perf_counter(), [], 0, 0
     with ProcessPoolExecutor(options.jobs) as pool:
         seeds = range(options.first, options.first + options.seeds)
-        for done, verdict in enumerate(verdicts(pool, seeds, 2 * options.jobs, is_recurrent), 1):
+        for done, verdict in enumerate(verdicts(pool, seeds, 2 * options.jobs, kind), 1):
             steps += verdict.num_steps
             preemptions += verdict.num_preemptions
             if verdict.error:

@@ -23,18 +23,17 @@ from slipstream.attention.context import AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.config import ModelConfig
 from slipstream.device.operation import TensorSpec, operation
+from tests.sim.hash_latent import SPEC
 from tests.sim.hash_model import (
     HEAD_SCALE,
     MODEL_CONFIG,
     NUM_LAYERS,
     VOCAB_SIZE,
-    UInts,
     attend,
-    halves,
     hash_embedding,
     hash_logits,
-    scramble,
 )
+from tests.sim.hashes import UInts, halves, scramble
 
 # The target's stream; who made it: 0 for the target, the number of the module and 1 for the head; what the target had
 # seen at the first slot of the first module's keys, which the others cannot know: there is no state before it.
@@ -52,12 +51,18 @@ class HeadShape(NamedTuple):
     taps: tuple[int, ...] = (1, 2)  # empty: after the final norm
     num_modules: int = 1
     draft_ids: Sequence[int] | None = None  # the target's tokens that it can say, in its own order; None: all
+    is_latent: bool = False  # whether its layers keep latents
 
     @property
     def config(self) -> ModelConfig:
         size = VOCAB_SIZE if self.draft_ids is None else len(self.draft_ids)
         return replace(
-            MODEL_CONFIG, architecture="hash head", num_layers=self.num_modules, hidden_size=_WIDTH, vocab_size=size
+            MODEL_CONFIG,
+            architecture="hash head",
+            num_layers=self.num_modules,
+            hidden_size=_WIDTH,
+            vocab_size=size,
+            layer_caches=(SPEC,) * self.num_modules if self.is_latent else (),
         )
 
 
@@ -157,7 +162,7 @@ class HashHead:
     def write_keys(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext) -> None:
         own = hash_embedding(input_ids, context.positions + 1)
         key = torch.cat([own, hidden[:, 2:4]], dim=1).unsqueeze(1)
-        step: GroupedQueryStep = context.at(self._layers[0])
+        step: GroupedQueryStep = context.at(self._layers[0])  # or one that takes the same arguments
         step.store(self._layers[0], key, key.flip(-1), self._cos_sin, None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

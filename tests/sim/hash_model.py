@@ -4,6 +4,8 @@ Every token leaves its own hash and position in the cache, layer by layer. One w
 value of another request or of an earlier step, and every token after it is another one. Hidden states are hashes too:
 whatever is computed from a wrong one is wrong. Numbers stay below 2**48, so that float64 holds them exactly.
 
+A variant with an encoder has layers of cross attention, which add up hashes of what the encoder has read.
+
 A recurrent variant has one more layer at the end. Its state is a hash of every token so far, kept as a delta net's
 is, and decides every fourth token: one state of another token, step or request, and it is another chain from there on.
 """
@@ -26,6 +28,9 @@ from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig, RopeConfig
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.models.model_state import ModelState
+from slipstream.models.pooled_head import PooledHead
+from tests.sim.hash_source_encoder import HashSourceEncoder, attend_encoded, hash_cross_attention
+from tests.sim.hashes import UInts, halves, read_whole, scramble
 
 VOCAB_SIZE = 61
 # How the one layer of a draft head is told from the target's.
@@ -49,26 +54,6 @@ _NET = DeltaNetSpec(num_k_heads=1, num_v_heads=1, k_dim=1, v_dim=2, conv_width=3
 RECURRENT_CONFIG = replace(
     MODEL_CONFIG, num_layers=NUM_LAYERS + 1, layer_caches=(*[MODEL_CONFIG.keys_and_values] * NUM_LAYERS, _NET)
 )
-UInts = npt.NDArray[np.uint64]
-
-
-def scramble(x: UInts) -> UInts:
-    """The finaliser of splitmix64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def halves(x: UInts) -> npt.NDArray[np.float64]:
-    """64 bits as two numbers that a float holds."""
-    low, high = x & np.uint64(0xFFFFFFFF), x >> np.uint64(32)
-    return np.stack([low, high], axis=-1).astype(np.float64)
-
-
-def _whole(x: npt.NDArray[np.float64]) -> UInts:
-    if not (np.isfinite(x).all() and (x >= 0).all() and (x < 2**48).all()):
-        raise ValueError("a value that no token left here")
-    return x.astype(np.uint64)
 
 
 @operation(like="q")
@@ -113,7 +98,7 @@ def hash_attention(
         # A head's keys are those of the next tokens: at slot p that of the token at p + 1.
         index = np.arange(first_slots[i], length, dtype=np.uint64) + np.uint64(layer_idx == HEAD_LAYER)
         sums = np.cumsum(scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index))
-        seen, own = sums[len(sums) - (end - begin) :], _whole(queries[begin:end, 0])
+        seen, own = sums[len(sums) - (end - begin) :], read_whole(queries[begin:end, 0])
         mixed = seen + scramble(own[:, 0] + own[:, 1] * np.uint64(3) + np.uint64(layer_idx))
         out[begin:end, 0, 0] = (scramble(mixed) >> np.uint64(16)).astype(np.float64)
         out[begin:end, 0, 1] = queries[begin:end, 0, 1]
@@ -129,10 +114,46 @@ def _read_keys(cache: npt.NDArray[np.float64], page_ids: npt.NDArray[np.int32], 
     pages, skipped = page_ids[first // page_size : -(-end // page_size)], first // page_size * page_size
     if (pages <= 0).any():
         raise IndexError("reads the null page, or none at all")
-    keys, values = (_whole(cache[pages, i, 0].reshape(-1, 4)[first - skipped : end - skipped]) for i in (0, 1))
+    keys, values = (read_whole(cache[pages, i, 0].reshape(-1, 4)[first - skipped : end - skipped]) for i in (0, 1))
     if not np.array_equal(keys, values[:, ::-1]):
         raise ValueError("keys and values of different tokens")
     return keys
+
+
+@operation(like="q")
+def hash_block_attention(
+    q: Tensor,  # [num_tokens, 1, 4] float64; this and the others: see ``hash_attention``
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_seq_len: int,
+    max_query_len: int,
+    seq_starts: Tensor,
+) -> Tensor:
+    """[num_tokens, 1, 4], the same for all tokens of a request, which see each other.
+
+    What the target had seen before the first slot, by the key there; and the sum of the hashes of all keys.
+    """
+    out, cache = np.zeros(q.shape), kv_cache.numpy()
+    starts, alive, first_slots = (x.tolist() for x in (query_start_loc, query_lens, seq_starts))
+    for i, length in enumerate(seq_lens.tolist()):
+        if not 0 <= alive[i] <= min(starts[i + 1] - starts[i], max_query_len) or alive[i] > length:
+            raise ValueError(f"{alive[i]} living tokens, {length} keys, a bound of {max_query_len}")
+        if not alive[i]:
+            continue
+        if length > min(max_seq_len, block_table.shape[1] * kv_cache.shape[3]):
+            raise ValueError(f"{length} keys, a bound of {max_seq_len}")
+        keys = _read_keys(cache, block_table[i].numpy(), first_slots[i], length)
+        index = np.arange(first_slots[i], length, dtype=np.uint64)
+        hashes = scramble(keys[:, 0] * np.uint64(8191) + keys[:, 1] * np.uint64(127) + index)
+        has_gap = 0 < first_slots[i] < length - alive[i]  # elsewhere the target had seen nothing before
+        own = slice(starts[i], starts[i] + alive[i])
+        if has_gap:
+            out[own, 0, :2] = halves((keys[:1, 2] | keys[:1, 3] << np.uint64(32)) - hashes[:1])
+        out[own, 0, 2:] = halves(hashes.sum(keepdims=True))
+    return torch.from_numpy(out)
 
 
 @operation(like="x", writes=("inputs", "states"))
@@ -239,6 +260,10 @@ class HashBackend:
         tables = (metadata.query_start_loc, metadata.query_lens, metadata.seq_lens, metadata.block_table)
         layer_idx = HEAD_LAYER if layer.scale == HEAD_SCALE else layer.idx
         bounds = (metadata.max_seq_len, metadata.max_query_len)
+        if not metadata.is_causal and metadata.seq_starts is None:  # over the output of a source encoder
+            return hash_cross_attention(q, kv_cache, *tables, metadata.max_seq_len, layer.idx)
+        if not metadata.is_causal:
+            return hash_block_attention(q, kv_cache, *tables, *bounds, metadata.seq_starts)
         num_common = metadata.num_common_pages
         self.num_cascades += num_common > 0
         return hash_attention(q, kv_cache, *tables, *bounds, layer_idx, metadata.seq_starts, num_common)
@@ -269,6 +294,7 @@ class HashModel:
     """The target or, where it guesses, a drafter: its states are the target's if its cache and its inputs are right."""
 
     state: ModelState | None = None
+    pooled_head: PooledHead | None = None
 
     def __init__(
         self,
@@ -277,12 +303,17 @@ class HashModel:
         num_used: int = VOCAB_SIZE,
         guesses: bool = False,
         recurrent: bool = False,
+        encoder: HashSourceEncoder | None = None,
     ) -> None:
-        self._choice, self._recurrent = (num_used, guesses), recurrent
+        self._choice, self._recurrent, self.source_encoder = (num_used, guesses), recurrent, encoder
         self._layers = [AttentionLayer(idx, 1, 1, 4, 1.0) for idx in range(NUM_LAYERS)]
         # A rotation by nothing: the hash itself goes into the cache.
         self._cos_sin = torch.zeros(max_position, 2, 1, device=device)
         self._cos_sin[:, 0].fill_(1.0)
+
+    def forward_first(self, input_ids: Tensor, context: AttentionContext, num_layers: int) -> Tensor:
+        assert num_layers == NUM_LAYERS
+        return self.forward(input_ids, context)
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states are hash and position, and what each layer has seen: a head goes on from there."""
@@ -291,6 +322,8 @@ class HashModel:
             context.tap(idx, _stream(x, seen))
             x, own = attend(context, layer, x, self._cos_sin)
             seen.append(own)
+            if self.source_encoder is not None:
+                x = attend_encoded(context, idx, x)
         stream = _stream(x, seen)
         context.tap(NUM_LAYERS, stream)
         if self._recurrent:

@@ -22,6 +22,54 @@ from tests.sim.planted import ROOT, Mutation, plant
 
 MUTATIONS = [
     Mutation(
+        "encoder: its builder reads lengths of the device",
+        "cross:CrossBackend.build",
+        "seq_lens_cpu_upper_bound=np.full(common.num_reqs, self._max_entries, dtype=np.int32),",
+        "seq_lens_cpu_upper_bound=lens.cpu().numpy(),",
+    ),
+    Mutation(
+        "encoder: a request reads the pages of another",
+        "cross:CrossBackend.build",
+        "gather_encoder_pages(common.encoder, common.batch_rows)",
+        "gather_encoder_pages(common.encoder, common.batch_rows.roll(1))",
+    ),
+    Mutation(
+        "encoder: its output is given back while it is read",
+        "request_pages:RequestPages.remember_encoded",
+        "state.is_encoding = False",
+        "state.is_encoding = False; self.pool.give_back(state.encoder_page_ids); state.encoder_page_ids = []",
+    ),
+    Mutation(
+        "encoder: an input is overwritten while its copy is in flight",
+        "encoder_step:EncoderStep.run",
+        "slot, begin = self.ring.acquire(), 0",
+        "slot, begin = self.ring.slots[0], 0",
+    ),
+    Mutation(
+        "encoder: a part of its output is taken for all",
+        "request_pages:RequestPages._find_encoded",
+        "return found if len(found) == num_pages else []",
+        "return found",
+    ),
+    Mutation(
+        "encoder: the cache is told of tokens alone",
+        "runner:Runner.cache_key",
+        "return own if request.encoder is None else request.encoder.digest() + own",
+        "return own",
+    ),
+    Mutation(
+        "encoder: every second request is not encoded",
+        "request_pages:RequestPages.move_in",
+        "state.is_encoding = bool(num_encoded) and not cached.encoded",
+        "state.is_encoding = bool(num_encoded) and not cached.encoded and not state.arrival_idx % 2",
+    ),
+    Mutation(
+        "early exit: the first pass begins one token early",
+        "early_exit:EarlyExitSpeculator.first_ids",
+        "firsts = rows.num_computed.index_select(0, batch.rows)",
+        "firsts = rows.num_computed.index_select(0, batch.rows) - 1",
+    ),
+    Mutation(
         "states: a step continues after its own drafts",
         "gdn:GDNAttentionMetadata.build",
         "positions=common.seq_lens - common.query_lens,",
@@ -89,7 +137,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scheduler: the last token may come from the cache",
-        "request_pages:RequestPages.find_cached",
+        "request_pages:RequestPages._find_prefix",
         "num_pages = (len(state.token_ids) - 1) // self.pool.page_size",
         "num_pages = len(state.token_ids) // self.pool.page_size",
     ),
@@ -464,6 +512,60 @@ MUTATIONS = [
         "pass",
     ),
     Mutation(
+        "latents: lengths are read from the device",
+        "mla:_find_runs",
+        "starts, bounds = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound",
+        "starts, bounds = common.query_start_loc_cpu, common.seq_lens.cpu().numpy()",
+    ),
+    Mutation(
+        "latents: bounds of parts forget drafts",
+        "mla:_find_runs",
+        "sum(map(count_parts, bounds.tolist()))",
+        "sum(map(count_parts, (bounds + 1 - np.diff(starts)).tolist()))",
+    ),
+    Mutation(
+        "latents: bounds of chunks forget drafts",
+        "mla:_cut_prompts",
+        "min(WORKSPACE_KEYS, longest - begin)",
+        "min(WORKSPACE_KEYS, longest - begin - 1)",
+    ),
+    Mutation(
+        "latents: one table for all steps",
+        "mla:LatentMetadata.build",
+        "return cls(common, PartTables(num_programs), list(_find_runs(common)))",
+        'return cls(common, globals().setdefault("made", PartTables(num_programs)), list(_find_runs(common)))',
+    ),
+    Mutation(
+        "latents: a drafter's recording has the state of the warm-up",
+        "draft_graphs:DraftGraphs._create_first",
+        "pair.warmup if warmup else pair.captured",
+        "pair.warmup if True else pair.captured",
+    ),
+    Mutation(
+        "latents: tokens of later runs are counted from the first run",
+        "mla:_run",
+        "query_start_loc - begin if begin else query_start_loc",
+        "query_start_loc",
+    ),
+    Mutation(
+        "indexer: lengths are read from the device",
+        "sparse_mla:SparseLatentStep.choose",
+        "at_once = max(1, WORKSPACE_SCORES // run.max_keys)",
+        "at_once = max(1, WORKSPACE_SCORES // int(run.requests.seq_lens.max()))",
+    ),
+    Mutation(
+        "indexer: bounds forget drafts",
+        "sparse_mla:SparseLatentStep.choose",
+        "sizes = (run.max_keys,",
+        "sizes = (run.max_keys + 1 - run.max_query_len,",
+    ),
+    Mutation(
+        "indexer: a piece of the tokens has the queries of the first",
+        "sparse_mla:SparseLatentStep.choose",
+        "IndexQueries(q[tokens], weights[tokens])",
+        "IndexQueries(q[: tokens.stop - first], weights[tokens])",
+    ),
+    Mutation(
         "pooling: vectors are read before they are there",
         "pool_head:_PooledStep.collect",
         "self.slot.event.synchronize()",
@@ -484,8 +586,8 @@ MUTATIONS = [
     Mutation(
         "pooling: a vector of another row",
         "pool_head:_PooledStep.collect",
-        "i: PooledVector(found[i - self.span.first].tobytes(), self.dtype)",
-        "i: PooledVector(found[0].tobytes(), self.dtype)",
+        "else found[i - self.span.first, :size]",
+        "else found[0, :size]",
     ),
     Mutation(
         "pooling: sums of another row",
@@ -511,10 +613,178 @@ MUTATIONS = [
         "return self.kind is not PoolingKind.LAST",
         "return False",
     ),
+    Mutation(
+        "masks: of the position before",
+        "constraints:Constraints._fill",
+        "logits.append(visit.first_logit + depth)",
+        "logits.append(visit.first_logit + max(0, depth - 1))",
+    ),
+    Mutation(
+        "masks: drafts before a request are not counted",
+        "constraints:Constraints.begin",
+        "start += 1 + num_drafts",
+        "start += 1",
+    ),
+    Mutation(
+        "masks: a row of the pool keeps its old mask",
+        "token_masks:MaskStore.stage",
+        "if num_new:",
+        "if num_new > 1:",
+    ),
+    Mutation(
+        "masks: a mask that was written over counts as there",
+        "mask_pool:MaskPool.place",
+        "known.popitem(last=False)[1]",
+        "next(iter(known.values()))",
+    ),
+    Mutation(
+        "masks: a matcher does not go back after drafts",
+        "constraints:Constraints._fill",
+        "matcher.rollback(visited.get(id(visit), 0))",
+        "pass",
+    ),
+    Mutation(
+        "masks: a matcher goes back too far",
+        "constraints:Constraints._fill",
+        "matcher.rollback(visited.get(id(visit), 0))",
+        "matcher.rollback(min(1, len(visit.new)) + visited.get(id(visit), 0))",
+    ),
+    Mutation(
+        "masks: the drafts of the step before",
+        "constraints:Constraints.note_result",
+        "state.drafts = () if result.next_drafts is None else result.next_drafts[i]",
+        "state.drafts = state.drafts or (() if result.next_drafts is None else result.next_drafts[i])",
+    ),
+    Mutation(
+        "masks: filled before the steps before are collected",
+        "core:EngineCore._launch",
+        "constraints is not None and not self._in_flight and constraints.concern(plan)",
+        "constraints is not None and constraints.concern(plan)",
+    ),
+    Mutation(
+        "masks: another step is launched between the halves of one",
+        "core:EngineCore._release_oldest",
+        "if not isinstance(held := self._in_flight[0], HeldStep):\n            return False",
+        "if not isinstance(held := self._in_flight[0], HeldStep):\n            return True",
+    ),
+    Mutation(
+        "masks: the copy's memory is free before the step is done",
+        "runner:Runner._release",
+        "self.masks.release()",
+        "pass",
+    ),
+    Mutation(
+        "masks: the end comes before the minimum",
+        "constraints:Constraints._hold_back_ends",
+        "if visit.num_output + depth < params.min_tokens:",
+        "if visit.num_output < params.min_tokens:",
+    ),
+    Mutation(
+        "pooling: a text of an encoder comes in pieces",
+        "scheduler:Scheduler._add_prefill",
+        "if self.config.whole_prompts and num_tokens > budget:",
+        "if False:",
+    ),
+    Mutation(
+        "pooling: an encoder's text is admitted to a step without room for it",
+        "scheduler:Scheduler._admit",
+        "if self.config.whole_prompts and len(state.token_ids) > budget:",
+        "if False:",
+    ),
+    Mutation(
+        "micro-batches: the first half of a cut request keeps its whole length",
+        "micro_batches:_cut_request",
+        "seq_lens[-1:] -= num_left",
+        "seq_lens[-1:] -= 0",
+    ),
+    Mutation(
+        "micro-batches: the second half goes over the first one's tokens",
+        "micro_batches:_cut_request",
+        "lens_after[:1] = num_left",
+        "lens_after[:1] = after.query_lens[:1]",
+    ),
+    Mutation(
+        "micro-batches: unused slots of drafts shorten the bound",
+        "micro_batches:_cut_request",
+        "bounds[-1] -= max(0, tokens_skipped - num_drafts)",
+        "bounds[-1] -= tokens_skipped",
+    ),
+    Mutation(
+        "micro-batches: the second half writes into the first one's slots",
+        "micro_batches:_slice",
+        "slot_mapping=common.slot_mapping[tokens],",
+        "slot_mapping=common.slot_mapping[:num_tokens],",
+    ),
+    Mutation(
+        "micro-batches: the second half reads pages of the first one's requests",
+        "micro_batches:_slice",
+        "block_table=common.block_table[own],",
+        "block_table=common.block_table[: end - begin],",
+    ),
+    Mutation(
+        "micro-batches: states of the first half's rows",
+        "micro_batches:_slice",
+        "batch_rows=part(common.batch_rows),",
+        "batch_rows=None if common.batch_rows is None else common.batch_rows[: end - begin],",
+    ),
+    Mutation(
+        "micro-batches: encoders' texts are cut",
+        "micro_batches:whole_prompt_reason",
+        'return next((spec.whole_prompts for spec in specs if spec.whole_prompts), "")',
+        'return ""',
+    ),
+    Mutation(
+        "blocks: a rejected draft stays in the context",
+        "block_inputs:prepare_blocks",
+        "torch.where(runs, num_tokens - 1 + query_lens, 0)",
+        "torch.where(runs, torch.maximum(num_tokens - 1 + query_lens, rows.step_start[own] + length), 0)",
+    ),
+    Mutation(
+        "blocks: masks are one position further",
+        "block_inputs:prepare_blocks",
+        "torch.where(exists, num_tokens.unsqueeze(1) - 1 + idx, 0)",
+        "torch.where(exists, num_tokens.unsqueeze(1) - 1 + idx + (idx > 0), 0)",
+    ),
+    Mutation(
+        "blocks: drafts come from the place before",
+        "dflash:DFlashSpeculator.finish",
+        "first = shape.length - shape.num_places",
+        "first = shape.length - shape.num_places - 1",
+    ),
+    Mutation(
+        "blocks: states of another step",
+        "dflash:DFlashSpeculator.taps",
+        "part[:num_tokens] for",
+        "part[:num_tokens].clone() for",
+    ),
+    Mutation(
+        "blocks: no slot for the newest token",
+        "speculate/methods/dflash.py",
+        "extra_slots=1,",
+        "extra_slots=0,",
+    ),
+    Mutation(
+        "blocks: bounds forget the block",
+        "dflash:DFlashSpeculator._contexts",
+        "np.minimum(batch.seq_lens_bound + length - 1, self._max_len)",
+        "np.minimum(batch.seq_lens_bound, self._max_len)",
+    ),
+    Mutation(
+        "blocks: tokens see only what is before them",
+        "dflash:DFlashSpeculator._contexts",
+        "replace(common, is_causal=is_causal)",
+        "replace(common, is_causal=True)",
+    ),
+    Mutation(
+        "blocks: what is before a gap is read",
+        "dflash:DFlashSpeculator._contexts",
+        "seq_starts=self._gaps.seq_starts[:num_reqs],",
+        "seq_starts=torch.zeros_like(self._gaps.seq_starts[:num_reqs]),",
+    ),
 ]
 
 
-def find(mutation: Mutation, num_seeds: int) -> str:
+def find(mutation: Mutation, num_seeds: int, kind: str = "") -> str:
     """What the simulator says of the changed tree; empty if nothing."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         for name in ("slipstream", "tests"):
@@ -522,6 +792,7 @@ def find(mutation: Mutation, num_seeds: int) -> str:
         path, text = plant(mutation)
         (Path(folder) / path).write_text(text)
         command = [sys.executable, "-m", "tests.sim", "--seeds", str(num_seeds), "--jobs", "1", "--stop"]
+        command += [f"--{kind}"] if kind else []
         ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         found = re.search(r"^seed (\d+): (.*)$", ran.stdout, re.MULTILINE)
         if ran.returncode and not found:
@@ -533,11 +804,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--only", default="", help="part of a name")
+    parser.add_argument("--kind", default="", help="of the model in every world: an option of the simulator, as cross")
     options = parser.parse_args()
     chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name]
     missed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutation, found in zip(chosen, pool.map(lambda m: find(m, options.seeds), chosen), strict=True):
+        for mutation, found in zip(
+            chosen, pool.map(lambda m: find(m, options.seeds, options.kind), chosen), strict=True
+        ):
             missed += not found
             print(f"| {mutation.name} | {found or 'NOT FOUND |'} |", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} found within {options.seeds} seeds")

@@ -61,7 +61,9 @@ def faults_found(
     found: list[Exception | None] = []
     for seed in seeds:
         try:
-            World(seed, overrides, frozenset(events), max_turns=400, **backend).run()
+            # A step in halves, or with grammars, hides some of the faults in some of the seeds.
+            kinds = {"is_split": False, "is_constrained": False}
+            World(seed, overrides, frozenset(events), max_turns=400, **kinds, **backend).run()
         except (SimError, HostSyncError, AssertionError) as error:
             found.append(error)
         else:

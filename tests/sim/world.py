@@ -10,43 +10,69 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from slipstream.attention import mla, sparse_mla
 from slipstream.attention.backend import AttentionBackend
 from slipstream.attention.choice import open_caches
-from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions
+from slipstream.attention.groups import CacheGroups
+from slipstream.attention.metadata import CommonAttentionMetadata
+from slipstream.config import GRAPH_MODES, DraftModel, EngineConfig, EngineOptions, ModelConfig
 from slipstream.device.sim import SimDevice
+from slipstream.encoder_input import EncoderInput
 from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
+from slipstream.grammar.constraints import Constraints, MaskLimits
+from slipstream.kernels.attention import latent_parts
 from slipstream.kernels.request_rows import RowState
 from slipstream.output import TokenUpdate
 from slipstream.plan import Composition, RowStatus, ScheduledRequest, StepPlan, StepResult
 from slipstream.pooling import KIND_NAMES, PoolingParams
 from slipstream.request import Request
+from slipstream.runner.program import Model
 from slipstream.runner.runner import Runner
 from slipstream.sampling_params import SamplingParams
 from slipstream.scheduler.draft_length import FixedLength, Lengths
 from slipstream.scheduler.scheduler import Scheduler
+from slipstream.speculate.dflash import DFlashSpeculator
 from slipstream.speculate.draft_model import DraftModelSpeculator
 from slipstream.speculate.eagle import EagleSpeculator
+from slipstream.speculate.early_exit import EarlyExitSpeculator
 from slipstream.speculate.ngram import NgramSpeculator
 from slipstream.speculate.options import read_speculation
 from slipstream.speculate.speculator import NoSpeculator, Speculator
+from slipstream.speculative_config import MAX_DRAFTS
+from tests.sim import toy_grammar
+from tests.sim.hash_block import HashBlockHead
+from tests.sim.hash_block import config_of as block_config
+from tests.sim.hash_encoder import ENCODER_CONFIG, HashEncoder, encoded
 from tests.sim.hash_head import HashHead, HeadShape
+from tests.sim.hash_latent import LATENT_CONFIG, SPARSE_CONFIG, TOP_K
 from tests.sim.hash_model import MODEL_CONFIG, NUM_LAYERS, RECURRENT_CONFIG, VOCAB_SIZE, HashBackend, HashModel
+from tests.sim.hash_source_encoder import (
+    CROSS_SPEC,
+    FRAMES_PER_ENTRY,
+    MAX_ENTRIES,
+    NUM_BINS,
+    SOURCE_CONFIG,
+    HashSourceEncoder,
+)
 from tests.sim.oracle import (
+    OracleKind,
     expected_continuation,
     expected_guesses,
     expected_output,
     expected_prompt_choices,
     expected_vector,
     num_leading,
+    pool_states,
 )
 
 EVENTS = (
@@ -69,6 +95,12 @@ EVENTS = (
     "stop_ids",
     "prefix_caching",
 )
+CROSS_CONFIG = replace(
+    MODEL_CONFIG,
+    layer_caches=(*[MODEL_CONFIG.keys_and_values] * NUM_LAYERS, *[CROSS_SPEC] * NUM_LAYERS),
+    source_encoder=SOURCE_CONFIG,
+)
+CONSTRAINED = "constrained"  # drawn apart as well
 POOLED = "pooled"  # drawn apart from the others, so that they are what they were before there was this one
 
 
@@ -140,6 +172,13 @@ class World:
     events: frozenset[str] = frozenset()  # drawn if empty
     make_backend: Callable[[EngineConfig, SimDevice], AttentionBackend] = lambda _config, _device: HashBackend()
     is_recurrent: bool | None = None  # the model keeps states beside keys; None: drawn
+    is_latent: bool | None = None  # the model's layers, and its drafter's, keep latents; None: drawn
+    is_sparse: bool | None = None  # those layers choose which latents they attend to; None: drawn
+    is_encoder: bool | None = None  # the model only encodes, so that all requests are pooled; None: drawn
+    is_split: bool | None = None  # steps without a graph run in halves, cut anywhere; None: drawn
+    is_block: bool | None = None  # a head drafts blocks; None: drawn
+    is_cross: bool | None = None  # the model, and its drafter, have an encoder; None: drawn
+    is_constrained: bool | None = None  # requests have grammars; None: drawn
     is_alike: bool | None = None  # all prompts begin as the first does, which comes alone; None: drawn
     max_turns: int = 1500  # of the loop, before it counts as endless
     trace: list[str] = field(default_factory=list)
@@ -148,6 +187,7 @@ class World:
     num_preemptions: int = 0
     num_vectors: int = 0
     num_shared: int = 0  # steps of requests of both kinds
+    num_splits: int = 0  # steps that were cut, if that was possible there
     num_cascades: int = 0  # steps that were to read common pages once
 
     def __post_init__(self) -> None:
@@ -155,6 +195,7 @@ class World:
         # Of the step just collected: each request's share, and whether it is the first since the request moved in.
         self._collected: dict[str, tuple[ScheduledRequest, bool]] = {}
         self._generations: dict[str, int] = {}
+        self._bounds: dict[str, int] = {}  # computed tokens of each request, its drafts in flight counted as accepted
         self._drafted: dict[str, Drafted] = {}
         self._backends: list[AttentionBackend] = []  # the target's, and the drafter's if it has one
         drawn = frozenset(event for event in EVENTS if self._random.random() < 0.6)
@@ -165,24 +206,59 @@ class World:
         self.is_for_notes = self.is_for_gaps and self.seed % 10 == 1
         if self.is_for_gaps:
             drawn = (drawn & GAP_EVENTS) | {"drafts"}
-        if self.is_for_notes:
-            drawn |= {"graphs"}
+            # Where no head looks on, pages with gaps are found again by the next request of a conversation.
+            drawn |= {"graphs"} if self.is_for_notes else {"prefix_caching", "follow_ups"}
         # In every tenth world all of a batch mostly begin with common pages: elsewhere there are few such steps.
         if self.is_alike is None:
-            self.is_alike = not self.events and not self.overrides and self.seed % 10 == 4
+            is_free = not (self.events or self.overrides or self.is_cross)
+            self.is_alike = is_free and self.seed % 10 == 4
         if self.is_alike:
             drawn |= {"prefix_caching"}
         if self.is_recurrent is None:
-            self.is_recurrent = not (self.events or self.overrides or self.is_alike) and self.seed % 6 == 2
+            is_free = not (self.events or self.overrides or self.is_alike or self.is_latent or self.is_sparse)
+            self.is_recurrent = is_free and not self.is_cross and self.seed % 6 == 2
+        if self.is_latent is None:
+            is_free = not (self.events or self.overrides or self.is_alike or self.is_recurrent or self.is_cross)
+            self.is_latent = bool(self.is_sparse) or (is_free and self.seed % 7 == 3)
+        if self.is_sparse is None:
+            self.is_sparse = self.is_latent and self.seed % 2 == 1
+        if self.is_encoder is None:
+            is_free = not (self.events or self.overrides or self.is_alike or self.is_recurrent or self.is_latent)
+            self.is_encoder = is_free and not self.is_cross and self.seed % 8 == 5
+        if self.is_encoder:
+            drawn -= {"drafts"}
+        self._split_random = random.Random(f"split {self.seed}")
+        if self.is_split is None:
+            self.is_split = self._split_random.random() < 0.5
+        if self.is_block:
+            drawn |= {"drafts"}
+        elif self.is_block is None:
+            is_free = not (self.events or self.overrides or self.is_for_gaps or self.is_sparse or self.is_encoder)
+            self.is_block = is_free and not self.is_cross and self.seed % 8 == 2
+        if self.is_cross is None:
+            has_kind = self.is_recurrent or self.is_latent or self.is_encoder or self.is_block
+            is_free = not (self.events or self.overrides or self.is_alike or has_kind)
+            self.is_cross = is_free and self.seed % 8 in (1, 3)
+        self._encoder_random = random.Random(f"encoder {self.seed}")
+        self._encoder_inputs = [self._draw_encoder_input() for _ in range(4)]  # few, so that requests share some
         self._pooled_random = random.Random(f"pooled {self.seed}")
         if self._pooled_random.random() < 0.5:
             drawn |= {POOLED}
+        self._grammar_random = random.Random(f"grammar {self.seed}")
+        if self.is_constrained or (self.is_constrained is None and self._grammar_random.random() < 0.3):
+            drawn |= {CONSTRAINED}
         self.events = self.events or drawn
         self.options = replace(self._draw_options(), **self.overrides)
+        if self.is_latent or self.is_cross:
+            self.options = replace(self.options, cascade="never")
+        if self.is_encoder:
+            self.options = replace(self.options, **self._draw_encoder_options())
         self.head = self._draw_head()
         self.jobs = self._draw_jobs()
         if POOLED in self.events:
             self.jobs = [self._pooled(job) if self._pooled_random.random() < 0.4 else job for job in self.jobs]
+        if self.is_encoder:
+            self.jobs = [job if job.request.pooling is not None else self._pooled(job) for job in self.jobs]
         # Most worlds have all their graphs from the start, some a few or none; they record more when idle.
         self.num_recorded = {6: self._random.randint(0, 40), 7: 0}.get(self.seed % 8, 1000)
 
@@ -194,13 +270,16 @@ class World:
         if self.is_alike:
             max_num_seqs = max(2, max_num_seqs)
         speculative = self._draw_speculation()
+        if speculative and self.is_block and not self.is_sparse:
+            kept = {key: speculative[key] for key in ("num_speculative_tokens", "verify")}
+            speculative = {**kept, "method": "dflash", "model": "the hash"}
         if speculative and self.seed % 5 < 3:  # not drawn, so that a world is otherwise what it was before they adapted
             speculative["adaptive"] = True
         num_drafts = speculative["num_speculative_tokens"] if speculative else 0
         budget = max(max_num_seqs * (1 + num_drafts), rng.choice([1, 2, 7, 16, 24, 48]))
         max_model_len = rng.choice([24, 40, 64])
         block_size = rng.choice([1, 2, 4, 8, 4 if self.is_alike else 16])
-        enough = -(-max_model_len // block_size)
+        enough = -(-max_model_len // block_size) + (-(-MAX_ENTRIES // block_size) if self.is_cross else 0)
         num_pages = enough + (rng.randint(0, enough) if "few_pages" in self.events else enough * max_num_seqs)
         sizes = sorted({*rng.sample(range(1, 13), 2), *rng.sample(range(1, 49), 2)})
         mode = rng.choice(GRAPH_MODES) if "graphs" in self.events else "none"
@@ -226,6 +305,19 @@ class World:
             speculative_config=speculative,
         )
 
+    def _draw_encoder_options(self) -> dict[str, Any]:
+        """A step has room for any text, and now and then for several."""
+        limit = self.options.max_model_len
+        assert limit is not None
+        budget = limit + self._pooled_random.choice([0, 5, limit])
+        return {
+            "max_num_batched_tokens": budget,
+            "long_prefill_token_threshold": None,
+            "num_gpu_blocks_override": None,
+            "speculative_config": None,
+            "cascade": "never",
+        }
+
     def _draw_speculation(self) -> dict[str, Any] | None:
         rng = self._random
         if "drafts" not in self.events:
@@ -241,8 +333,24 @@ class World:
                 "prompt_lookup_min": least,
                 "prompt_lookup_max": least + rng.randint(0, 2),
             }
-        method = rng.choice(["eagle", "eagle3"] if self.is_for_notes else ["draft_model", "eagle", "eagle3", "mtp"])
+        methods = ["draft_model", "eagle", "eagle3", "mtp"]
+        if self.is_for_gaps:  # heads follow, so a draft model alone leaves gaps
+            methods = ["eagle", "eagle3"] if self.is_for_notes else ["draft_model"] * 3 + ["mtp"]
+        method = rng.choice(methods)
+        if self.is_sparse or self.is_cross:  # a head of the hash model adds up all that the target has seen
+            method = "draft_model"
+        if method == "draft_model" and not (self.is_for_gaps or self.is_recurrent) and self._draws_early_exit():
+            return drawn | {"method": "early_exit", "exit_layer": 1}
         return drawn | {"method": method} | ({} if method == "mtp" else {"model": "the hash"})
+
+    def _draws_early_exit(self) -> bool:
+        return random.Random(f"early exit {self.seed}").random() < 0.4
+
+    def _draw_encoder_input(self) -> EncoderInput:
+        rng = self._encoder_random
+        shape = (NUM_BINS, FRAMES_PER_ENTRY * rng.randint(1, MAX_ENTRIES))
+        values = [float(rng.randrange(1 << 24)) for _ in range(shape[0] * shape[1])]
+        return EncoderInput(np.array(values, dtype=np.float32).reshape(shape))
 
     def _draw_head(self) -> HeadShape:
         """What the head is like, in worlds where one drafts."""
@@ -252,7 +360,10 @@ class World:
             draft_ids = [token_id for token_id in range(VOCAB_SIZE) if rng.random() < 0.7] or [0]
             if rng.random() < 0.5:
                 rng.shuffle(draft_ids)
-        return HeadShape((1, 2) if method == "eagle3" else (), rng.randint(1, 3) if method == "mtp" else 1, draft_ids)
+        num_modules = rng.randint(1, 3) if method == "mtp" else 1
+        # A head of EAGLE-3 keeps keys and values beside any target.
+        is_latent = bool(self.is_latent) and method != "eagle3"
+        return HeadShape((1, 2) if method == "eagle3" else (), num_modules, draft_ids, is_latent)
 
     def _draw_jobs(self) -> list[Job]:
         rng, limit = self._random, self.options.max_model_len
@@ -340,9 +451,30 @@ class World:
             len(prompt) + max_tokens,
             priority=rng.randint(-1, 1) if "priorities" in events else 0,
         )
+        if self.is_cross:
+            encoder = self._encoder_random.choice(self._encoder_inputs)
+            num_entries = encoder.features.shape[1] // FRAMES_PER_ENTRY
+            request = replace(request, encoder=encoder, num_encoder_entries=num_entries)
         arrives_at = rng.randint(0, 60) if "late_arrivals" in events else 0
         aborts_at = arrives_at + rng.randint(0, 40) if "aborts" in events and rng.random() < 0.3 else None
-        return Job(request, arrives_at, aborts_at, *expected_output(request, self.num_used, bool(self.is_recurrent)))
+        if CONSTRAINED in events and self._grammar_random.random() < 0.7:
+            request = self._constrain(request)
+        return Job(request, arrives_at, aborts_at, *expected_output(request, self.num_used, *self.oracle))
+
+    def _constrain(self, request: Request) -> Request:
+        rng = self._grammar_random
+        params = replace(
+            request.params,
+            structured=toy_grammar.structure(rng.randrange(4)),
+            ignore_eos=rng.random() < 0.2,
+            min_tokens=rng.choice([0, 0, rng.randint(1, 20)]),
+        )
+        stop_ids = tuple(dict.fromkeys((toy_grammar.END, *request.stop_token_ids)))
+        return replace(request, params=params, stop_token_ids=stop_ids)
+
+    @property
+    def oracle(self) -> OracleKind:
+        return OracleKind(bool(self.is_recurrent), TOP_K if self.is_sparse else 0)
 
     @property
     def num_used(self) -> int:
@@ -352,7 +484,7 @@ class World:
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        with _no_cycles():
+        with _no_cycles(), self._small_parts():
             self.device = SimDevice(self.seed)
             config = self.resolve()
             self._note(f"seed {self.seed}: {self.options}; {self.head}; events {sorted(self.events)}")
@@ -383,46 +515,87 @@ class World:
             for job in self.jobs:
                 assert job.finished, f"{job.request.request_id} never finished"
 
+    @contextmanager
+    def _small_parts(self) -> Iterator[None]:
+        """Keys of latent attention in parts and chunks so small that the requests of a world have several."""
+        config, rng = self.options.speculative_config, random.Random(f"latent {self.seed}")
+        least = 1 + (config or {}).get("num_speculative_tokens", MAX_DRAFTS)
+        with ExitStack() as patches:
+            for owner, name, value in (
+                (mla, "MAX_ABSORBED", max(least, rng.choice([1, 3, 17]))),
+                (mla, "WORKSPACE_KEYS", rng.choice([5, 16, 64])),
+                (latent_parts, "LADDER", ((2, 3), (3, 2), (7, 1 << 18))),
+                (sparse_mla, "WORKSPACE_SCORES", rng.choice([30, 200, 1 << 20])),
+            ):
+                patches.enter_context(patch.object(owner, name, value))
+            yield
+
     def resolve(self) -> EngineConfig:
         speculative = read_speculation(self.options)
         draft = None
-        if speculative is not None and speculative.method != "ngram":
-            draft = DraftModel(MODEL_CONFIG)
+        if speculative is not None and speculative.method not in ("ngram", "early_exit"):
+            draft = DraftModel(self._target_config)
+            if speculative.needs.in_one_pass:
+                draft = DraftModel(block_config(self.head.draft_ids))
             if speculative.needs.looks_ahead:
                 draft = DraftModel(self.head.config, num_modules=self.head.num_modules)
-        model = RECURRENT_CONFIG if self.is_recurrent else MODEL_CONFIG
-        return resolve(self.options, self.device.hardware("float64"), model, draft=draft)
+        model = RECURRENT_CONFIG if self.is_recurrent else self._target_config
+        config = resolve(self.options, self.device.hardware("float64"), model, draft=draft)
+        return replace(config, split_steps_from=2 if self.is_split else None)
+
+    @property
+    def _target_config(self) -> ModelConfig:
+        """But for recurrent layers, which no drafter has."""
+        if self.is_encoder:
+            return ENCODER_CONFIG
+        if self.is_cross:
+            return CROSS_CONFIG
+        return SPARSE_CONFIG if self.is_sparse else LATENT_CONFIG if self.is_latent else MODEL_CONFIG
 
     def _build(self, config: EngineConfig) -> EngineCore:
         device, max_len = self.device, config.scheduler.max_model_len
         with device.sync_guard.allow("build"):
-            model = HashModel(max_len, device.torch_device, self.num_used, recurrent=bool(self.is_recurrent))
+            encoder = HashSourceEncoder() if self.is_cross else None
+            choice = (max_len, device.torch_device, self.num_used)
+            model: Model = HashModel(*choice, recurrent=bool(self.is_recurrent), encoder=encoder)
+            if self.is_encoder:
+                model = HashEncoder()
             backend = self.make_backend(config, device)
             caches = open_caches(config, config.model, device, attention=backend)
             self._backends = [backend]
 
-            def make_speculator(rows: RowState) -> Speculator:
+            def make_speculator(rows: RowState, target_caches: CacheGroups) -> Speculator:
                 if config.speculative is None:
                     return NoSpeculator()
                 if config.speculative.method == "ngram":
                     return NgramSpeculator(config.speculative, rows)
+                drafter = HashModel(*choice, guesses=True, encoder=encoder)
+                if config.speculative.method == "early_exit":  # all layers: the hashes of fewer say nothing
+                    return EarlyExitSpeculator(config, device, (drafter, NUM_LAYERS), target_caches, rows)
                 own_backend = self.make_backend(config, device)
                 self._backends.append(own_backend)
                 assert config.draft_model is not None
                 own = open_caches(config, config.draft_model, device, attention=own_backend)
+                if config.speculative.needs.in_one_pass:
+                    size = 1 + config.speculative.num_drafts
+                    block = HashBlockHead(max_len, device.torch_device, self.num_used, self.head.draft_ids, size)
+                    return DFlashSpeculator(config, device, block, own, rows)
                 if config.speculative.needs.looks_ahead:
                     head = HashHead(max_len, device.torch_device, self.num_used, self.head)
                     return EagleSpeculator(config, device, head, own, rows)
-                drafter = HashModel(max_len, device.torch_device, self.num_used, guesses=True)
                 return DraftModelSpeculator(config, device, drafter, own, rows)
 
             draft_length, on_cost = decide_draft_length(config, caches.caps)
             if config.speculative is not None and config.speculative.adaptive and self.seed % 5 < 2:
                 draft_length = RandomLength(config.speculative.lengths, self.seed)
             runner = Runner(config, device, model, caches, make_speculator, on_cost)
-        core = EngineCore(Scheduler(config.scheduler, config.cache, draft_length), runner, config.steps_in_flight)
+            if runner.splitter is not None:
+                runner.splitter.choose = self._choose_split
+        scheduler = Scheduler(config.scheduler, config.cache, draft_length)
+        core = EngineCore(scheduler, runner, config.steps_in_flight, self._open_constraints(config, runner))
         collect = core.scheduler.collect
-        goes_over_all = config.speculative is not None and config.speculative.needs.looks_ahead
+        needs = config.scheduler.needs
+        goes_over_all = needs.looks_ahead or needs.in_one_pass
         follows = config.scheduler.needs.follows
 
         pooled = {job.request.request_id for job in self.jobs if job.request.pooling is not None}
@@ -439,10 +612,54 @@ class World:
                 self._drafted[init.request.request_id] = Drafted(*lengths)
             for r, new in zip(result.plan.requests, result.token_ids, strict=True):
                 self._drafted[r.request_id].take(r, len(new), result.plan, goes_over_all, follows)
+            current = {s.request.request_id: s.generation for s in core.scheduler.running}
+            for r, num_accepted in zip(result.plan.requests, result.num_accepted, strict=True):
+                if current.get(r.request_id) == r.generation:
+                    self._bounds[r.request_id] -= r.num_drafts - num_accepted
             return collect(result)
 
         core.scheduler.collect = collect_and_keep  # type: ignore[method-assign]
+        schedule = core.scheduler.schedule
+
+        def schedule_and_check() -> StepPlan | None:
+            if (plan := schedule()) is not None:
+                self._check_plan(core.scheduler, plan)
+            return plan
+
+        core.scheduler.schedule = schedule_and_check  # type: ignore[method-assign]
         return core
+
+    def _open_constraints(self, config: EngineConfig, runner: Runner) -> Constraints | None:
+        if CONSTRAINED not in self.events:
+            return None
+        # So few that masks are written over all the time.
+        num_logits = runner.buffers.max_num_logits
+        num_masks = num_logits + self._grammar_random.randint(0, 3)
+        runner.open_masks(num_masks)
+        limits = MaskLimits(VOCAB_SIZE, num_logits, num_masks, config.num_drafts)
+        return Constraints(toy_grammar.ToyGrammars(), toy_grammar.LateThreads(self.seed), limits, (toy_grammar.END,))
+
+    def _choose_split(self, common: CommonAttentionMetadata) -> int | None:
+        """Anywhere; not where layers that read common pages once are counted."""
+        if common.num_common_pages or self._split_random.random() < 0.3:
+            return None
+        at = self._split_random.randint(0, common.num_actual_tokens)
+        self.num_splits += 0 < at < common.num_actual_tokens
+        return at
+
+    def _check_plan(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        """Bounds count what was collected and what is in flight, and no request waits for a step with room for it."""
+        bounds = self._bounds
+        bounds |= {init.request.request_id: init.num_computed for init in plan.row_inits}
+        for r in plan.requests:
+            bound = bounds[r.request_id]
+            assert r.num_computed_bound == bound, f"{r.request_id}: bound {r.num_computed_bound}, not {bound}"
+            bounds[r.request_id] += r.num_tokens
+        decodes_only = all(r.samples and r.num_tokens == 1 + r.num_drafts for r in plan.requests)
+        if scheduler.waiting and scheduler._free_rows and decodes_only and not plan.row_inits:
+            state, has_tokens = scheduler.waiting[0], plan.num_tokens < scheduler.config.max_num_batched_tokens
+            has_pages = scheduler._pages.num_first(state) <= scheduler.pool.num_free
+            assert not (has_tokens and has_pages), f"{state.request.request_id} waits, though the step has room for it"
 
     def _check(self, update: TokenUpdate, now: int) -> None:
         job = next(job for job in self.jobs if job.request.request_id == update.request_id)
@@ -460,7 +677,7 @@ class World:
             assert told == update.token_ids, f"{update.request_id}: log probabilities of {told}"
         if update.prompt_logprobs is not None:
             first, rows = update.prompt_logprobs
-            all_choices = expected_prompt_choices(job.request.prompt_token_ids, self.num_used, bool(self.is_recurrent))
+            all_choices = expected_prompt_choices(job.request, self.num_used, *self.oracle)
             choices = all_choices[first - 1 : first - 1 + len(rows)]
             given = list(job.request.prompt_token_ids[first : first + len(rows)])
             assert [row.token_ids[0] for row in rows] == given, f"{update.request_id}: prompt tokens"
@@ -477,7 +694,10 @@ class World:
         assert not update.token_ids and update.vector is not None, f"{update.request_id}: no vector"
         assert job.request.pooling is not None
         found = update.vector.finish(job.request.pooling)
-        expected = np.array(expected_vector(job.request, bool(self.is_recurrent)))
+        if self.is_encoder:
+            expected = np.array(pool_states(encoded(job.request.prompt_token_ids), job.request.pooling.pooling))
+        else:
+            expected = np.array(expected_vector(job.request, *self.oracle))
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0, err_msg=f"{update.request_id}: vector")
         self.num_vectors += 1
@@ -498,14 +718,15 @@ class World:
         if speculative.method == "ngram":
             drafts = expected_continuation(known, room, *speculative.settings.values())
         else:
-            draft_ids, num_modules, start = None, 1, drafted.start_before
-            if speculative.needs.looks_ahead:  # which tell all of what was before
+            draft_ids, num_modules, start = None, 1, drafted.start_before if speculative.needs.own_keys else 0
+            if speculative.needs.taps:  # of states, which tell all of what was before
                 draft_ids, num_modules, start = (
                     self.head.draft_ids,
                     min(self.head.num_modules, speculative.num_drafts),
                     0,
                 )
-            drafts = expected_guesses(known, following, self.num_used, draft_ids, num_modules, start)[:room]
+            sizes = (num_modules, start, self.oracle.top_k, request.encoder)
+            drafts = expected_guesses(known, following, self.num_used, draft_ids, *sizes)[:room]
             drafts += [-1] * (room - len(drafts))  # after the request's end, where drafts are arbitrary
         accepted = num_leading(drafts, following)
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))
@@ -523,8 +744,13 @@ class World:
         self.core.scheduler.check_idle()
         runner, peek = self.core.runner, self.device.peek
         rows = runner.rows
-        for ring in (rows._staged._ring, runner.head.generate.outputs._ring, runner.head.ring):
+        encoder = () if runner.encoder is None else (runner.encoder.ring,)
+        for ring in (rows._staged._ring, runner.head.generate.outputs._ring, runner.head.ring, *encoder):
             assert all(slot.event.query() for slot in ring.slots), "a ring slot is still in use"
+        if (constraints := self.core._constraints) is not None:
+            assert not constraints._states, "a matcher without a request"
+            assert runner.masks is not None
+            assert all(slot.event.query() for slot in runner.masks._ring.slots), "staged masks are still in use"
         assert peek(rows.status)[rows.scratch_row] == RowStatus.INERT, "the scratch row runs"
         assert peek(rows.num_computed)[rows.scratch_row] == 0, "the scratch row advanced"
         own = getattr(runner.speculator, "caches", None)
@@ -549,8 +775,26 @@ def _no_cycles() -> Iterator[None]:
         gc.enable()
 
 
-def run_seed(seed: int, *, is_recurrent: bool | None = None, **overrides: Any) -> World:
+def run_seed(
+    seed: int,
+    *,
+    is_recurrent: bool | None = None,
+    is_latent: bool | None = None,
+    is_sparse: bool | None = None,
+    is_block: bool | None = None,
+    is_cross: bool | None = None,
+    is_constrained: bool | None = None,
+    **overrides: Any,
+) -> World:
     torch.set_num_threads(1)
-    world = World(seed, overrides, is_recurrent=is_recurrent)
+    kinds = {
+        "is_recurrent": is_recurrent,
+        "is_latent": is_latent,
+        "is_sparse": is_sparse,
+        "is_block": is_block,
+        "is_cross": is_cross,
+        "is_constrained": is_constrained,
+    }
+    world = World(seed, overrides, **kinds)  # type: ignore[arg-type]
     world.run()
     return world

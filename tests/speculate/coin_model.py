@@ -17,12 +17,14 @@ from slipstream.attention.backends.reference import ReferenceBackend
 from slipstream.attention.backends.triton import TritonBackend
 from slipstream.attention.choice import open_caches
 from slipstream.attention.context import AttentionContext
+from slipstream.attention.groups import CacheGroups
 from slipstream.config import DraftModel, EngineOptions, ModelConfig, RopeConfig
 from slipstream.device import open_device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
 from slipstream.kernels.request_rows import RowState
 from slipstream.models.model_state import ModelState
+from slipstream.models.source_encoder import SourceEncoder
 from slipstream.runner.runner import Runner
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.speculate.autoregressive import AutoRegressiveSpeculator
@@ -40,6 +42,8 @@ _CONFIG = ModelConfig("coin", VOCAB_SIZE, 2, 2, 1, 1, 1, 16, 1e-5, 4096, RopeCon
 
 class CoinModel:
     state: ModelState | None = None
+    source_encoder: SourceEncoder | None = None
+    pooled_head = None
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits  # [num_states, vocab]
@@ -123,7 +127,7 @@ def make_core(
     config = resolve(options, device.hardware("float32"), _CONFIG, draft=draft)
     backend: AttentionBackend = TritonBackend() if device_name == "cuda" else ReferenceBackend()
 
-    def make_speculator(rows: RowState) -> AutoRegressiveSpeculator:
+    def make_speculator(rows: RowState, _: CacheGroups) -> AutoRegressiveSpeculator:
         drafter: AutoRegressiveSpeculator
         own = open_caches(config, draft.config, device, attention=backend)
         if head is None:

@@ -60,12 +60,13 @@ def random_requests(kind: str, count: int) -> list[Request]:
     return requests
 
 
-_PLAIN: dict[tuple[int, str, int], dict[str, Outcome]] = {}
+_PLAIN: dict[tuple[float, str, int], dict[str, Outcome]] = {}
 
 
 def plain_outcomes(make_engine: MakeEngine, kind: str, count: int) -> dict[str, Outcome]:
     engine = make_engine(enable_prefix_caching=False)
-    key = (engine.config.model.num_layers, kind, count)  # targets of different depth say different things
+    matrix = engine.core.runner.program.model.output.dequantised()  # targets of different weights say different things
+    key = (float(matrix.double().sum()), kind, count)
     if key not in _PLAIN:
         _PLAIN[key] = run(engine.core, random_requests(kind, count))
     return _PLAIN[key]

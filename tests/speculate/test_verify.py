@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.sampling.logprobs import unpack_logprobs
+from slipstream.sampling.mask import TokenMasks
 from slipstream.sampling.operation import Positions
 from slipstream.sampling.sampler import SamplingNeeds
 from slipstream.speculate.synthetic import force_acceptance
@@ -160,7 +161,9 @@ def test_the_mask_acts_at_each_position(mode: VerifyMode) -> None:
     verifier = Verifier(SpeculativeConfig("ngram", 3, mode), 1, torch.tensor([2, 0], dtype=torch.int32))
     mask = torch.full((4, 1), -1, dtype=torch.int32)
     mask[1, 0] = 0b10  # after the first draft only token 1 is allowed
-    found = verifier.verify(certain(3, 5, 6, 7), rows, drafted(2, [3, 5, 6], 3), needs, mask)
+    found = verifier.verify(
+        certain(3, 5, 6, 7), rows, drafted(2, [3, 5, 6], 3), needs, TokenMasks(mask, torch.arange(4, dtype=torch.int32))
+    )
     assert found.tokens.num_accepted.tolist() == [1]
     assert found.tokens.new_ids[0, :2].tolist() == [3, 1]
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from slipstream.plan import RowStatus
+from slipstream.speculate.block_inputs import prepare_blocks
 from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_shifted_pass
 from slipstream.speculate.draft_notes import write_notes
 from slipstream.speculate.next_pass_inputs import prepare_next_pass
 from slipstream.speculate.place_drafts import place_drafts
+from slipstream.speculate.read_drafts import read_drafts
 from slipstream.speculate.synthetic import force_acceptance
 from slipstream.speculate.verify import accept_drafts
 from tests.kernels.triton_check import Case, poisoned
@@ -91,6 +93,20 @@ def _place() -> Iterator[Case]:
             }
 
         yield from (Case(f"place_drafts-{num_reqs}x{k}-{run}", place_drafts, args) for run in range(2))
+
+
+def _read() -> Iterator[Case]:
+    for num_reqs, num_padding, k in ((1, 0, 1), (6, 2, 3), (8, 0, 5)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, k: int = k) -> dict[str, Any]:
+            rows = draw_rows(40, 4)
+            return {
+                "batch_rows": batch_of(n, pad),
+                "out": torch.full((n + pad, k), 0x7FF17FF1, dtype=torch.int32),
+                **chosen(rows, "num_tokens", "num_drafts", "token_ids"),
+            }
+
+        yield Case(f"read_drafts-{num_reqs}x{k}", read_drafts, args)
 
 
 def _gaps() -> Iterator[Case]:
@@ -225,6 +241,30 @@ def _next_pass() -> Iterator[Case]:
         yield from (Case(f"prepare_next_pass-{num_reqs}-{idx}-{r}", prepare_next_pass, args) for r in range(2))
 
 
+def _blocks() -> Iterator[Case]:
+    for num_reqs, num_padding, length in ((1, 0, 1), (6, 2, 5), (8, 0, 16)):
+
+        def args(n: int = num_reqs, pad: int = num_padding, length: int = length) -> dict[str, Any]:
+            names = ("token_ids", "page_table", "num_computed", "num_tokens", "max_drafts", "max_total", "status")
+            rows, places = draw_rows(48, 4), max(1, length - 1)
+            tokens, drafts = (n + pad) * length, (n + pad) * places
+            return {
+                "batch_rows": batch_of(n, pad),
+                **chosen(rows, *names),
+                "length": length,
+                "num_places": places,
+                "mask_id": 7,
+                "page_size": 4,
+                "input_ids": poisoned(tokens),
+                **{name: poisoned(tokens, dtype=torch.int64) for name in ("positions", "slot_mapping")},
+                **{name: poisoned(n + pad) for name in ("query_lens", "seq_lens")},
+                "block_table": poisoned(n + pad, rows["page_table"].shape[1]),
+                **{name: poisoned(drafts) for name in ("draft_rows", "draft_positions")},
+            }
+
+        yield from (Case(f"prepare_blocks-{num_reqs}-{length}-{r}", prepare_blocks, args) for r in range(2))
+
+
 def _synthetic() -> Iterator[Case]:
     for n, k in ((1, 1), (300, 3)):
 
@@ -246,11 +286,13 @@ def _synthetic() -> Iterator[Case]:
 SMALL_CASES = [
     *_accept(),
     *_place(),
+    *_read(),
     *_gaps(),
     *_notes(),
     *_first_pass(),
     *_shifted_pass(),
     *_next_pass(),
+    *_blocks(),
     *_synthetic(),
 ]
 CASES = [*SMALL_CASES, *NGRAM_CASES, *REJECTION_CASES]

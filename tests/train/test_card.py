@@ -11,6 +11,7 @@ from slipstream.train.card import write_card
 
 ABOUT: dict[str, Any] = {
     "settings": {"model": "some/model", "prompts": None, "batch_tokens": 16384, "draft_steps": 3, "lr": 0.001},
+    "method": "eagle3",
     "format": "eagle3",
     "texts": {"count": 24000, "tokens": 11797118, "seconds": 143.2},
     "vocabulary": {"size": 16000, "coverage": 0.98701},
@@ -24,7 +25,7 @@ ABOUT: dict[str, Any] = {
 
 
 def test_data_steps_time_and_acceptance_are_named(tmp_path: Path) -> None:
-    write_card(tmp_path, ABOUT)
+    write_card(tmp_path, ABOUT, "EAGLE-3 head for some/model")
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("# EAGLE-3 head for some/model\n")
     for text_part in (
@@ -46,7 +47,7 @@ def test_a_readme_from_elsewhere_is_not_replaced(tmp_path: Path, own: bool) -> N
     path = tmp_path / "README.md"
     path.write_text("# EAGLE-3 head for an older model\n" if own else "# Notes of mine\n")
     about = {**ABOUT, "texts": {**ABOUT["texts"], "seconds": None}, "settings": {**ABOUT["settings"], "prompts": "p"}}
-    write_card(tmp_path, about)
+    write_card(tmp_path, about, "EAGLE-3 head for some/model")
     if own:
         assert "given prompts; no data set |" in path.read_text()
     else:

@@ -76,7 +76,7 @@ class CpuBackend:
         return ()
 
     def build(self, common: CommonAttentionMetadata) -> list[Slice] | InPlace:
-        if common.is_causal and common.max_query_len <= self._max_in_place:
+        if common.max_query_len <= self._max_in_place:
             return InPlace(common)
         starts, bounds = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
         query_lens = np.diff(starts)
@@ -86,7 +86,7 @@ class CpuBackend:
         raise RuntimeError("metadata is shared between graphs only, and a CPU has none")
 
     def in_place(self, metadata: list[Slice] | InPlace) -> CommonAttentionMetadata | None:
-        return metadata.common if isinstance(metadata, InPlace) else None
+        return metadata.common if isinstance(metadata, InPlace) and metadata.common.is_causal else None
 
     def _slice(self, common: CommonAttentionMetadata, query_lens: np.ndarray, first: int, end: int) -> Slice:
         own = query_lens[first:end]
@@ -111,7 +111,8 @@ class CpuBackend:
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice] | InPlace) -> Tensor:
         if isinstance(metadata, InPlace):
-            return in_place_attention(q, kv_cache, metadata.common.requests, layer.scale, layer.window)
+            common = metadata.common
+            return in_place_attention(q, kv_cache, common.requests, layer.scale, layer.window, common.is_causal)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -47,9 +47,10 @@ class TritonBackend:
         if not 0 < rows <= MAX_ROWS or new.cos.shape[-1] != layer.head_dim or layer.head_dim % 2:
             return None
         common = metadata.common
-        if _is_cascade(layer, common) or not common.is_causal:
+        if _is_cascade(layer, common):
             return None
-        return decode_attention(new, kv_cache, common.requests, metadata.query_len, layer.scale, layer.window)
+        requests, is_causal = common.requests, common.is_causal
+        return decode_attention(new, kv_cache, requests, metadata.query_len, layer.scale, layer.window, is_causal)
 
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         common, query_len = metadata.common, metadata.query_len

@@ -105,8 +105,10 @@ def in_place_attention(
     requests: PagedRequests,
     scale: float,
     window: int,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal ``paged_attention`` by the C kernel, which reads pages in place."""
+    """``paged_attention`` by the C kernel, which reads pages in place."""
+    assert causal or not window
     lib = native.library()
     assert lib is not None
     q = q.contiguous()
@@ -115,6 +117,6 @@ def in_place_attention(
     num_reqs, table_stride = requests.seq_lens.shape[0], requests.block_table.stride(0)
     sizes = (num_reqs, q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], table_stride)
     kind = CACHED_KINDS[kv_cache.dtype]
-    if lib.slip_paged_attention(*arrays, *sizes, scale, window, kind, torch.get_num_threads()):
+    if lib.slip_paged_attention(*arrays, *sizes, scale, window, causal, kind, torch.get_num_threads()):
         raise MemoryError("no memory for attention scores")
     return out

@@ -73,9 +73,11 @@ def decode_attention(
     query_len: int,  # of every request and of the padding
     scale: float,
     window: int,
+    causal: bool = True,  # otherwise the tokens of a request see each other; without a window
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]; zero for padding and for tokens before the first slot
+    assert causal or not window
     if runs_triton(new.q):
-        return _launch(new, kv_cache, requests, query_len, scale, window)
+        return _launch(new, kv_cache, requests, query_len, scale, window, causal)
     q, k, v, cos, sin, page_ids, offsets, norms = new
     if norms is not None:
         q, k = rms_norm.body(q, norms.query, norms.eps), rms_norm.body(k, norms.key, norms.eps)
@@ -84,11 +86,17 @@ def decode_attention(
     turned = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     turned[exists] = rope_and_cache.body(stored, kv_cache)
     starts = torch.arange(requests.seq_lens.shape[0] + 1, dtype=torch.int32, device=q.device) * query_len
-    return paged_attention.body(turned, kv_cache, requests._replace(query_start_loc=starts), scale, window)
+    return paged_attention.body(turned, kv_cache, requests._replace(query_start_loc=starts), scale, window, causal)
 
 
 def _launch(
-    new: NewTokens, kv_cache: Tensor, requests: PagedRequests, query_len: int, scale: float, window: int
+    new: NewTokens,
+    kv_cache: Tensor,
+    requests: PagedRequests,
+    query_len: int,
+    scale: float,
+    window: int,
+    causal: bool,
 ) -> Tensor:
     q, k, v, norms = new.q, new.k, new.v, new.norms
     num_tokens, num_heads, head_dim = q.shape
@@ -130,6 +138,7 @@ def _launch(
         WINDOW=window > 0,
         STARTS=requests.seq_starts is not None,
         NORMS=norms is not None,
+        CAUSAL=causal,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         **early_start(q),
@@ -284,6 +293,7 @@ def _add_new(
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
     NORMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """The chunk of the new tokens: rotated here, stored, and added to the running softmax."""
     largest, total, acc_low, acc_high = state
@@ -304,7 +314,9 @@ def _add_new(
     tl.store(slot + HALF, k_high.to(keys.dtype.element_ty), mask=kept)
     tl.store(slot + VALUES, v_low.to(keys.dtype.element_ty), mask=kept)
     tl.store(slot + VALUES + HALF, v_high.to(keys.dtype.element_ty), mask=kept)
-    visible = sees[:, None] & is_new[None, :] & (t[None, :] <= query[:, None])
+    visible = sees[:, None] & is_new[None, :]
+    if CAUSAL:
+        visible = visible & (t[None, :] <= query[:, None])
     if WINDOW:
         visible = visible & (t[None, :] > query[:, None] - window)
     if STARTS:
@@ -341,6 +353,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
     NORMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     ROWS: tl.constexpr = QUERY_LEN * GROUP
@@ -414,6 +427,7 @@ def _decode_kernel(
             WINDOW,
             STARTS,
             NORMS,
+            CAUSAL,
         )
     if SPLIT and parts > 1:
         r, pair = tl.arange(0, BLOCK_R), request * NUM_KV_HEADS + kv_head

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels import native
 from slipstream.kernels.native.records import CACHED_KINDS
+from slipstream.kernels.native.step import RotationRecord, compiled, in_c, record
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -69,6 +70,28 @@ def rotation_and_slots(
     stored = torch.where(slot_mapping >= 0, slot_mapping, (num_pages - 1) * page_size)
     pages = stored // page_size
     return *rotation.body(cos_sin, positions, dtype), pages, stored - pages * page_size
+
+
+@in_c(rotation_and_slots)
+def _rotation_in_c(
+    cos_sin: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    slot_mapping: Tensor,
+    num_pages: int,
+    page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if torch.promote_types(dtype, torch.float32) is not torch.float32 or not cos_sin.is_contiguous():
+        return rotation_and_slots.body(cos_sin, positions, dtype, slot_mapping, num_pages, page_size)
+    num_tokens, half = positions.shape[0], cos_sin.shape[2]
+    turn = torch.empty(2, num_tokens, 1, 2 * half).unbind()
+    places = torch.empty(2, num_tokens, dtype=torch.int64).unbind()
+    sizes = (num_tokens, half, num_pages - 1, page_size, cos_sin.shape[0])
+    if compiled().slip_rotation_and_slots(
+        record(RotationRecord, cos_sin, positions, slot_mapping, *turn, *places, *sizes)
+    ):
+        raise IndexError("a position is beyond the table of rotations")
+    return *turn, *places  # type: ignore[return-value]
 
 
 def _launch_rotation(

@@ -91,16 +91,28 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_add_rms_norm.argtypes = [p, p, p, f, p, p, n, n]
     lib.slip_swiglu.argtypes = [p, p, n, n]
     lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6, i]
-    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i]
+    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i, i]
+    lib.slip_encoder_attention.argtypes = [*[p] * 7, *[n] * 7, f, i]
     lib.slip_panel_linear.argtypes = [*[p] * 4, n, n, n, i, i]
     lib.slip_panel_width.restype = n
-    lib.slip_row_max.argtypes = [p, n, n, p, p, i]
+    lib.slip_row_max.argtypes = [p, n, n, p, p, p, i]
+    lib.slip_mask_rows.argtypes = [p, p, p, p, n, n, n]
     lib.slip_decoder_stack.argtypes = [p, n, p, p, p, p]
     lib.slip_product.argtypes = [p, p, p, p, n, i, i]
     lib.slip_use_large_pages.argtypes = [p, n]
     lib.slip_pack_gguf.argtypes = [i, p, p, n, n, p, i]
     lib.slip_pack_codes.argtypes = [i, *[p] * 3, n, n, n, p, i]
     lib.slip_quant_rows.argtypes = [p, p, n, p, i]
+    lib.slip_join_states.argtypes = [p, n, p, p, p, p, p, f, p, n, n]
+    lib.slip_prepare_inputs.argtypes = [p] * 4
+    lib.slip_commit.argtypes = [p] * 3
+    lib.slip_accept_drafts.argtypes = [*[p] * 8, n, n]
+    lib.slip_place_drafts.argtypes = [p, p, p, n, n]
+    lib.slip_mark_gaps.argtypes = [p, p, i, n, p, p]
+    lib.slip_prepare_first_pass.argtypes = [p, p, p, n, p, p]
+    lib.slip_prepare_shifted_pass.argtypes = [p, p, p, p, n, p]
+    lib.slip_prepare_next_pass.argtypes = [p, p, n, p, n, n, p, p]
+    lib.slip_rotation_and_slots.argtypes = [p]
     return lib
 
 

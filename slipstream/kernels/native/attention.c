@@ -14,8 +14,15 @@ typedef struct {
     int64_t heads, kv_heads, dim, page_size, table_stride;
     float scale;
     int64_t window, longest;
+    int causal; /* otherwise a token sees all that is there of its request; without a window */
     _Atomic int failed;
 } Attention;
+
+/* The last position that query token j of a request sees. */
+static int64_t last_seen(const Attention *a, int64_t request, int64_t j) {
+    int64_t length = a->seq_lens[request];
+    return a->causal ? length - a->query_lens[request] + j : length - 1;
+}
 
 /* The first slot that a query token sees. Where it comes after the token's own the token sees nothing. */
 static int64_t first_seen(const Attention *a, int64_t request, int64_t position) {
@@ -32,8 +39,8 @@ CACHED const char *keys_at(const Attention *a, const int32_t *pages, int64_t kv_
     return cached_at(a->cache, (((int64_t)pages[page] * 2 * a->kv_heads + kv_head) * a->page_size + offset) * a->dim, kind);
 }
 
-/* Query heads of a group that go over keys and values together, so that each is read and widened once for all of them.
- * What one head gets is summed up in the same order however many go with it. */
+/* Query heads of a group that go over keys and values together, so that each is read and widened once for all of them;
+ * where all tokens see the same, tokens instead. What one gets is summed up in the same order however many go with it. */
 #define MAX_HEADS 4
 #if QUERY_ROWS == 8 /* as many as there are registers for sums that do not wait for each other */
 #define KEYS_AT_ONCE 4
@@ -47,9 +54,10 @@ typedef struct {
     const Attention *a;
     const int32_t *pages;
     int64_t kv_head, first, end; /* positions that are seen */
-    const float *query;          /* heads lie side by side */
-    float *scores, *out;         /* scores: one row a head */
-    int64_t stride;              /* of scores */
+    const float *query;
+    float *scores, *out; /* scores: one row a head */
+    int64_t stride;      /* of scores */
+    int64_t step;        /* from head to head, in query and out */
 } Seen;
 
 #define PAGES_AHEAD 2
@@ -82,7 +90,7 @@ CACHED void mix_vectors(const Seen *s, int num, int64_t i, int heads, int kind) 
         }
     }
     _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
-        _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) *(vec *)(s->out + h * dim + i + n * LANES) = sums[h][n];
+        _Pragma("GCC unroll 4") for (int n = 0; n < num; n++) *(vec *)(s->out + h * s->step + i + n * LANES) = sums[h][n];
 }
 
 CACHED void mix_values(const Seen *s, int heads, int kind) {
@@ -99,7 +107,7 @@ CACHED void mix_values(const Seen *s, int heads, int kind) {
                 for (int64_t k = 0; k < run; k++)
                     sum += cached_number(cached_at(value, k * dim, kind), kind) * weights[p + k];
             }
-            s->out[h * dim + i] = sum;
+            s->out[h * s->step + i] = sum;
         }
     }
 }
@@ -121,13 +129,13 @@ CACHED void multiply_keys(const Seen *s, const char *keys, int64_t p, int64_t nu
             _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++) {
                 vec x = cached_vec(cached_at(key[n], i, kind), kind);
                 _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
-                    sums[n][h] += *(const vec *)(s->query + h * dim + i) * x;
+                    sums[n][h] += *(const vec *)(s->query + h * s->step + i) * x;
             }
         _Pragma("GCC unroll 4") for (int n = 0; n < KEYS_AT_ONCE; n++)
             _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) {
                 float dot = vec_sum(sums[n][h]);
                 for (int64_t rest = i; rest < dim; rest++)
-                    dot += s->query[h * dim + rest] * cached_number(cached_at(key[n], rest, kind), kind);
+                    dot += s->query[h * s->step + rest] * cached_number(cached_at(key[n], rest, kind), kind);
                 if (k + n < num_keys) s->scores[h * s->stride + p + k + n] = dot * s->a->scale;
             }
     }
@@ -158,22 +166,27 @@ CACHED void attend_heads(const Seen *s, int heads, int kind) {
     mix_values(s, heads, kind);
 }
 
+CACHED void attend_some(const Seen *s, int64_t heads, int kind) {
+    switch (heads) {
+    case 1: attend_heads(s, 1, kind); break;
+    case 2: attend_heads(s, 2, kind); break;
+    case 3: attend_heads(s, 3, kind); break;
+    default: attend_heads(s, MAX_HEADS, kind);
+    }
+}
+
 /* All query heads of one group, all query tokens of one request. */
 CACHED void attend(const Attention *a, int64_t request, int64_t kv_head, int64_t stride, float *scores, int kind) {
-    int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
-    int64_t group = a->heads / a->kv_heads;
+    int64_t begin = a->starts[request], num_query = a->query_lens[request], group = a->heads / a->kv_heads;
+    int64_t tokens = !a->causal && group == 1 ? MAX_HEADS : 1; /* that go together */
     const int32_t *pages = a->block_table + request * a->table_stride;
-    for (int64_t j = 0; j < num_query; j++) {
-        int64_t end = length - num_query + j + 1, first = first_seen(a, request, end - 1);
+    for (int64_t j = 0; j < num_query; j += tokens) {
+        int64_t end = last_seen(a, request, j) + 1, first = first_seen(a, request, end - 1);
         for (int64_t g = 0; g < group; g += MAX_HEADS) {
             int64_t at = ((begin + j) * a->heads + kv_head * group + g) * a->dim;
-            Seen seen = {a, pages, kv_head, first, end, a->q + at, scores, a->out + at, stride};
-            switch (group - g) {
-            case 1: attend_heads(&seen, 1, kind); break;
-            case 2: attend_heads(&seen, 2, kind); break;
-            case 3: attend_heads(&seen, 3, kind); break;
-            default: attend_heads(&seen, MAX_HEADS, kind);
-            }
+            int64_t step = (tokens > 1 ? a->heads : 1) * a->dim;
+            Seen seen = {a, pages, kv_head, first, end, a->q + at, scores, a->out + at, stride, step};
+            attend_some(&seen, tokens > 1 ? num_query - j : group - g, kind);
         }
     }
 }
@@ -183,15 +196,14 @@ CACHED void attend(const Attention *a, int64_t request, int64_t kv_head, int64_t
  * values are. */
 CACHED void attend_many(const Attention *a, int64_t request, int64_t kv_head, int64_t first_query, int64_t end_query,
                         float *memory, int kind) {
-    int64_t begin = a->starts[request], num_query = a->query_lens[request], length = a->seq_lens[request];
-    int64_t group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
+    int64_t begin = a->starts[request], group = a->heads / a->kv_heads, dim = a->dim, side = a->kv_heads * a->page_size * dim;
     const int32_t *pages = a->block_table + request * a->table_stride;
-    int64_t before = length - num_query;
-    for (; first_query < end_query && first_seen(a, request, before + first_query) > before + first_query; first_query++)
+    for (; first_query < end_query && first_seen(a, request, last_seen(a, request, first_query)) > last_seen(a, request, first_query);
+         first_query++)
         memset(a->out + ((begin + first_query) * a->heads + kv_head * group) * dim, 0, (size_t)(group * dim) * sizeof(float));
     if (first_query == end_query) return;
-    int64_t low = first_seen(a, request, before + first_query);
-    int64_t num_keys = before + end_query - low, stride = (num_keys + PANEL - 1) / PANEL * PANEL;
+    int64_t low = first_seen(a, request, last_seen(a, request, first_query));
+    int64_t num_keys = last_seen(a, request, end_query - 1) + 1 - low, stride = (num_keys + PANEL - 1) / PANEL * PANEL;
     float *turned = memory, *scores = turned + dim * stride;
     const char **values = (const char **)(scores + QUERY_ROWS * stride);
     for (int64_t k = 0; k < stride; k++) {
@@ -213,7 +225,7 @@ CACHED void attend_many(const Attention *a, int64_t request, int64_t kv_head, in
             int64_t r = row + t < num_rows ? row + t : num_rows - 1, j = first_query + r / group;
             at[t] = ((begin + j) * a->heads + kv_head * group + r % group) * dim;
             query[t] = a->q + at[t];
-            position[t] = before + j - low;
+            position[t] = last_seen(a, request, j) - low;
             seen = position[t] + 1 > seen ? position[t] + 1 : seen;
         }
         for (int64_t block = 0; block < seen; block += PANEL) {
@@ -311,9 +323,9 @@ static void attend_bfloat16(const void *arg, int64_t first, int64_t end) { atten
 int slip_paged_attention(const float *q, const void *cache, const int32_t *starts, const int32_t *query_lens,
                          const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
                          int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
-                         int64_t table_stride, float scale, int64_t window, int kind, int num_threads) {
+                         int64_t table_stride, float scale, int64_t window, int causal, int kind, int num_threads) {
     Attention a = {q,   cache,     starts,       query_lens, seq_lens, block_table, seq_starts, out, heads, kv_heads,
-                   dim, page_size, table_stride, scale,      window,   0,           0};
+                   dim, page_size, table_stride, scale,      window,   0,           causal,     0};
     int64_t work = 0;
     for (int64_t r = 0; r < requests; r++) {
         a.longest = seq_lens[r] > a.longest ? seq_lens[r] : a.longest;

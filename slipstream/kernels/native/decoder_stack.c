@@ -4,6 +4,7 @@
 #include "kernels.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct {
     const float *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm; /* biases, q_norm and k_norm may be NULL */
@@ -17,13 +18,28 @@ typedef struct {
     float eps, scale;
 } Sizes;
 
+/* Where the stream before a layer is to be copied. */
+typedef struct {
+    float *out;
+    int64_t stride, layer;
+} Tap;
+
 typedef struct {
     int64_t tokens, requests, table_stride;
     const float *cosine, *sine;
     const int64_t *page_ids, *offsets;
     const int32_t *starts, *query_lens, *seq_lens, *block_table, *seq_starts; /* seq_starts may be NULL */
+    const float *joined; /* the input of the first layer's projection, instead of a norm's output; may be NULL */
+    const Tap *taps;
+    int64_t num_taps;
     int planes, num_threads;
 } Step;
+
+static void copy_to_taps(const Step *s, int64_t layer, const float *residual, int64_t size) {
+    for (const Tap *tap = s->taps; tap < s->taps + s->num_taps; tap++)
+        for (int64_t t = 0; tap->layer == layer && t < s->tokens; t++)
+            memcpy(tap->out + t * tap->stride, residual + t * size, (size_t)size * sizeof(float));
+}
 
 static void normalise_heads(float *x, const float *weight, float eps, int64_t tokens, int64_t stride, int64_t heads, int64_t dim) {
     for (int64_t t = 0; t < tokens; t++) slip_rms_norm(x + t * stride, weight, eps, x + t * stride, heads, dim);
@@ -37,8 +53,10 @@ int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, 
     float *qkv = normed + n * z->hidden, *q = qkv + n * qkv_size, *mixed = q + n * q_size, *gated = mixed + n * q_size;
     int failed = 0;
     for (const Layer *l = layers; l < layers + num_layers && !failed; l++) {
-        slip_add_rms_norm(hidden, residual, l->input_norm, z->eps, normed, residual, n, z->hidden);
-        failed = slip_product(l->qkv, normed, l->qkv_bias, qkv, n, s->planes, s->num_threads);
+        const float *input = l == layers && s->joined ? s->joined : normed;
+        if (input == normed) slip_add_rms_norm(hidden, residual, l->input_norm, z->eps, normed, residual, n, z->hidden);
+        copy_to_taps(s, l - layers, residual, z->hidden);
+        failed = slip_product(l->qkv, input, l->qkv_bias, qkv, n, s->planes, s->num_threads);
         if (l->q_norm) normalise_heads(qkv, l->q_norm, z->eps, n, qkv_size, z->heads, z->dim);
         if (l->k_norm) normalise_heads(qkv + q_size, l->k_norm, z->eps, n, qkv_size, z->kv_heads, z->dim);
         slip_rope_and_cache(qkv, qkv_size, qkv + q_size, qkv_size, qkv + q_size + kv_size, qkv_size, s->cosine, s->sine,
@@ -46,7 +64,7 @@ int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, 
                             z->page_size, (int)z->cache_kind);
         failed |= slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, s->seq_starts,
                                         mixed, s->requests, z->heads, z->kv_heads, z->dim, z->page_size, s->table_stride,
-                                       z->scale, l->window, (int)z->cache_kind, s->num_threads);
+                                       z->scale, l->window, 1, (int)z->cache_kind, s->num_threads);
         failed |= slip_product(l->o, mixed, l->o_bias, hidden, n, s->planes, s->num_threads);
         slip_add_rms_norm(hidden, residual, l->post_norm, z->eps, normed, residual, n, z->hidden);
         failed |= slip_product(l->gate_up, normed, NULL, gated, n, s->planes, s->num_threads);

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,9 +66,14 @@ class _Step(ctypes.Structure):
     _fields_ = (
         fields(ctypes.c_int64, "tokens requests table_stride")
         + fields(ctypes.c_void_p, "cosine sine page_ids offsets")
-        + fields(ctypes.c_void_p, "starts query_lens seq_lens block_table seq_starts")
+        + fields(ctypes.c_void_p, "starts query_lens seq_lens block_table seq_starts joined taps")
+        + fields(ctypes.c_int64, "num_taps")
         + fields(ctypes.c_int, "planes num_threads")
     )
+
+
+class _Tap(ctypes.Structure):
+    _fields_ = fields(ctypes.c_void_p, "out") + fields(ctypes.c_int64, "stride layer")
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -101,43 +107,62 @@ class DecoderStack:
     scale: float
     planes: int = 0  # of activations before quantised matrices, see quant_linear
     _records: ctypes.Array[_Layer] | None = field(default=None, repr=False)
+    _sizes: _Sizes | None = field(default=None, repr=False)
     _caches: Sequence[Tensor] | None = field(default=None, repr=False)
 
-    def records(self, kv_caches: Sequence[Tensor]) -> ctypes.Array[_Layer]:
-        """One structure a layer; made once, for an engine's caches stay where they are."""
-        if self._records is None or self._caches is not kv_caches:
+    def records(self, kv_caches: Sequence[Tensor], rotary_dim: int) -> tuple[ctypes.Array[_Layer], _Sizes]:
+        """One structure a layer, and sizes; made once, for an engine's caches stay where they are."""
+        if self._records is None or self._sizes is None or self._caches is not kv_caches:
             pairs = zip(self.layers, kv_caches, strict=True)
             self._caches = kv_caches
             self._records = (_Layer * len(self.layers))(*(_layer_record(layer, cache) for layer, cache in pairs))
-        return self._records
+            self._sizes = _Sizes(
+                hidden=self.hidden_size,
+                heads=self.num_heads,
+                kv_heads=self.num_kv_heads,
+                dim=self.head_dim,
+                intermediate=self.layers[0].gate_up.out_size,
+                page_size=kv_caches[0].shape[3],
+                rotary_dim=rotary_dim,
+                cache_kind=CACHED_KINDS[kv_caches[0].dtype],
+                eps=self.eps,
+                scale=self.scale,
+            )
+        return self._records, self._sizes
 
 
-@operation(like=("hidden", "hidden"), writes=("kv_caches",))
+class StackInput(NamedTuple):
+    """The states that the first of the layers begins with, all float32."""
+
+    hidden: Tensor  # [num_tokens, hidden]: the embeddings, or what a layer has left
+    residual: Tensor | None  # [num_tokens, hidden]: the stream it is still to be added to
+    # [num_tokens, in]: the first projection's input, of a layer that makes it from more than the states. ``hidden`` is
+    # not read then.
+    joined: Tensor | None = None
+
+
+class LayerTap(NamedTuple):
+    """Receives the stream before a layer."""
+
+    layer: int
+    out: Tensor  # [num_tokens, hidden], rows may be strided
+
+
+@operation(like=("inputs.hidden", "inputs.hidden"), writes=("kv_caches", "taps"))
 def decoder_stack(
-    hidden: Tensor,  # [num_tokens, hidden] float32: the embeddings, or what a layer has left
-    residual: Tensor | None,  # [num_tokens, hidden] float32: the stream it is still to be added to
+    inputs: StackInput,
     stack: DecoderStack,
     kv_caches: Sequence[Tensor],  # one a layer: [num_pages, 2, num_kv_heads, page_size, head_dim]
     tokens: TokenPlaces,
     requests: PagedRequests,
-    begin: int,  # the first layer
-    end: int,  # the one after the last
+    taps: Sequence[LayerTap] = (),  # written
+    num_layers: int | None = None,  # of the stack, from the first on; None: all
 ) -> tuple[Tensor, Tensor]:  # the last layer's contribution, and the residual it is still to be added to
     lib = native.library()
     assert lib is not None
-    layers = stack.records(kv_caches)
-    sizes = _Sizes(
-        hidden=stack.hidden_size,
-        heads=stack.num_heads,
-        kv_heads=stack.num_kv_heads,
-        dim=stack.head_dim,
-        intermediate=stack.layers[0].gate_up.out_size,
-        page_size=kv_caches[0].shape[3],
-        rotary_dim=tokens.cos.shape[-1],
-        cache_kind=CACHED_KINDS[kv_caches[0].dtype],
-        eps=stack.eps,
-        scale=stack.scale,
-    )
+    layers, sizes = stack.records(kv_caches, tokens.cos.shape[-1])
+    hidden, residual, joined = inputs
+    tap_records = (_Tap * len(taps))(*(_Tap(out.data_ptr(), out.stride(0), layer) for layer, out in taps))
     step = _Step(
         tokens=hidden.shape[0],
         requests=requests.seq_lens.shape[0],
@@ -151,12 +176,15 @@ def decoder_stack(
         seq_lens=requests.seq_lens.data_ptr(),
         block_table=requests.block_table.data_ptr(),
         seq_starts=_address(requests.seq_starts),
+        joined=_address(joined),
+        taps=ctypes.addressof(tap_records),
+        num_taps=len(taps),
         planes=stack.planes,
         num_threads=torch.get_num_threads(),
     )
     out, residual = hidden.clone(), torch.zeros_like(hidden) if residual is None else residual.clone()
-    first = ctypes.addressof(layers) + begin * ctypes.sizeof(_Layer)
-    records = (first, end - begin, ctypes.addressof(sizes), ctypes.addressof(step))
+    count = len(layers) if num_layers is None else num_layers
+    records = (ctypes.addressof(layers), count, ctypes.addressof(sizes), ctypes.addressof(step))
     if lib.slip_decoder_stack(*records, out.data_ptr(), residual.data_ptr()):
         raise MemoryError("no memory for the activations of a step")
     return out, residual

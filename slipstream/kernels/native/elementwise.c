@@ -32,6 +32,22 @@ void slip_add_rms_norm(const float *x, const float *residual, const float *weigh
     }
 }
 
+/* Rows of embeddings beside states, each normed where there are gains; at position 0 the embedding counts as zeros. */
+void slip_join_states(const float *hidden, int64_t stride, const float *embedding, const int32_t *ids,
+                      const int64_t *positions, const float *embedding_gain, const float *hidden_gain, float eps, float *out,
+                      int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++) {
+        float *left = out + row * 2 * size, *right = left + size;
+        memcpy(left, embedding + ids[row] * size, (size_t)size * sizeof(float));
+        memcpy(right, hidden + row * stride, (size_t)size * sizeof(float));
+        if (positions && positions[row] == 0) memset(left, 0, (size_t)size * sizeof(float));
+        if (embedding_gain && hidden_gain) {
+            normalise(left, embedding_gain, eps, left, size);
+            normalise(right, hidden_gain, eps, right, size);
+        }
+    }
+}
+
 void slip_swiglu(const float *gate_up, float *out, int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = gate_up + row * 2 * size, *up = gate + size;
@@ -78,6 +94,7 @@ typedef struct {
     int64_t size;
     float *largest;
     int64_t *index;
+    uint8_t *failed;
 } Rows;
 
 static void find_largest(const void *arg, int64_t first, int64_t end) {
@@ -95,10 +112,34 @@ static void find_largest(const void *arg, int64_t first, int64_t end) {
         while (!bad && at < r->size && x[at] != largest) at++;
         r->largest[row] = bad ? NAN : largest;
         r->index[row] = bad ? 0 : at;
+        r->failed[row] = bad || !isfinite(largest);
     }
 }
 
-void slip_row_max(const float *x, int64_t rows, int64_t size, float *largest, int64_t *index, int num_threads) {
-    Rows r = {x, size, largest, index};
+/* Returns whether a row failed: it holds what is no number, or its largest entry is infinite. */
+int slip_row_max(const float *x, int64_t rows, int64_t size, float *largest, int64_t *index, uint8_t *failed,
+                 int num_threads) {
+    Rows r = {x, size, largest, index, failed};
     slip_spread(find_largest, &r, rows, 1, rows * size > 100000 ? num_threads : 1);
+    for (int64_t row = 0; row < rows; row++)
+        if (failed[row]) return 1;
+    return 0;
+}
+
+/* Logits of forbidden tokens become -inf: bit t % 32 of word t / 32 allows token t. Row -1 of masks allows all. */
+void slip_mask_rows(const float *x, const int32_t *pool, const int32_t *mask_rows, float *out, int64_t rows,
+                    int64_t size, int64_t num_words) {
+    for (int64_t i = 0; i < rows; i++) {
+        const float *from = x + i * size;
+        float *to = out + i * size;
+        if (mask_rows[i] < 0) {
+            memcpy(to, from, size * sizeof(float));
+            continue;
+        }
+        const uint32_t *words = (const uint32_t *)(pool + mask_rows[i] * num_words);
+        for (int64_t word = 0; word < num_words; word++) {
+            const int64_t first = word * 32, end = first + 32 < size ? first + 32 : size;
+            for (int64_t t = first; t < end; t++) to[t] = words[word] >> (t - first) & 1 ? from[t] : -INFINITY;
+        }
+    }
 }

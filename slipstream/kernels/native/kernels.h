@@ -24,10 +24,13 @@ void slip_rope_and_cache(const float *q, int64_t q_stride, const float *k, int64
                          int64_t v_stride, const float *cosine, const float *sine, void *cache, const int64_t *page_ids,
                          const int64_t *offsets, float *q_out, int64_t tokens, int64_t heads, int64_t kv_heads,
                          int64_t dim, int64_t rotary_dim, int64_t page_size, int kind);
+int slip_encoder_attention(const float *q, const float *k, const float *v, const float *bias, const int32_t *starts,
+                           const int32_t *lens, float *out, int64_t q_stride, int64_t k_stride, int64_t v_stride,
+                           int64_t reqs, int64_t heads, int64_t dim, int64_t distances, float scale, int num_threads);
 int slip_paged_attention(const float *q, const void *cache, const int32_t *starts, const int32_t *query_lens,
                          const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
                          int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
-                         int64_t table_stride, float scale, int64_t window, int kind, int num_threads);
+                         int64_t table_stride, float scale, int64_t window, int causal, int kind, int num_threads);
 void slip_panel_linear(const float *x, const float *panels, const float *bias, float *out, int64_t tokens, int64_t in,
                        int64_t out_size, int gated, int num_threads);
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
+from slipstream.kernels.native.step import NewTokensRecord, batch_record, compiled, in_c, record, rows_record
 from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.step.prepare_inputs import BatchLayout
 from slipstream.kernels.triton_jit import (
@@ -93,6 +94,14 @@ def commit(
     out[:, 3] = would_be_accepted
     out[:, NUM_HEADER_COLUMNS:] = -1
     out[:, NUM_HEADER_COLUMNS : NUM_HEADER_COLUMNS + len(idx)] = torch.where(written, new_ids.int(), -1)
+
+
+@in_c(commit)
+def _commit_in_c(checked: CheckedTokens, rows: RowState, batch: BatchLayout, query_lens: Tensor, out: Tensor) -> None:
+    new_ids, columns = checked.new_ids.contiguous(), out.shape[1] - NUM_HEADER_COLUMNS
+    sizes = (new_ids.shape[1], new_ids.dtype is torch.int64, columns)
+    new = record(NewTokensRecord, new_ids, *checked[1:], query_lens, out, *sizes)
+    compiled().slip_commit(rows_record(rows), batch_record(*batch), new)
 
 
 def _launch(checked: CheckedTokens, rows: RowState, batch: BatchLayout, query_lens: Tensor, out: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
 from slipstream.kernels.elementwise.rms_norm import rms_norm
+from slipstream.kernels.native.step import compiled, in_c
 from slipstream.kernels.triton_jit import (
     early_start,
     jit,
@@ -36,6 +37,28 @@ def join_states(
     if embedding_gain is not None and hidden_gain is not None:
         rows, hidden = rms_norm.body(rows, embedding_gain, eps), rms_norm.body(hidden, hidden_gain, eps)
     return torch.cat([rows, hidden], dim=-1)
+
+
+@in_c(join_states)
+def _join_in_c(
+    hidden: Tensor,
+    embedding: Tensor,
+    token_ids: Tensor,
+    embedding_gain: Tensor | None,
+    hidden_gain: Tensor | None,
+    eps: float,
+    positions: Tensor | None = None,
+) -> Tensor:
+    if hidden.dtype is not torch.float32 or not embedding.is_contiguous():
+        return join_states.body(hidden, embedding, token_ids, embedding_gain, hidden_gain, eps, positions)
+    hidden = _dense_rows(hidden)
+    n, size = hidden.shape
+    out = torch.empty(n, 2 * size)
+    given = (positions, embedding_gain, hidden_gain)
+    arrays = (None if tensor is None else tensor.data_ptr() for tensor in given)
+    states = (hidden.data_ptr(), hidden.stride(0), embedding.data_ptr(), token_ids.data_ptr())
+    compiled().slip_join_states(*states, *arrays, eps, out.data_ptr(), n, size)
+    return out
 
 
 @operation(writes=("kept",))

@@ -1,4 +1,4 @@
-"""Hidden states into one vector for each text: of the last token, of the first, or the mean of all.
+"""Hidden states into one vector for each text: of one token, a mean of all, or their largest entries.
 
 A text may come in several chunks. What is needed of the earlier ones is kept for each request row, so that the vector
 does not depend on where the chunks end.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
@@ -41,7 +42,8 @@ def pool(
     kinds: Tensor,  # [num_rows] int32: a PoolingKind, or 0 for requests that are not pooled
     prompt_len: Tensor,  # [num_rows] int32
     # written:
-    kept: Tensor,  # [num_rows, size] float32 or float64: sums of all states so far, or the first state
+    # [num_rows, size] float32 or float64: sums of all states so far, their largest entries, or the first state
+    kept: Tensor,
     out: Tensor,  # [n, size], as ``kept``: the vectors of requests whose prompt ends here; zeros for all others
 ) -> None:
     if runs_triton(hidden):
@@ -60,12 +62,24 @@ def pool(
         elif kind == PoolingKind.CLS:
             vector = own[0] if position == 0 else kept[row]
             kept[row] = vector
+        elif kind == PoolingKind.MAX:
+            largest = own.amax(0)
+            vector = largest if position == 0 else torch.maximum(kept[row], largest)
+            kept[row] = vector
         else:
+            if kind == PoolingKind.WEIGHTED_MEAN:
+                own = own * (positions[start : start + count] + 1).to(own.dtype).unsqueeze(1)
             total = own.sum(0) if position == 0 else kept[row] + own.sum(0)
             kept[row] = total
-            vector = total / prompt_len[row]
+            vector = total / _divisor(kind, float(prompt_len[row]))
         if position + count == int(prompt_len[row]):
             out[place] = vector
+
+
+def _divisor(kind: int, length: float) -> float:
+    if kind == PoolingKind.WEIGHTED_MEAN:
+        return length * (length + 1) / 2
+    return length**0.5 if kind == PoolingKind.MEAN_SQRT_LEN else length
 
 
 def _launch(
@@ -93,7 +107,9 @@ def _launch(
         size,
         LAST=int(PoolingKind.LAST),
         CLS=int(PoolingKind.CLS),
-        MEAN=int(PoolingKind.MEAN),
+        MAX=int(PoolingKind.MAX),
+        SQRT=int(PoolingKind.MEAN_SQRT_LEN),
+        WEIGHTED=int(PoolingKind.WEIGHTED_MEAN),
         TOKENS=_TOKENS,
         BLOCK=block,
         num_warps=4,
@@ -116,7 +132,9 @@ def _pool_kernel(
     size,
     LAST: tl.constexpr,
     CLS: tl.constexpr,
-    MEAN: tl.constexpr,
+    MAX: tl.constexpr,
+    SQRT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -137,17 +155,26 @@ def _pool_kernel(
     goes_on = runs & (kind != LAST) & (position > 0)
     of_row = kept + row * size + column
     total = tl.load(of_row, mask=exists & goes_on, other=0.0)
-    num_summed = tl.where(runs & (kind == MEAN), count, 0)
+    total = tl.where((kind == MAX) & (position == 0), float("-inf"), total)
+    takes_all = runs & (kind != LAST) & (kind != CLS)
+    num_summed = tl.where(takes_all, count, 0)
     for begin in range(0, num_summed, TOKENS):
         token = begin + tl.arange(0, TOKENS)
         places = hidden + (start + token)[:, None] * stride + column[None, :]
         tile = tl.load(places, mask=(token < num_summed)[:, None] & exists[None, :], other=0.0)
-        total += tl.sum(tile.to(kept.dtype.element_ty), 0)
+        tile = tile.to(kept.dtype.element_ty)
+        there = tl.where((token < num_summed)[:, None], tile, float("-inf"))
+        weight = tl.where(kind == WEIGHTED, (position + token + 1).to(kept.dtype.element_ty), 1.0)
+        # Not a number stays one, which a maximum would drop.
+        largest = tl.maximum(total, tl.max(there, 0)) + 0.0 * tl.sum(tile, 0)
+        total = tl.where(kind == MAX, largest, total + tl.sum(tile * weight[:, None], 0))
     takes_one = runs & ((kind == LAST) | ((kind == CLS) & (position == 0)))
     at = start + tl.where(kind == LAST, count - 1, 0)
     one = tl.load(hidden + at * stride + column, mask=exists & takes_one, other=0.0).to(kept.dtype.element_ty)
     total = tl.where(takes_one, one, total)
     tl.store(of_row, total, mask=exists & runs & (kind != LAST))
-    vector = tl.where(kind == MEAN, total / length, total)
+    size_of = length.to(tl.float32)
+    divisor = tl.where(kind == SQRT, tl.sqrt(size_of), tl.where(kind == WEIGHTED, size_of * (size_of + 1) / 2, size_of))
+    vector = tl.where(takes_all & (kind != MAX), total / divisor, total)
     ends = runs & (position + count == length)
     tl.store(out + place * size + column, tl.where(ends, vector, 0.0), mask=exists)

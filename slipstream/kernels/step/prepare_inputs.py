@@ -8,12 +8,21 @@ the cache, not counted in any length. Padding uses the tokens of the scratch row
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
+from slipstream.kernels.native.step import (
+    StepInputsRecord,
+    TokensRecord,
+    batch_record,
+    compiled,
+    in_c,
+    record,
+    rows_record,
+)
 from slipstream.kernels.request_rows import RowState
 from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 from slipstream.plan import RowStatus
@@ -76,6 +85,16 @@ def prepare_inputs(
     sources = TokenSources(own, start_loc, inputs.query_lens, num_computed, page_size)
     fill_tokens(rows, sources, inputs.tokens)
     _fill_logits(rows, batch, torch.where(runs, drafts, 0), inputs)
+
+
+@in_c(prepare_inputs)
+def _prepare_in_c(rows: RowState, batch: BatchLayout, page_size: int, max_logits: int, inputs: StepInputs) -> None:
+    step = record(StepInputsRecord, *inputs[1:], inputs.logit_indices.shape[0], page_size)
+    compiled().slip_prepare_inputs(rows_record(rows), batch_record(*batch), tokens_record(inputs.tokens), step)
+
+
+def tokens_record(tokens: TokenInputs) -> Any:
+    return record(TokensRecord, *tokens, tokens.input_ids.shape[0])
 
 
 def _launch(rows: RowState, batch: BatchLayout, page_size: int, max_logits: int, inputs: StepInputs) -> None:

@@ -18,7 +18,9 @@ from slipstream.errors import ModelError
 from slipstream.fields import Fields
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.fused_layer import fuse_parts, layer_parts, project_few
-from slipstream.models.heads.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
+from slipstream.models.heads.draft_head import DraftHead
+from slipstream.models.heads.network import HeadPlan
+from slipstream.models.heads.read_config import check_variant, read_body, read_flag
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 
 _KNOWN = ("eagle_fc_bias", "parallel_draft_heads_num_layers")

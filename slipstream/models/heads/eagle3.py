@@ -7,18 +7,24 @@ normalises embedding and state separately and attends from their concatenation.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.attention.context import AttentionContext
+from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.checkpoints.hf_config import require
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
 from slipstream.fields import Fields
+from slipstream.kernels.native.decoder_stack import DecoderStack, StackInput, decoder_stack
+from slipstream.models.cpu_stack import stack_of
 from slipstream.models.decoder import Decoder, DecoderLayer
 from slipstream.models.fused_layer import fuse_parts, layer_parts, project_few
-from slipstream.models.heads.draft_head import DraftHead, HeadPlan, check_variant, read_body, read_flag
+from slipstream.models.heads.draft_head import DraftHead
+from slipstream.models.heads.network import HeadPlan
+from slipstream.models.heads.read_config import check_variant, read_body, read_flag
 from slipstream.models.layers import Attention, FeedForward, Layer, Linear, RMSNorm
 from slipstream.values import describe_value
 
@@ -148,6 +154,7 @@ class Eagle3Head(DraftHead):
         self.layers = nn.ModuleList([FirstLayer(config), *later])
         self.norm = RMSNorm(config.hidden_size, eps)
         self.cos_sin = self.rope_tables(max_position)
+        self.stack: DecoderStack | None = None  # all layers as one operation, where possible
 
     def combine(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -171,10 +178,19 @@ class Eagle3Head(DraftHead):
         if fused is not None:
             state: Tensor = fused.forward_from(joined, residual, context, cos_sin)
             return self.norm(state) if normed else state
+        step = cast(GroupedQueryStep, context.group_steps[0])
+        if self.stack is not None and (common := step.in_place()) is not None:
+            arrays = (step.caches.in_order, step.places.of(cos_sin[0], hidden.dtype), common.requests)
+            out, residual = decoder_stack(StackInput(residual, residual, joined), self.stack, *arrays)
+            return self._finish(out, residual)
         out, residual = first(joined, residual, context, cos_sin[0])
         for layer, own_cos_sin in zip(self.layers[1:], cos_sin[1:], strict=True):
             out, residual = layer(out, residual, context, own_cos_sin)
-        return self.norm.add(out, residual)[0] if normed else out + residual
+        return self._finish(out, residual)
+
+    def _finish(self, out: Tensor, residual: Tensor) -> Tensor:
+        normed: Tensor = self.norm.add(out, residual)[0] if self.plan.norm_output else out + residual
+        return normed
 
     def only_attention(self) -> Attention | None:
         first = self.layers[0]
@@ -190,6 +206,7 @@ class Eagle3Head(DraftHead):
         super().finish_weights(device)
         parts = [layer_parts(layer, normed=idx > 0) for idx, layer in enumerate(self.layers)]
         self.fused = [fuse_parts(parts)]
+        self.stack = stack_of(self.config, self.layers) if self.config.is_plain else None
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.project_logits(hidden if self.plan.norm_output else self.norm(hidden))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from slipstream.kernels.tuning.tiles import Weight
 from slipstream.models.fused_layer import layer_weights
-from slipstream.models.heads.draft_head import HeadPlan
+from slipstream.models.heads.network import HeadPlan
 
 
 class HeadWeights(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ from slipstream.fields import Fields
 from slipstream.kernels.linear.small_linear import Epilogue
 from slipstream.models.decoder import Decoder, DecoderLayer, is_mtp_tensor
 from slipstream.models.fused_layer import Stream, fuse_parts, layer_parts, project_few
-from slipstream.models.heads.draft_head import DEEPSEEK_COUNT, QWEN_COUNT, DraftHead, HeadPlan
-from slipstream.models.layers import Attention, Layer, Linear, RMSNorm
+from slipstream.models.heads.draft_head import DraftHead
+from slipstream.models.heads.network import HeadPlan
+from slipstream.models.heads.read_config import DEEPSEEK_COUNT, QWEN_COUNT
+from slipstream.models.layers import KeyWriter, Layer, Linear, RMSNorm
 from slipstream.values import describe_value
 from slipstream.weights.matrix import Slot
 
@@ -140,10 +142,8 @@ class MtpHead(DraftHead):
         state: Tensor = module.last_norm(fused.forward_scaled(Stream(x, (scaled, squares)), context, [cos_sin]))
         return state
 
-    def only_attention(self) -> Attention | None:
-        attention = self.module(0).body.self_attn
-        assert isinstance(attention, Attention)
-        return attention
+    def only_attention(self) -> KeyWriter | None:
+        return cast(KeyWriter, self.module(0).body.self_attn)
 
     def attended(self, input_ids: Tensor, hidden: Tensor, context: AttentionContext, few: bool) -> Tensor:
         module = self.module(0)

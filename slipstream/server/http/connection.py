@@ -323,7 +323,7 @@ class Connection(asyncio.Protocol):
         self._enter(Phase.BODY, self._limits.body_timeout_s)
         self._body_start = time.monotonic()
         length = request.header(b"content-length")
-        if length is not None and length.isdigit() and int(length[:20]) > self._limits.max_body_bytes:
+        if length is not None and length.isdigit() and int(length[:20]) > self._max_body_bytes:
             self._stop(self._too_large())
         elif request.header(b"expect") is not None and request.version == "1.1":
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -341,7 +341,7 @@ class Connection(asyncio.Protocol):
         self._body.append(data)
         self._num_body_bytes += len(data)
         self._listener.num_buffered_bytes += len(data)
-        if self._num_body_bytes > self._limits.max_body_bytes:
+        if self._num_body_bytes > self._max_body_bytes:
             self._stop(self._too_large())
         elif self._num_body_bytes > _SMALL_BODY and self._listener.num_buffered_bytes > self._limits.max_buffered_bytes:
             self._stop(ApiError(503, "too many bodies arrive at once; try again later", headers={"Retry-After": "1"}))
@@ -359,7 +359,12 @@ class Connection(asyncio.Protocol):
         raise refusal
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes")
+        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes")
+
+    @property
+    def _max_body_bytes(self) -> int:
+        own = self._request.max_body_bytes
+        return self._limits.max_body_bytes if own is None else own
 
 
 def _head_too_large() -> ApiError:

@@ -34,6 +34,7 @@ class HttpRequest:
     keeps_alive: bool = True
     arrival_time: float = 0.0
     num_buffered_bytes: int = 0  # of its body, while the listener counts them
+    max_body_bytes: int | None = None  # where its route allows another size than the others
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for own, value in self.headers if own == name), None)

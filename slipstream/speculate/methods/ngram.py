@@ -58,4 +58,4 @@ class NgramDrafter:
 
         speculative = config.speculative
         assert speculative is not None
-        return lambda rows: NgramSpeculator(speculative, rows)
+        return lambda rows, _: NgramSpeculator(speculative, rows)

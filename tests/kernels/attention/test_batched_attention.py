@@ -124,3 +124,22 @@ def test_a_token_alone_is_the_same_to_the_bit(kept_in: torch.dtype, head_dim: in
             request = PagedRequests(bounds, one, end, table[i : i + 1])
             alone = in_place_attention(q[token], cache, request, 0.3, 0)
             assert torch.equal(alone, together[token])
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C kernels here")
+@pytest.mark.parametrize("heads", [(6, 2), (2, 2)], ids=["groups", "each its own"])
+def test_where_all_tokens_see_the_same_their_number_changes_no_bit(heads: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    num_entries, max_pages = 70, 20
+    table = torch.arange(1, max_pages + 1, dtype=torch.int32).view(1, max_pages)
+    cache = torch.randn(max_pages + 1, 2, heads[1], PAGE, 64)
+    q, length = torch.randn(8, heads[0], 64), torch.tensor([num_entries], dtype=torch.int32)
+
+    def attend(tokens: slice) -> torch.Tensor:
+        count = torch.tensor([tokens.stop - tokens.start], dtype=torch.int32)
+        starts = torch.tensor([0, int(count)], dtype=torch.int32)
+        return in_place_attention(q[tokens], cache, PagedRequests(starts, count, length, table), 0.3, 0, causal=False)
+
+    together = attend(slice(0, 8))
+    for first, end in [*((i, i + 1) for i in range(8)), (0, 3), (1, 6), (2, 4)]:
+        assert torch.equal(attend(slice(first, end)), together[first:end])

@@ -56,7 +56,7 @@ def test_what_lies_before_the_first_slot_is_not_there(name: str) -> None:
     cache[page_ids[alive], 0, :, args["offsets"][alive]] = keys[alive]
     cache[page_ids[alive], 1, :, args["offsets"][alive]] = wide["v"][alive]
     tables = (torch.arange(len(query_lens) + 1) * query_len, query_lens, args["seq_lens"], args["block_table"])
-    expected = dense_attention(q, cache, *tables, args["scale"], args["window"], args["seq_starts"])
+    expected = dense_attention(q, cache, *tables, args["scale"], args["window"], args["seq_starts"], args["causal"])
     torch.testing.assert_close(
         module.decode_attention.body(**bundle(module.decode_attention, wide)), expected, rtol=1e-10, atol=1e-10
     )

@@ -15,15 +15,18 @@ from slipstream.config import EngineOptions
 from slipstream.engine.build import build_engine
 from slipstream.kernels import native
 from slipstream.models.decoder import Decoder
+from slipstream.models.heads.eagle3 import Eagle3Head
 from tests import tiny_models
 from tests.contexts import context_of
+from tests.models.heads.test_fused_head import build as build_head
+from tests.models.heads.tiny_heads import CASES, VOCAB
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
 
 # Experts, norms after products, a gelu gate or a bias after the gate: layers that the single call does not support.
 LAYER_BY_LAYER = ("gemma", "mixtral", "moe", "llama-biases")
-# Models whose layers keep states have no such call either; tests/models/test_qwen3_next.py says so.
-VARIANTS = [name for name in tiny_models.VARIANTS if not name.startswith(("qwen3-next", "qwen3.5"))]
+# Models whose layers keep states or latents have no such call either; tests/models/test_qwen3_next.py says so.
+VARIANTS = [name for name in tiny_models.VARIANTS if not name.startswith(("qwen3-next", "qwen3.5", "deepseek"))]
 QUERY_LENS, CONTEXTS = [1, 3, 8, 0, 2], [40, 0, 17, 0, 90]
 
 
@@ -76,3 +79,25 @@ def test_equal_to_the_bit(variant: str, kept_in: torch.dtype, seq_starts: list[i
         results.append([hidden, *own])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["eagle3 of NVIDIA", "eagle3, residual normed", "eagle3 of two layers with biases"])
+@torch.inference_mode()
+def test_a_head_in_one_call(name: str) -> None:
+    """Its first layer projects an embedding beside a state, and a norm before the stack makes both."""
+    head = build_head(CASES[name](), torch.float32, "cpu")
+    assert isinstance(head, Eagle3Head)
+    assert head.stack is not None
+    head.cos_sin = head.rope_tables(128)
+    config, num_tokens = head.config, sum(QUERY_LENS)
+    torch.manual_seed(0)
+    shape = (len(QUERY_LENS) * 8 + 2, 2, config.num_kv_heads, 16, config.head_dim)
+    caches = [torch.randn(shape) for _ in range(config.num_layers)]
+    ids, hidden = torch.randint(0, VOCAB, (num_tokens,)).int(), torch.randn(num_tokens, config.hidden_size)
+    results = []
+    for stack in (head.stack, None):
+        head.stack, own = stack, [cache.clone() for cache in caches]
+        out = head.forward(0, ids, hidden, step(CpuBackend(16, in_place=True), own, None))
+        results.append([out, *own])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)  # a residual beside an embedding is added by another kernel

@@ -16,7 +16,7 @@ from slipstream.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from slipstream.kernels.linear.dense_linear import PackedWeight, cut_panels, panel_linear, panel_width
 from slipstream.kernels.linear.quant_linear import quant_linear
 from slipstream.kernels.linear.quant_weights import QuantMatrix, dequantised
-from slipstream.kernels.native.decoder_stack import DecoderStack, StackLayer, StackMatrix, decoder_stack
+from slipstream.kernels.native.decoder_stack import DecoderStack, StackInput, StackLayer, StackMatrix, decoder_stack
 from tests.kernels.linear.quant_cases import random_segment
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C kernels here")
@@ -81,8 +81,7 @@ class Case:
 
     def at_once(self) -> Tensor:
         arrays = (TokenPlaces(self.cos, self.sin, self.page_ids, self.offsets), PagedRequests(*self.tables))
-        bounds = (0, len(self.stack.layers))
-        return torch.cat(decoder_stack(self.hidden, None, self.stack, self.caches, *arrays, *bounds))
+        return torch.cat(decoder_stack(StackInput(self.hidden, None), self.stack, self.caches, *arrays))
 
     def one_by_one(self) -> Tensor:
         hidden, residual = self.hidden, torch.zeros_like(self.hidden)

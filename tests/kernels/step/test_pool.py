@@ -51,15 +51,23 @@ def cut(length: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_vectors_do_not_depend_on_chunks(seed: int) -> None:
     torch.manual_seed(seed)
-    lengths = torch.randint(1, 40, (6,)).tolist()
+    lengths = torch.randint(1, 40, (9,)).tolist()
     texts = [torch.randn(length, SIZE, dtype=torch.float64) for length in lengths]
-    kinds = [0, *PoolingKind, *torch.randint(0, 4, (2,)).tolist()]
+    kinds = [0, *PoolingKind, *torch.randint(0, 7, (2,)).tolist()]
     # What an earlier request of a row has left must not be read.
     kept = torch.full((len(texts), SIZE), torch.nan, dtype=torch.float64)
     vectors = run_in_chunks(texts, kinds, [cut(length) for length in lengths], kept)
     for text, kind, vector in zip(texts, kinds, vectors, strict=True):
         if kind:
-            expected = {PoolingKind.LAST: text[-1], PoolingKind.CLS: text[0], PoolingKind.MEAN: text.mean(0)}
+            numbers = torch.arange(1, len(text) + 1, dtype=torch.float64)
+            expected = {
+                PoolingKind.LAST: text[-1],
+                PoolingKind.CLS: text[0],
+                PoolingKind.MEAN: text.mean(0),
+                PoolingKind.MAX: text.max(0).values,
+                PoolingKind.MEAN_SQRT_LEN: text.sum(0) / len(text) ** 0.5,
+                PoolingKind.WEIGHTED_MEAN: (numbers @ text) / numbers.sum(),
+            }
             torch.testing.assert_close(vector, expected[PoolingKind(kind)], rtol=1e-12, atol=1e-12)
 
 

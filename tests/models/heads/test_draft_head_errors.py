@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.checkpoints.head_checkpoint import open_head_checkpoint
 from slipstream.config import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.models.heads.draft_head import read_head
+from slipstream.models.heads.registry import read_head
 from tests.models.heads.tiny_heads import BODY, CASES, TAPS, eagle_of_speculators, load, tiny_target
 
 

@@ -16,8 +16,9 @@ from slipstream.attention.context import AttentionContext
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.checkpoints.speculators_format import proposed_tokens
 from slipstream.device.sim import SimDevice
-from slipstream.models.heads.draft_head import DraftHead, build_head, read_head
+from slipstream.models.heads.draft_head import DraftHead
 from slipstream.models.heads.mtp import is_mtp_tensor, mtp_tensors
+from slipstream.models.heads.registry import build_head, read_head
 from slipstream.models.load import count_parameters, load_weights
 from slipstream.models.registry import architecture_of
 from tests.contexts import context_of, step_of

@@ -17,8 +17,9 @@ from slipstream.device.operation import Operation, set_launcher
 from slipstream.kernels import native, triton_jit
 from slipstream.kernels.tuning.tiles import Weight
 from slipstream.models import fused_layer
-from slipstream.models.heads.draft_head import DraftHead, build_head, read_head
+from slipstream.models.heads.draft_head import DraftHead
 from slipstream.models.heads.fused_head import head_weights
+from slipstream.models.heads.registry import build_head, read_head
 from slipstream.models.load import load_weights
 from slipstream.models.registry import architecture_of
 from slipstream.models.shapes import HEAD_SHAPES, shape_config

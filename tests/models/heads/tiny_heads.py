@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slipstream.checkpoints.head_checkpoint import open_head_checkpoint
 from slipstream.models.decoder import Decoder
-from slipstream.models.heads.draft_head import DraftHead, build_head, read_head
+from slipstream.models.heads.draft_head import DraftHead
+from slipstream.models.heads.registry import build_head, read_head
 from slipstream.models.load import load_weights
 from slipstream.models.registry import architecture_of
 from tests import tiny_models
