@@ -15,6 +15,7 @@ import torch
 
 from slipstream.config import Hardware
 from slipstream.device.interface import Capture, Event, GraphPool, Stream, Timestamp
+from slipstream.device.launches import Recorder
 from slipstream.device.sync_guard import NoGuard, SyncGuard
 
 POISON = 0x7FF1
@@ -41,7 +42,7 @@ class CpuDevice:
     name = "cpu"
 
     def __init__(self) -> None:
-        self.keeps_time, self.runs_beside = True, False
+        self.keeps_time, self.runs_beside, self.repeats_launches = True, False, True
         self.sync_guard: SyncGuard = NoGuard()
         self.torch_device = torch.device("cpu")
         self.compute_stream: Stream = CpuStream()
@@ -88,6 +89,13 @@ class CpuDevice:
     def record(self, pool: GraphPool) -> Iterator[Capture]:
         raise RuntimeError("a CPU has no graphs")
         yield
+
+    @contextmanager
+    def record_launches(self) -> Iterator[Capture]:
+        capture = Capture()
+        with Recorder() as recorder:
+            yield capture
+        capture.graph = None if recorder.refused else recorder.recording
 
 
 def free_memory_bytes() -> int:

@@ -55,7 +55,7 @@ class CudaDevice:
                 f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; "
                 "8.0 (Ampere) or newer is needed, or device cpu"
             )
-        self.keeps_time, self.runs_beside = True, True
+        self.keeps_time, self.runs_beside, self.repeats_launches = True, True, False
         self.sync_guard: SyncGuard = CudaSyncGuard() if sync_check_enabled() else NoGuard()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # The default stream synchronises with others; graphs cannot be captured on it.
@@ -147,3 +147,6 @@ class CudaDevice:
             if collects:
                 gc.enable()
         capture.graph = graph
+
+    def record_launches(self) -> AbstractContextManager[Capture]:
+        raise RuntimeError("a GPU has graphs")

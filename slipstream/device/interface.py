@@ -69,6 +69,7 @@ class Device(Protocol):
     sync_guard: SyncGuard
     keeps_time: bool  # host wait times are meaningful
     runs_beside: bool  # runs asynchronously to the host
+    repeats_launches: bool  # launches are calls from Python; ``record_launches`` saves their time
 
     def hardware(self, dtype: str) -> Hardware:
         """What this machine has. ``dtype`` is the requested type: only a risky one is probed, which takes seconds."""
@@ -112,4 +113,11 @@ class Device(Protocol):
 
     def record(self, pool: GraphPool) -> AbstractContextManager[Capture]:
         """Capture what is launched inside the context on the current stream, without running it."""
+        ...
+
+    def record_launches(self) -> AbstractContextManager[Capture]:
+        """Record what is launched inside the context by this thread, while it runs.
+
+        There is no graph in the end if it depends on what only the host knows.
+        """
         ...

@@ -108,7 +108,7 @@ class EngineCore:
         now = time.monotonic()
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)
-        if self._max_in_flight == 1 and self.runner.device.keeps_time and not isinstance(oldest, ReleasedStep):
+        if self._max_in_flight == 1 and self.runner.gives_times and not isinstance(oldest, ReleasedStep):
             self.scheduler.record_seconds(result.plan, now - start)
         updates.set_time(now)
         self._stats.count_updates(updates)

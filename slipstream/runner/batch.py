@@ -21,6 +21,7 @@ import numpy as np
 from slipstream.plan import Composition, StepPlan
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.program import HeadWork, StepHead
+from slipstream.runner.repeated_step import MAX_REPEATED_TOKENS, LaunchRecorder, RepeatedStep
 from slipstream.runner.staging import Int32s
 from slipstream.runner.step_graphs import ChosenGraph, StepGraphs
 
@@ -35,6 +36,7 @@ class PreparedBatch:
     graph: ChosenGraph
     columns: Int32s  # the composition as the row store holds it
     num_tokens: Int32s  # [num_reqs]
+    repeated: RepeatedStep | None = None  # its launches, where they are recorded; None: they are not
 
     def set_lengths(self, plan: StepPlan, max_model_len: int) -> None:
         """The host's numbers for the requests' lengths in this step: bounds, and exact values where they are needed."""
@@ -51,9 +53,12 @@ class PreparedBatch:
 class BatchPreparer:
     """Prepares the batch of each step and stages it. What has not changed is neither derived nor sent again."""
 
-    def __init__(self, buffers: InputBuffers, head: StepHead, graphs: StepGraphs) -> None:
+    def __init__(
+        self, buffers: InputBuffers, head: StepHead, graphs: StepGraphs, recorder: LaunchRecorder | None = None
+    ) -> None:
         self._buffers, self._rows = buffers, buffers.rows
         self._head, self._graphs = head, graphs
+        self._recorder = recorder  # of launches of batches that come again; None: they are not recorded
         self._on_device: PreparedBatch | None = None  # whose composition the row store holds
         self._kept: dict[int, PreparedBatch] = {}  # by id of the composition, oldest first
 
@@ -68,6 +73,12 @@ class BatchPreparer:
         batch.set_lengths(plan, self._buffers.max_model_len)
         return batch
 
+    @property
+    def was_recorded(self) -> bool:
+        """Whether the newest step was recorded while it ran, and took longer for that."""
+        newest = self._on_device
+        return newest is not None and newest.repeated is not None and newest.repeated.was_recorded
+
     def _derive(self, composition: Composition) -> PreparedBatch:
         buffers, work = self._buffers, self._head.work_for(composition)
         offsets, rows = buffers.offsets(composition), np.array(composition.rows, dtype=np.int32)
@@ -79,11 +90,19 @@ class BatchPreparer:
             graph=self._graphs.choose(inputs, work),
             columns=self._rows.batch_columns(rows, *offsets),
             num_tokens=np.array(composition.num_tokens, dtype=np.int32),
+            repeated=self._repeated(inputs, work),
         )
         if len(self._kept) >= _NUM_KEPT:
             del self._kept[next(iter(self._kept))]
         self._kept[id(composition)] = batch
         return batch
+
+    def _repeated(self, inputs: InputBatch, work: HeadWork) -> RepeatedStep | None:
+        """For batches whose launches are the same in every step: all requests decode, and sample in the usual way."""
+        recorder, is_usual = self._recorder, inputs.decode_len is not None and work.tier == "fast"
+        if recorder is None or not recorder.is_useful or not is_usual or work.needs_masks:
+            return None
+        return RepeatedStep(recorder) if len(inputs.input_ids) <= MAX_REPEATED_TOKENS else None
 
     def forget_all(self) -> None:
         """Derive every batch anew, and fill the device's batch with padding, as before the first step."""

@@ -1,26 +1,19 @@
 """Running one prepared step: as one graph, as a full or piecewise graph of the target, or launch by launch.
 
+On a CPU, launches that come again are replayed (``repeated_step.py``).
+
 The executor knows the target's forward pass. Everything after it is the head's (``program.StepHead``): inside a graph
 of the whole step, or launched here.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from dataclasses import replace
 
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.runner.batch import PreparedBatch
-from slipstream.runner.program import StepProgram, TargetOutput
+from slipstream.runner.program import StepProgram, StepRun, TargetOutput
 from slipstream.runner.step_graphs import StepGraphs
-
-
-class StepRun(NamedTuple):
-    """A step's results beside the head's own buffers."""
-
-    hidden: Tensor  # [padded_tokens, hidden]
-    found: Any  # by the head; None after a graph of the whole step
 
 
 class StepExecutor:
@@ -35,6 +28,12 @@ class StepExecutor:
             assert recorded is not None
             self._graphs.replay(desc)
             return StepRun(recorded.hidden, None)
+        if batch.repeated is None:
+            return self._launch(batch)
+        found: StepRun = batch.repeated.run(batch.inputs, lambda inputs: self._launch(replace(batch, inputs=inputs)))
+        return found
+
+    def _launch(self, batch: PreparedBatch) -> StepRun:
         target = self._run_target(batch)
         return StepRun(target.hidden, batch.work.run(target))
 

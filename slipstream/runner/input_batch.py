@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import EngineConfig
+from slipstream.device.launches import watch
 from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.kernels.step.prepare_inputs import BatchLayout, StepInputs, TokenInputs, prepare_inputs
 from slipstream.plan import Composition
@@ -38,6 +39,17 @@ class InputBatch:
     @property
     def layout(self) -> BatchLayout:
         return BatchLayout(self.batch_rows, self.attention.query_start_loc, self.drafted.logit_start_loc)
+
+    def watched(self) -> InputBatch:
+        """The same batch, for a recording of its launches, which must not depend on the host's lengths."""
+        drafting, exact = self.drafting, self.attention.num_computed_cpu
+        bounds = watch(self.attention.seq_lens_cpu_upper_bound)
+        exact = None if exact is None else watch(exact)
+        attention = replace(self.attention, seq_lens_cpu_upper_bound=bounds, num_computed_cpu=exact)
+        before = replace(drafting.step.attention, seq_lens_cpu_upper_bound=bounds, num_computed_cpu=exact)
+        step = drafting.step._replace(attention=before)
+        drafting = replace(drafting, seq_lens_bound=watch(drafting.seq_lens_bound), step=step)
+        return replace(self, attention=attention, drafting=drafting)
 
 
 class BatchShape(NamedTuple):

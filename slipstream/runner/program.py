@@ -66,6 +66,13 @@ class TargetOutput(NamedTuple):
     graph: BatchExecutionDescriptor  # that the pass ran in
 
 
+class StepRun(NamedTuple):
+    """A step's results beside the head's own buffers."""
+
+    hidden: Tensor  # [padded_tokens, hidden]
+    found: Any  # by the head; None after a graph of the whole step
+
+
 class LaunchedStep(Protocol):
     """A step in flight. ``collect`` is the only place where the host waits for the device."""
 

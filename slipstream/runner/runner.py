@@ -21,6 +21,7 @@ from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.micro_batches import Splitter
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.program import HeadSetting, LaunchedStep, MakeHead, Model, StepProgram
+from slipstream.runner.repeated_step import LaunchRecorder
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import GraphSizes, StepGraphs
 from slipstream.runner.step_timing import OnCost, StepTimer
@@ -67,7 +68,11 @@ class Runner:
         sizes = GraphSizes(config.cudagraph_sizes, config.scheduler.max_num_seqs)
         mode, plan = CUDAGraphMode(config.cudagraph_mode), GraphPlan.for_config(config.speculative)
         self.graphs = StepGraphs(device, self.program, mode, sizes, plan)
-        self.batches = BatchPreparer(self.buffers, self.head, self.graphs)
+        # A model's own state, and where a step is cut, are decided on the host from step to step.
+        may_repeat = device.repeats_launches and model.state is None and self.splitter is None
+        self.batches = BatchPreparer(
+            self.buffers, self.head, self.graphs, LaunchRecorder(device) if may_repeat else None
+        )
         self.executor = StepExecutor(self.program, self.graphs)
         self.masks: MaskStore | None = None  # of an engine that takes constrained requests
         timer = None if on_cost is None else StepTimer(device, self.program, self.graphs, self.batches, on_cost)
@@ -135,6 +140,11 @@ class Runner:
             self.masks.release()
             sent = batch.work.send(held.plan, batch.inputs, target.hidden, found)
         return ReleasedStep(held.plan, sent, held.paused, resumed)
+
+    @property
+    def gives_times(self) -> bool:
+        """Whether the duration of the newest step says what such steps take."""
+        return self.device.keeps_time and not self.batches.was_recorded
 
     def _stage_changes(self, plan: StepPlan) -> None:
         for init in plan.row_inits:

@@ -12,6 +12,7 @@ from slipstream.graphs.descriptor import BatchExecutionDescriptor
 from slipstream.graphs.mode import CUDAGraphMode
 from slipstream.runner.batch import BatchPreparer
 from slipstream.runner.program import StepProgram
+from slipstream.runner.repeated_step import recorded
 from slipstream.runner.step_graphs import StepGraphs
 
 _BUSY_S, _MAX_BUSY_STEPS = 0.05, 25  # consecutive steps, on an asynchronous device
@@ -57,7 +58,11 @@ class StepTimer:
             hidden = program.target(batch, program.head.recorded_taps(desc, desc.num_tokens))
             program.head.run_greedy(batch, hidden)
 
-        is_timed = self._time(num_reqs, num_drafts, run, is_interrupted)
+        if is_interrupted():
+            return False
+        with quiet(self._device):
+            repeated = recorded(self._device, run)
+        is_timed = self._time(num_reqs, num_drafts, repeated, is_interrupted)
         with quiet(self._device):
             self._batches.forget_all()
         return is_timed

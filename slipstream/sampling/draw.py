@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import TensorSpec, operation
+from slipstream.kernels.native.step import compiled, in_c
 from slipstream.kernels.triton_jit import (
     arrival_counts,
     early_start,
@@ -96,6 +97,26 @@ def draw_drafts(
     drafts.draft_ids.copy_(token_ids.masked_fill(failed, -1))
     if (kept_logits := drafts.kept_logits) is not None:
         kept_logits.index_copy_(0, batch_rows.long(), logits.to(kept_logits.dtype))
+
+
+@in_c(draw_drafts)
+def _draw_in_c(
+    logits: Tensor,
+    batch_rows: Tensor,
+    keys: DrawKeys,
+    noise: bool,
+    purpose: int,
+    target_ids: Tensor | None,
+    drafts: DrawnDrafts,
+) -> None:
+    is_plain = not noise and drafts.kept_logits is None and logits.dtype is torch.float32
+    found = find_maxima(logits) if is_plain else None
+    if found is None or found.any_failed:
+        draw_drafts.body(logits, batch_rows, keys, noise, purpose, target_ids, drafts)
+        return
+    ids, out = None if target_ids is None else target_ids.data_ptr(), drafts.draft_ids
+    arrays = (found.columns.data_ptr(), found.failed.data_ptr(), ids, out.data_ptr())
+    compiled().slip_place_maxima(*arrays, out.stride(0), out.shape[0])
 
 
 class _Results(NamedTuple):

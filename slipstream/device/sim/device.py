@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class SimDevice:
         _current = weakref.ref(self)
         self.torch_device = torch.device("sim:0")
         self.sync_guard = SyncGuard(forbidden=True)
-        self.keeps_time, self.runs_beside = False, True
+        self.keeps_time, self.runs_beside, self.repeats_launches = False, True, False
         self.recording: Recording | None = None
         self.phase: object = None
         self.clock = [0] * (num_streams + 1)  # what the host knows to be complete
@@ -150,6 +150,9 @@ class SimDevice:
         finally:
             self.recording, self.phase = None, phase
         capture.graph = SimGraph(recording)
+
+    def record_launches(self) -> AbstractContextManager[Capture]:
+        raise RuntimeError("the simulated device has graphs")
 
     # --- launching --------------------------------------------------------------------------------
 

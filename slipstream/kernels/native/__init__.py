@@ -18,11 +18,13 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from slipstream.config import cache_dir, cpu_instructions
+from slipstream.device.launches import RecordedLibrary, recorder
 from slipstream.errors import ConfigError
 
 _FOLDER = Path(__file__).parent
@@ -53,6 +55,13 @@ for planes in (0, 2, 3):
         assert lib.slip_product(matrix, x, None, out, q(1), planes, 1) == 0
         assert all(abs(out[i] - sum(range(32))) < 0.1 for i in range(16))
 """
+# Functions whose result means nothing. That of others is a status or a number.
+_WITHOUT_RESULT = (
+    *("rms_norm", "add_rms_norm", "swiglu", "rope_and_cache", "panel_linear", "mask_rows", "use_large_pages"),
+    *("place_maxima", "keep_states"),
+    *("pack_gguf", "pack_codes", "join_states", "prepare_inputs", "commit", "accept_drafts", "place_drafts"),
+    *("mark_gaps", "prepare_first_pass", "prepare_shifted_pass", "prepare_next_pass"),
+)
 
 _isa: str | None = None
 
@@ -70,7 +79,8 @@ def library() -> ctypes.CDLL | None:
     if _isa is None:
         use_isa(cpu_instructions())
     assert _isa is not None
-    return _library(_isa)
+    found, own = _library(_isa), recorder()
+    return found if found is None or own is None else cast(ctypes.CDLL, RecordedLibrary(found, own))
 
 
 @functools.cache
@@ -96,6 +106,8 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_panel_linear.argtypes = [*[p] * 4, n, n, n, i, i]
     lib.slip_panel_width.restype = n
     lib.slip_row_max.argtypes = [p, n, n, p, p, p, i]
+    lib.slip_place_maxima.argtypes = [*[p] * 4, n, n]
+    lib.slip_keep_states.argtypes = [p, n, p, p, n, n, n, n]
     lib.slip_mask_rows.argtypes = [p, p, p, p, n, n, n]
     lib.slip_decoder_stack.argtypes = [p, n, p, p, p, p]
     lib.slip_product.argtypes = [p, p, p, p, n, i, i]
@@ -113,6 +125,8 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_prepare_shifted_pass.argtypes = [p, p, p, p, n, p]
     lib.slip_prepare_next_pass.argtypes = [p, p, n, p, n, n, p, p]
     lib.slip_rotation_and_slots.argtypes = [p]
+    for name in _WITHOUT_RESULT:
+        getattr(lib, f"slip_{name}").restype = None
     return lib
 
 

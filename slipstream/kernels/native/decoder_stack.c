@@ -26,6 +26,9 @@ typedef struct {
 
 typedef struct {
     int64_t tokens, requests, table_stride;
+    const float *hidden, *residual; /* what is still to be added, and to what; hidden is not read beside joined, and
+                                       residual may be NULL for zeros */
+    int64_t hidden_stride, residual_stride;
     const float *cosine, *sine;
     const int64_t *page_ids, *offsets;
     const int32_t *starts, *query_lens, *seq_lens, *block_table, *seq_starts; /* seq_starts may be NULL */
@@ -34,6 +37,10 @@ typedef struct {
     int64_t num_taps;
     int planes, num_threads;
 } Step;
+
+static void copy_rows(const float *from, int64_t stride, float *to, int64_t size, int64_t rows) {
+    for (int64_t i = 0; i < rows; i++) memcpy(to + i * size, from + i * stride, (size_t)size * sizeof(float));
+}
 
 static void copy_to_taps(const Step *s, int64_t layer, const float *residual, int64_t size) {
     for (const Tap *tap = s->taps; tap < s->taps + s->num_taps; tap++)
@@ -45,12 +52,15 @@ static void normalise_heads(float *x, const float *weight, float eps, int64_t to
     for (int64_t t = 0; t < tokens; t++) slip_rms_norm(x + t * stride, weight, eps, x + t * stride, heads, dim);
 }
 
-/* `hidden` is what is still to be added to `residual`; both are read and written. Returns 1 when memory ran out. */
+/* Writes what is still to be added to `residual` into `hidden`, and both only. Returns 1 when memory ran out. */
 int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, const Step *s, float *hidden, float *residual) {
     int64_t n = s->tokens, q_size = z->heads * z->dim, kv_size = z->kv_heads * z->dim, qkv_size = q_size + 2 * kv_size;
     float *normed = malloc((size_t)(n * (z->hidden + qkv_size + 2 * q_size + z->intermediate)) * sizeof(float));
     if (!normed) return 1;
     float *qkv = normed + n * z->hidden, *q = qkv + n * qkv_size, *mixed = q + n * q_size, *gated = mixed + n * q_size;
+    if (!s->joined) copy_rows(s->hidden, s->hidden_stride, hidden, z->hidden, n);
+    if (s->residual) copy_rows(s->residual, s->residual_stride, residual, z->hidden, n);
+    else memset(residual, 0, (size_t)(n * z->hidden) * sizeof(float));
     int failed = 0;
     for (const Layer *l = layers; l < layers + num_layers && !failed; l++) {
         const float *input = l == layers && s->joined ? s->joined : normed;

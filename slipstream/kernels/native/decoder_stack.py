@@ -65,6 +65,8 @@ class _Sizes(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         fields(ctypes.c_int64, "tokens requests table_stride")
+        + fields(ctypes.c_void_p, "hidden residual")
+        + fields(ctypes.c_int64, "hidden_stride residual_stride")
         + fields(ctypes.c_void_p, "cosine sine page_ids offsets")
         + fields(ctypes.c_void_p, "starts query_lens seq_lens block_table seq_starts joined taps")
         + fields(ctypes.c_int64, "num_taps")
@@ -167,6 +169,10 @@ def decoder_stack(
         tokens=hidden.shape[0],
         requests=requests.seq_lens.shape[0],
         table_stride=requests.block_table.stride(0),
+        hidden=hidden.data_ptr(),
+        residual=_address(residual),
+        hidden_stride=hidden.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
         cosine=tokens.cos.data_ptr(),
         sine=tokens.sin.data_ptr(),
         page_ids=tokens.page_ids.data_ptr(),
@@ -182,9 +188,12 @@ def decoder_stack(
         planes=stack.planes,
         num_threads=torch.get_num_threads(),
     )
-    out, residual = hidden.clone(), torch.zeros_like(hidden) if residual is None else residual.clone()
+    step.kept = tap_records  # as long as the call may be made again
     count = len(layers) if num_layers is None else num_layers
-    records = (ctypes.addressof(layers), count, ctypes.addressof(sizes), ctypes.addressof(step))
-    if lib.slip_decoder_stack(*records, out.data_ptr(), residual.data_ptr()):
+    assert hidden.stride(1) == 1
+    assert residual is None or residual.stride(1) == 1
+    out, left = torch.empty(hidden.shape), torch.empty(hidden.shape)
+    records = (layers, count, ctypes.byref(sizes), ctypes.byref(step))
+    if lib.slip_decoder_stack(*records, out.data_ptr(), left.data_ptr()):
         raise MemoryError("no memory for the activations of a step")
-    return out, residual
+    return out, left

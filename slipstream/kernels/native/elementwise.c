@@ -126,6 +126,24 @@ int slip_row_max(const float *x, int64_t rows, int64_t size, float *largest, int
     return 0;
 }
 
+/* A draft for each row: the token of its largest entry, or -1 where the row failed. Without ids a column is a token. */
+void slip_place_maxima(const int64_t *columns, const uint8_t *failed, const int32_t *target_ids, int32_t *draft_ids,
+                       int64_t stride, int64_t rows) {
+    for (int64_t i = 0; i < rows; i++) {
+        int32_t token = target_ids ? target_ids[columns[i]] : (int32_t)columns[i];
+        draft_ids[i * stride] = failed[i] ? -1 : token;
+    }
+}
+
+/* The states of some tokens, by module. */
+void slip_keep_states(const float *states, int64_t stride, const int64_t *indices, float *kept, int64_t modules,
+                      int64_t rows, int64_t size, int64_t module_stride) {
+    for (int64_t module = 0; module < modules; module++)
+        for (int64_t i = 0; i < rows; i++)
+            memcpy(kept + module * module_stride + i * size, states + indices[i] * stride + module * size,
+                   (size_t)size * sizeof(float));
+}
+
 /* Logits of forbidden tokens become -inf: bit t % 32 of word t / 32 allows token t. Row -1 of masks allows all. */
 void slip_mask_rows(const float *x, const int32_t *pool, const int32_t *mask_rows, float *out, int64_t rows,
                     int64_t size, int64_t num_words) {

@@ -74,6 +74,16 @@ def keep_states(
     kept.copy_(states.index_select(0, indices).view(kept.shape[1], kept.shape[0], kept.shape[2]).transpose(0, 1))
 
 
+@in_c(keep_states)
+def _keep_in_c(states: Tensor, indices: Tensor, kept: Tensor) -> None:
+    if states.dtype is not torch.float32 or kept.stride()[1:] != (kept.shape[2], 1):
+        keep_states.body(states, indices, kept)
+        return
+    states = _dense_rows(states)
+    arrays = (states.data_ptr(), states.stride(0), indices.data_ptr(), kept.data_ptr())
+    compiled().slip_keep_states(*arrays, *kept.shape, kept.stride(0))
+
+
 def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
