@@ -16,7 +16,7 @@ from slipstream.device.launches import Recorder, recorder, watch
 from slipstream.device.operation import operation
 from slipstream.kernels import native
 from slipstream.kernels.elementwise.rms_norm import rms_norm
-from slipstream.sampling.draw import DrawKeys, DrawnDrafts, draw_drafts
+from slipstream.sampling.draw import DrawKeys, draw_tokens
 
 needs_c = pytest.mark.skipif(native.library() is None, reason="there is no C compiler here")
 
@@ -77,17 +77,17 @@ def test_an_operation_that_reads_values_is_called_again() -> None:
 
 @needs_c
 def test_another_status_is_seen() -> None:
-    """A row without a usable logit has no draft; the recorded calls alone would have drafted its first token."""
-    logits, drafts = torch.rand(2, 50), torch.zeros(2, dtype=torch.int32)
-    rows, ids = torch.arange(2, dtype=torch.int32), torch.arange(100, 150, dtype=torch.int32)
+    """A row with NaN draws from its other logits. The recorded calls alone would draw its first token."""
+    logits, rows = torch.rand(2, 50), torch.arange(2, dtype=torch.int32)
     keys = DrawKeys(torch.zeros(2), torch.zeros(2, 2, dtype=torch.int32), rows, rows)
-    graph = record(lambda: draw_drafts(logits, rows, keys, False, 0, ids, DrawnDrafts(drafts, None)))
+    found: list[Tensor] = []
+    graph = record(lambda: found.extend(draw_tokens(logits, rows, keys, False, False)))
     logits.copy_(torch.rand(2, 50))
     replay(graph)
-    assert drafts.tolist() == (100 + logits.argmax(1)).tolist()
+    assert found[0].tolist() == logits.argmax(1).tolist() and found[1].tolist() == [False, False]
     logits[1, 7] = float("nan")
     replay(graph)
-    assert drafts.tolist() == [100 + int(logits[0].argmax()), -1]
+    assert found[0].tolist() == logits.nan_to_num(0.0).argmax(1).tolist() and found[1].tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
