@@ -16,7 +16,7 @@ from slipstream.runner.repeated_step import recorded
 from slipstream.runner.step_graphs import StepGraphs
 
 _BUSY_S, _MAX_BUSY_STEPS = 0.05, 25  # consecutive steps, on an asynchronous device
-_NUM_TOGETHER, _LONG_S = 5, 0.01  # on other devices; a longer step is timed on its own
+_NUM_SHORT, _NUM_LONG, _LONG_S = 5, 2, 0.01  # on other devices: more times of short steps
 _TOKEN_STRIDE = 7919  # between neighbouring tokens of the timed padding; a prime, so that all are different
 
 OnCost = Callable[[int, int, float], None]  # requests, drafts of each, seconds
@@ -131,9 +131,8 @@ def _while_busy(device: Device, run: Callable[[], None]) -> float:
 def _undisturbed(device: Device, run: Callable[[], None]) -> float:
     """The shortest of several times, since other processes may use the CPU."""
     seconds = _of_each(device, run, 1)
-    if seconds < _LONG_S:
-        return _of_each(device, run, _NUM_TOGETHER)
-    return min(seconds, *(_of_each(device, run, 1) for _ in range(2)))
+    more = _NUM_SHORT if seconds < _LONG_S else _NUM_LONG
+    return min(seconds, *(_of_each(device, run, 1) for _ in range(more)))
 
 
 def _of_each(device: Device, run: Callable[[], None], count: int) -> float:

@@ -67,7 +67,11 @@ class StepCosts:
         sizes = self._sizes.get(num_drafts, [])
         at = bisect.bisect_left(sizes, num_reqs)
         if at < len(sizes):
-            return self._seconds[sizes[at], num_drafts]
+            size = sizes[at]
+            if self._in_graphs:
+                return self._seconds[size, num_drafts]
+            # A step with more drafts does more. If it was measured as faster, this one was held up by something else.
+            return min(s for (reqs, drafts), s in self._seconds.items() if reqs == size and drafts >= num_drafts)
         if self._in_graphs:
             return None
         return _between(self._by_tokens, num_reqs * (1 + num_drafts))

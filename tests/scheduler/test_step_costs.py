@@ -32,6 +32,13 @@ def test_without_graphs_the_number_of_tokens_counts() -> None:
     assert costs.seconds(5, 1) == 4.0, "what was measured counts, if only for more requests"
 
 
+def test_a_step_that_was_held_up_costs_no_more_than_a_longer_one() -> None:
+    costs = StepCosts(in_graphs=False)
+    for num_drafts, seconds in enumerate([4.3, 5.2, 11.1, 7.3]):
+        costs.record(1, num_drafts, seconds)
+    assert [costs.seconds(1, k) for k in range(4)] == [4.3, 5.2, 7.3, 7.3]
+
+
 def test_noise_in_the_measurements_gives_no_free_steps() -> None:
     costs = StepCosts(in_graphs=False)
     costs.record(1, 0, 1.0)
