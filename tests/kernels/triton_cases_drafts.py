@@ -21,7 +21,7 @@ _PRODUCTS = ((1, 1, 1), (3, 33, 100), (4, 70, 1500), (8, 48, 5000), (17, 40, 64)
 
 def head_passes() -> Iterator[Case]:
     for shape in _JOINED:
-        for name in ("plain", "normed", "masked", "strided"):
+        for name in ("plain", "normed", "masked", "strided", "in-order"):
             label = "x".join(map(str, shape))
             yield Case(f"join_states-{label}-{name}", join_states, lambda s=shape, n=name: _join_args(*s, n))
     for sizes in _KEPT:
@@ -42,12 +42,12 @@ def head_passes() -> Iterator[Case]:
 
 def _join_args(n: int, size: int, vocab_size: int, name: str) -> dict[str, Any]:
     hidden = 3 * torch.randn(n, 2 * size)[:, :size] if name == "strided" else 3 * torch.randn(n, size)
-    normed = name != "plain"
+    normed, in_order = name != "plain", name == "in-order"
     positions = torch.arange(n) % 3 if name == "masked" else None
     return {
         "hidden": Real(hidden),
-        "embedding": Real(torch.randn(vocab_size, size)),
-        "token_ids": torch.randint(0, vocab_size, (n,), dtype=torch.int32),
+        "embedding": Real(torch.randn(n if in_order else vocab_size, size)),
+        "token_ids": None if in_order else torch.randint(0, vocab_size, (n,), dtype=torch.int32),
         "embedding_gain": Real(torch.randn(size)) if normed else None,
         "hidden_gain": Real(torch.randn(size)) if normed else None,
         "eps": 1e-5,

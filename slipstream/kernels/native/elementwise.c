@@ -32,13 +32,13 @@ void slip_add_rms_norm(const float *x, const float *residual, const float *weigh
     }
 }
 
-/* Rows of embeddings beside states, each normed where there are gains; at position 0 the embedding counts as zeros. */
+/* Rows of embeddings, by ids or in order without them, beside states, each normed where there are gains; at position 0 the embedding counts as zeros. */
 void slip_join_states(const float *hidden, int64_t stride, const float *embedding, const int32_t *ids,
                       const int64_t *positions, const float *embedding_gain, const float *hidden_gain, float eps, float *out,
                       int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++) {
         float *left = out + row * 2 * size, *right = left + size;
-        memcpy(left, embedding + ids[row] * size, (size_t)size * sizeof(float));
+        memcpy(left, embedding + (ids ? ids[row] : row) * size, (size_t)size * sizeof(float));
         memcpy(right, hidden + row * stride, (size_t)size * sizeof(float));
         if (positions && positions[row] == 0) memset(left, 0, (size_t)size * sizeof(float));
         if (embedding_gain && hidden_gain) {

@@ -23,7 +23,7 @@ from slipstream.kernels.triton_jit import (
 def join_states(
     hidden: Tensor,  # [n, size]
     embedding: Tensor,  # [vocab, size]
-    token_ids: Tensor,  # [n] int32
+    token_ids: Tensor | None,  # [n] int32; None: the table has a row for each token, in order
     embedding_gain: Tensor | None,  # [size], of the embeddings' norm
     hidden_gain: Tensor | None,  # [size], of the states'; both are normed, or neither
     eps: float,
@@ -31,7 +31,7 @@ def join_states(
 ) -> Tensor:  # [n, 2 * size]: embeddings, followed by the states
     if runs_triton(hidden):
         return _launch_join(hidden, embedding, token_ids, embedding_gain, hidden_gain, eps, positions)
-    rows = torch.index_select(embedding, 0, token_ids)
+    rows = embedding.clone() if token_ids is None else torch.index_select(embedding, 0, token_ids)
     if positions is not None:
         rows.masked_fill_((positions == 0).unsqueeze(1), 0.0)
     if embedding_gain is not None and hidden_gain is not None:
@@ -43,7 +43,7 @@ def join_states(
 def _join_in_c(
     hidden: Tensor,
     embedding: Tensor,
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     embedding_gain: Tensor | None,
     hidden_gain: Tensor | None,
     eps: float,
@@ -54,9 +54,9 @@ def _join_in_c(
     hidden = _dense_rows(hidden)
     n, size = hidden.shape
     out = torch.empty(n, 2 * size)
-    given = (positions, embedding_gain, hidden_gain)
+    given = (token_ids, positions, embedding_gain, hidden_gain)
     arrays = (None if tensor is None else tensor.data_ptr() for tensor in given)
-    states = (hidden.data_ptr(), hidden.stride(0), embedding.data_ptr(), token_ids.data_ptr())
+    states = (hidden.data_ptr(), hidden.stride(0), embedding.data_ptr())
     compiled().slip_join_states(*states, *arrays, eps, out.data_ptr(), n, size)
     return out
 
@@ -91,7 +91,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _launch_join(
     hidden: Tensor,
     embedding: Tensor,
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     embedding_gain: Tensor | None,
     hidden_gain: Tensor | None,
     eps: float,
@@ -115,6 +115,7 @@ def _launch_join(
         size,
         eps,
         NORM=embedding_gain is not None and hidden_gain is not None,
+        IN_ORDER=token_ids is None,
         MASKED=positions is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
@@ -156,6 +157,7 @@ def _join_kernel(
     size,
     eps,
     NORM: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -170,7 +172,7 @@ def _join_kernel(
     is_embedding = exists & (half == 0)
     if MASKED:
         is_embedding = is_embedding & (tl.load(positions + token) != 0)
-    row = tl.load(token_ids + token).to(tl.int64)
+    row = token if IN_ORDER else tl.load(token_ids + token).to(tl.int64)
     # Of the two one is read.
     embedded = tl.load(embedding + row * size + column, mask=is_embedding, other=0.0)
     state = tl.load(hidden + token * hidden_stride + column, mask=exists & (half == 1), other=0.0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 from slipstream.attention.context import AttentionContext
@@ -87,7 +86,7 @@ class DraftHead(HeadNetwork, ABC):
                 table = table if self.embedding_scale == 1.0 else table * self.embedding_scale
             else:
                 table = scaled_embedding(table, input_ids, self.embedding_scale)
-            input_ids = torch.arange(hidden.shape[0], dtype=torch.int32, device=hidden.device)
+            return join_states(hidden, table, None, gains[0], gains[1], self.config.rms_norm_eps, positions)
         return join_states(hidden, table, input_ids, gains[0], gains[1], self.config.rms_norm_eps, positions)
 
     def fused_for(self, module_idx: int, x: Tensor) -> FusedLayers | None:

@@ -182,7 +182,7 @@ class Eagle3Head(DraftHead):
         if self.stack is not None and (common := step.in_place()) is not None:
             arrays = (step.caches.in_order, step.places.of(cos_sin[0], hidden.dtype), common.requests)
             out, residual = decoder_stack(StackInput(residual, residual, joined), self.stack, *arrays)
-            return self._finish(out, residual)
+            return self._finish(out, residual) if normed else out.add_(residual)
         out, residual = first(joined, residual, context, cos_sin[0])
         for layer, own_cos_sin in zip(self.layers[1:], cos_sin[1:], strict=True):
             out, residual = layer(out, residual, context, own_cos_sin)
