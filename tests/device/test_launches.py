@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -130,6 +132,15 @@ def test_numbers_of_the_host_are_watched(read: Callable[[np.ndarray], object], i
     graph = record(lambda: found.append(read(watch(lengths))))
     assert (graph is None) == is_refused
     assert np.array_equal(np.asarray(found[0]), np.asarray(expected))
+
+
+def test_recording_does_not_import_the_compiler() -> None:
+    program = (
+        "import sys, torch; from slipstream.device.cpu import CpuDevice\n"
+        "with torch.inference_mode(), CpuDevice().record_launches(): torch.zeros(3).add_(1)\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_only_the_thread_that_records() -> None:
