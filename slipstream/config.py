@@ -67,6 +67,11 @@ def poison_enabled() -> bool:
     return _flag("SLIPSTREAM_POISON")
 
 
+def triton_requested() -> bool:
+    """$TRITON_INTERPRET, Triton's own variable, is set: its kernels are wanted where there is no GPU, too."""
+    return "TRITON_INTERPRET" in os.environ
+
+
 def sync_check_enabled() -> bool:
     """$SLIPSTREAM_SYNC_CHECK: on a GPU, raise where the host synchronises with it unintentionally."""
     return _flag("SLIPSTREAM_SYNC_CHECK")

@@ -22,15 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from slipstream.config import triton_requested
+
 triton: Any = None
 tl: Any = None
 gpu: Any = None
-with suppress(ImportError):  # no GPU, or a platform without Triton
-    triton, tl = import_module("triton"), import_module("triton.language")
-    gpu = import_module("triton.language.extra.cuda")
 _background: Any = None
-with suppress(ImportError):  # a Triton that compiles kernels one by one
-    _background = import_module("triton.runtime._async_compile")
+if torch.cuda.is_available() or triton_requested():  # elsewhere it would take half a second and 50 MB for nothing
+    with suppress(ImportError):  # a platform without Triton
+        triton, tl = import_module("triton"), import_module("triton.language")
+        gpu = import_module("triton.language.extra.cuda")
+    with suppress(ImportError):  # a Triton that compiles kernels one by one
+        _background = import_module("triton.runtime._async_compile")
 
 _interpreted = False
 # Per thread: engines in other threads continue meanwhile.
