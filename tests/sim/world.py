@@ -66,6 +66,7 @@ from tests.sim.hash_source_encoder import (
 )
 from tests.sim.oracle import (
     OracleKind,
+    expected_certain,
     expected_continuation,
     expected_guesses,
     expected_output,
@@ -728,6 +729,8 @@ class World:
             sizes = (num_modules, start, self.oracle.top_k, request.encoder)
             drafts = expected_guesses(known, following, self.num_used, draft_ids, *sizes)[:room]
             drafts += [-1] * (room - len(drafts))  # after the request's end, where drafts are arbitrary
+        if (certain := expected_certain(request, job.tokens)[:room]) and drafts[: len(certain)] != certain:
+            drafts = certain
         accepted = num_leading(drafts, following)
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))
         found = (update.num_drafts, update.num_accepted, len(update.token_ids))
