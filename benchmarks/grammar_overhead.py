@@ -13,9 +13,13 @@ same requests in a batch that is free.
 
 Rows `grammar-overhead-first` and `-compile`: free requests run, and the first constrained request of the engine
 arrives, or schemas arrive that the engine has never seen. `delay_ms`: the longest time between two tokens of a free
-request is by so much longer than without them. `lock_ms`: the longest time for which no other thread could run Python;
-a step is held up by no more, however noisy the machine is. `lock_alone_ms` is the same without them. With
-`--unprepared` the engine has not read its vocabulary before, as that of `LLM`; otherwise it has, as a server's.
+request is by so much longer than without them. With `--unprepared` the engine has not read its vocabulary before, as
+that of `LLM`; otherwise it has, as a server's.
+
+Row `grammar-overhead-lock`, with `--locks`: for how long no other thread can run Python while the vocabulary is read,
+and while a schema is compiled, of all that are served. It is what delays steps on a GPU, where the host has time. Noise
+of the machine only adds to it, so the least of several turns counts for each, and `compile_ms` is the largest of those;
+`alone_ms` is the same of as many turns in which nothing is compiled.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ import argparse
 import itertools
 import json
 import random
+import statistics
 import string
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +45,20 @@ from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.commands.measure import BatchRun, decode_rate, in_turns, run_batch, wait_for_graphs
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
 from slipstream.config import EngineOptions
-from slipstream.engine.build import Engine, build_engine, build_shape
+from slipstream.engine.build import Engine, build_engine, build_shape, open_target
 from slipstream.engine.client import EngineClient
-from slipstream.grammar.guidance import find_refusal
+from slipstream.grammar.constraints import Constraints, MaskLimits
+from slipstream.grammar.guidance import Guidance, find_refusal
+from slipstream.grammar.threads import WorkerThreads
 from slipstream.models.shapes import forced_eagle3, shape_config
+from slipstream.request import Request
 from slipstream.text.tokenizer import Tokenizer
 
 SHAPE = "llama-3.1-8b"
 CASES = ("smollm2-135m", SHAPE, f"{SHAPE}+forced")
 SCHEMAS = Path(__file__).parents[1] / "tests/grammar/json_schema_bench.jsonl"
 NUM_NEW_SCHEMAS = 16
-_LOCK_EVERY_S = 0.0002
+_LOOK_EVERY_S = 0.0002
 # It hardly ever ends by itself: there is always another person, and a string goes on.
 PEOPLE = {
     "type": "array",
@@ -151,29 +159,51 @@ def free_rate(run: BatchRun, structures: Sequence[StructuredOutput | None]) -> f
     return decode_rate([arrival for arrival in run.arrivals if structures[arrival.request_idx] is None])
 
 
-class LockWatch:
-    """The longest time for which a thread that wants to run Python could not."""
+def longest_lock_ms(work: Callable[[], object]) -> float:
+    """The longest time for which this thread could not go on while another one worked: time of the process, which
+    others on the machine do not add to."""
+    worker = threading.Thread(target=work)
+    longest, last = 0.0, time.process_time()
+    worker.start()
+    while worker.is_alive():
+        time.sleep(_LOOK_EVERY_S)
+        now = time.process_time()
+        longest, last = max(longest, now - last), now
+    return 1e3 * longest
 
-    def __init__(self) -> None:
-        self.longest_ms = 0.0
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> LockWatch:
-        self._thread.start()
-        return self
+def measure_locks(case: str, repeat: int) -> Row:
+    """What the engine does with a new schema, without an engine beside it."""
+    tokenizer = open_target(EngineOptions(model=case)).tokenizer()
+    vocab_size, ends = tokenizer.vocab_size, [tokenizer.eos_token_id or 0]
+    backends = [Guidance(tokenizer, vocab_size, ends) for _ in range(repeat)]
+    reading = min(longest_lock_ms(backend.prepare) for backend in backends)
+    limits, structures = MaskLimits(vocab_size, 1, 1, 0), new_structures(None)
+    longest, alone = [], []
+    for structure in structures:
+        params = SamplingParams(structured=structure)
+        turns = []
+        for _ in range(repeat):
+            constraints = Constraints(backends[0], WorkerThreads(), limits, ends)
+            turns.append(longest_lock_ms(lambda c=constraints, p=params: _compile(c, p)))  # type: ignore[misc]
+        longest.append(min(turns))
+        alone.append(min(longest_lock_ms(lambda: time.sleep(0.003)) for _ in range(repeat)))
+    return {
+        "case": "grammar-overhead-lock",
+        "model": case,
+        "batch": 0,
+        "schemas": len(structures),
+        "vocabulary_ms": round(reading, 2),
+        "compile_ms": round(max(longest), 2),
+        "median_compile_ms": round(statistics.median(longest), 2),
+        "alone_ms": round(max(alone), 2),
+    }
 
-    def __exit__(self, *_error: object) -> None:
-        self._is_over = True
-        self._thread.join()
 
-    def _run(self) -> None:
-        last = time.perf_counter()
-        while not self._is_over:
-            time.sleep(_LOCK_EVERY_S)
-            now = time.perf_counter()
-            self.longest_ms = max(self.longest_ms, 1e3 * (now - last - _LOCK_EVERY_S))
-            last = now
+def _compile(constraints: Constraints, params: SamplingParams) -> None:
+    constraints.add(Request("r", (1,), params, (), 9))
+    while constraints.is_compiling:
+        constraints.take_compiled(1.0)
 
 
 def longest_gap_ms(run: BatchRun) -> float:
@@ -187,7 +217,7 @@ def longest_gap_ms(run: BatchRun) -> float:
     return 1e3 * max(gaps)
 
 
-def new_structures(count: int) -> list[StructuredOutput]:
+def new_structures(count: int | None) -> list[StructuredOutput]:
     lines = SCHEMAS.read_text(encoding="utf-8").splitlines()
     random.Random(0).shuffle(lines)
     structures = [StructuredOutput(json=json.loads(line)["schema"]) for line in lines]
@@ -198,8 +228,7 @@ def measure_delay(client: EngineClient, case: str, batch: int, output_len: int, 
     """New schemas arrive one by one while a batch of free requests decodes."""
     prompts = prompts_for(client, batch)
     run_batch(client, prompts, 8)  # a warm-up
-    with LockWatch() as lock_alone:
-        alone = longest_gap_ms(run_batch(client, prompts, output_len))
+    alone = longest_gap_ms(run_batch(client, prompts, output_len))
     waiting = [client.prepare(prompts[0], SamplingParams(max_tokens=1, temperature=0.0, structured=s)) for s in new]
     num_sent = 0
 
@@ -209,8 +238,7 @@ def measure_delay(client: EngineClient, case: str, batch: int, output_len: int, 
             client.submit(waiting.pop(), lambda _output: None)
             num_sent += 1
 
-    with LockWatch() as lock:
-        beside = longest_gap_ms(run_batch(client, prompts, output_len, send_next))
+    beside = longest_gap_ms(run_batch(client, prompts, output_len, send_next))
     return {
         "model": case,
         "batch": batch,
@@ -218,8 +246,6 @@ def measure_delay(client: EngineClient, case: str, batch: int, output_len: int, 
         "longest_gap_ms": round(beside, 2),
         "longest_gap_alone_ms": round(alone, 2),
         "delay_ms": round(beside - alone, 2),
-        "lock_ms": round(lock.longest_ms, 2),
-        "lock_alone_ms": round(lock_alone.longest_ms, 2),
     }
 
 
@@ -247,13 +273,14 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--locks", action="store_true", help="measure only for how long Python is locked")
     parser.add_argument("--unprepared", action="store_true", help="the first grammar reads the vocabulary")
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).with_name("results"))
     options = parser.parse_args()
     folder, batches = prepare_folder(options.output_dir), [int(batch) for batch in options.batch.split(",")]
     rows: list[Row] = []
     for case in options.cases.split(","):
-        for row in measure_case(case, options, batches):
+        for row in [measure_locks(case, options.repeat)] if options.locks else measure_case(case, options, batches):
             rows.append(row)
             print(json.dumps(row), flush=True)
         time.sleep(1)

@@ -101,8 +101,10 @@ def read_state(path: Path | None) -> Answers:
 
 
 def _chunks(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    for start in range(0, len(entries), AT_ONCE):
-        yield entries[start : start + AT_ONCE]
+    """Each is spread over all, so that what an interrupted run has done is like the rest."""
+    count = -(-len(entries) // AT_ONCE)
+    for start in range(count):
+        yield entries[start::count]
 
 
 def serve(llm: LLM, target: Target, run: Run, entries: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -149,8 +151,10 @@ def find_fault(target: Target, entry: Entry, answer: dict[str, Any], vocabulary:
 def answer_all(llm: LLM, target: Target, run: Run, work: tuple[Sequence[Entry], Answers, Path | None]) -> None:
     """Answers that are not yet there, a batch at a time; they are kept in the state's file."""
     served, answers, state = work
-    missing = [entry for entry in served if (run, entry.schema_id) not in answers]
-    for chunk in _chunks(missing):
+    for whole in _chunks(served):
+        chunk = [entry for entry in whole if (run, entry.schema_id) not in answers]
+        if not chunk:
+            continue
         begun = time.monotonic()
         found = serve(llm, target, run, chunk)
         answers |= {(run, answer["id"]): answer for answer in found}
@@ -158,7 +162,8 @@ def answer_all(llm: LLM, target: Target, run: Run, work: tuple[Sequence[Entry], 
             with state.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(answer) + "\n" for answer in found)
         passed = time.monotonic() - begun
-        print(f"{run.way}, temperature {run.temperature}: {len(found)} in {passed:.0f} s", flush=True)
+        num_finished = sum(answer["reason"] == "stop" for answer in found)
+        print(f"{run.way}, {run.temperature}: {num_finished} of {len(found)} finished, {passed:.0f} s", flush=True)
 
 
 @contextmanager
