@@ -39,6 +39,7 @@ class GenerateHead:
         config, device, rows, speculator = setting.config, setting.device, setting.rows, setting.speculator
         max_reqs, num_drafts = config.scheduler.max_num_seqs, config.num_drafts
         self._model, self._rows = setting.model, rows
+        self._goes_over_last = config.scheduler.needs.goes_over_last
         self.speculator = speculator
         self.follower = speculator.follower
         operations, shows_every_step = rows.sampling.operations, self.follower is not None
@@ -109,9 +110,8 @@ class GenerateHead:
     def draft_certain(self, runs: Tensor) -> None:
         """Make the tokens that are certain to follow the step's the rows' drafts."""
         num_reqs = runs.shape[0]
-        place_certain_drafts(
-            runs, self.out[:num_reqs, NUM_ACCEPTED_COLUMN], self._rows.batch_rows[:num_reqs], self._rows.state
-        )
+        num_accepted, rows = self.out[:num_reqs, NUM_ACCEPTED_COLUMN], self._rows
+        place_certain_drafts(runs, num_accepted, rows.batch_rows[:num_reqs], rows.state, self._goes_over_last)
 
     def read_drafts(self, num_reqs: int) -> Tensor | None:
         """The drafts of the step's requests, for the host: [num_reqs, k]. None if the engine does not draft."""

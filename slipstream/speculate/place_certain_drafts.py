@@ -1,6 +1,9 @@
 """Makes tokens that are certain the drafts of their rows: a grammar allows nothing else there.
 
 The host knows them before it knows how many drafts the step accepts, so each run says after how many it follows.
+
+A drafter with keys of its own that goes over the last accepted draft alone has been through the ones before when it
+proposed them. It must not be given others: a run then ends with its first token that is none of those.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ def place_certain_drafts(
     num_accepted: Tensor,  # [num_reqs] int32, by the step
     batch_rows: Tensor,  # [num_reqs] int32
     rows: RowState,  # written in part: drafts that differ from the run are replaced, others stay
+    goes_over_last: bool,  # the drafter goes over the last accepted draft alone
 ) -> None:
     num_reqs, k = runs.shape[0], runs.shape[1] - 1
     if runs_triton(runs):
@@ -38,6 +42,7 @@ def place_certain_drafts(
             rows.token_ids.stride(0),
             k,
             RUNNING=int(RowStatus.RUNNING),
+            LAST=goes_over_last,
             WIDTH=next_power_of_2(k),
             num_warps=1,
         )
@@ -52,6 +57,9 @@ def place_certain_drafts(
     idx = torch.arange(k, device=runs.device)
     slots = (length.unsqueeze(1) + idx).clamp(max=token_ids.shape[1] - 1).long()
     here = token_ids[own].gather(1, slots)
+    if goes_over_last:
+        is_same = (here == ids) & (idx < num_drafts.unsqueeze(1) - 1)
+        count = torch.minimum(count, is_same.int().cumprod(1).sum(1, keepdim=True) + 1)
     # What comes after drafts that equal the run was proposed in the knowledge of it.
     differs = ((here != ids) & (idx < count) & (idx < num_drafts.unsqueeze(1))).any(1)
     token_ids[own.unsqueeze(1), slots] = torch.where(idx < count, ids, here)
@@ -74,6 +82,7 @@ def _place_kernel(
     max_len,
     k,
     RUNNING: tl.constexpr,
+    LAST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
@@ -88,6 +97,9 @@ def _place_kernel(
     count = tl.where(ready, tl.maximum(tl.minimum(given, most), 0), 0)
     slots = token_ids + row * max_len + tl.minimum(length + idx, max_len - 1)
     here = tl.load(slots, mask=(idx < count) & (idx < before), other=-1)
+    if LAST:
+        num_same = tl.min(tl.where((here == ids) & (idx < count) & (idx < before - 1), WIDTH, idx), 0)
+        count = tl.minimum(count, num_same + 1)
     differs = tl.max(((here != ids) & (idx < count) & (idx < before)).to(tl.int32), 0) != 0
     tl.store(slots, ids, mask=idx < count)
     tl.store(num_drafts + row, tl.where(differs, count, tl.maximum(count, before)))

@@ -698,7 +698,7 @@ MUTATIONS = [
         "ready & (runs[:, 0] >= 0)",
     ),
     Mutation(
-        "masks: certain tokens are those of the step before",
+        "masks: no certain tokens after accepted drafts",
         "walk:GrammarWalk._follow_certain",
         "if w.visit.num_next and (token_id := only_token(w.mask)) is not None]",
         "if w.visit.num_next and (token_id := only_token(w.mask)) is not None and not w.num_accepted]",

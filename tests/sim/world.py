@@ -729,7 +729,10 @@ class World:
             sizes = (num_modules, start, self.oracle.top_k, request.encoder)
             drafts = expected_guesses(known, following, self.num_used, draft_ids, *sizes)[:room]
             drafts += [-1] * (room - len(drafts))  # after the request's end, where drafts are arbitrary
-        if (certain := expected_certain(request, job.tokens)[:room]) and drafts[: len(certain)] != certain:
+        certain = expected_certain(request, job.tokens)[:room]
+        if speculative.needs.goes_over_last:
+            certain = certain[: min(num_leading(drafts, certain), max(0, len(drafts) - 1)) + 1]
+        if drafts[: len(certain)] != certain:
             drafts = certain
         accepted = num_leading(drafts, following)
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,18 +100,21 @@ def _place() -> Iterator[Case]:
 def _place_certain() -> Iterator[Case]:
     for num_reqs, k in ((1, 1), (6, 3), (8, 5)):
 
-        def args(n: int = num_reqs, k: int = k) -> dict[str, Any]:
+        def args(n: int = num_reqs, k: int = k, last: bool = False) -> dict[str, Any]:
             # Few tokens, so that some runs begin as the drafts do.
             rows = draw_rows(40, 4) | {"token_ids": ints(torch.randint(0, 4, (NUM_ROWS, 40)))}
             names = ("num_computed", "num_tokens", "max_drafts", "max_total", "status", "token_ids", "num_drafts")
             return {
                 "runs": ints(torch.cat([torch.randint(-1, 2, (n, 1)), torch.randint(-1, 4, (n, k))], 1)),
                 "num_accepted": ints(torch.randint(0, 2, (n, 4)))[:, 2],
+                "goes_over_last": last,
                 "batch_rows": batch_of(n, 0),
                 **chosen(rows, *names),
             }
 
-        yield from (Case(f"place_certain_drafts-{num_reqs}x{k}-{run}", place_certain_drafts, args) for run in range(4))
+        for run in range(6):
+            made = partial(args, last=run % 2 == 1)
+            yield Case(f"place_certain_drafts-{num_reqs}x{k}-{run}", place_certain_drafts, made)
 
 
 def _read() -> Iterator[Case]:
