@@ -2,9 +2,14 @@
 
     python benchmarks/json_schema_bench.py smollm2-135m --max-tokens 1024 --state bench.jsonl
     python benchmarks/json_schema_bench.py smollm2-135m --ways none,eagle3,ngram --temperatures 0,1 --max-tokens 96
+    python benchmarks/json_schema_bench.py tiny --ways none,eagle3,ngram,certain_tokens --temperatures 0,1
 
-32 requests run at once. A finished document is validated by `jsonschema`, which knows nothing of grammars; of one that
-reached the limit every token must be legal for a matcher of its own. Texts with drafts must be those without.
+`tiny` is a model of a few layers with random weights, and a head that is random as well. 32 requests run at once. A
+finished document is validated by `jsonschema`, which knows nothing of grammars; of one that reached the limit every
+token must be legal for a matcher of its own. Texts with drafts must be those without.
+
+`tokens_a_step`: what a request gets of a step in the mean. `--without-certain`: no token is drafted because it is
+certain.
 
 With `--state` each answer is kept in a file, and a run that was interrupted goes on where it stopped. The exit status
 is 1 if anything is wrong.
@@ -19,20 +24,21 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
 import llguidance
 
+from json_schema_prompts import PROMPTS, messages_for
 from slipstream import LLM, RequestError, SamplingParams, StructuredOutput
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
 from slipstream.grammar.guidance import find_refusal, grammar_of
+from slipstream.grammar.walk import GrammarWalk
 
 SCHEMAS = Path(__file__).parents[1] / "tests/grammar/json_schema_bench.jsonl"
 AT_ONCE = 32
-_PROMPT = "Write one JSON document that conforms to this schema, with short values.\n\n%s"
-_PROMPT_LENGTH = 1500  # characters of the schema: the grammar has all of it
 
 
 class Entry(NamedTuple):
@@ -44,6 +50,38 @@ class Run(NamedTuple):
     way: str  # of drafting
     temperature: float
     max_tokens: int
+
+
+class Target(NamedTuple):
+    """A model, and how it is asked."""
+
+    model: str
+    head: Path | None  # of a model that has none of its own
+    max_model_len: int
+    is_tiny: bool
+    asking: str  # one of PROMPTS
+    is_compact: bool  # no whitespace between the parts of a document
+
+    def open(self, way: str, device: str) -> LLM:
+        shared = {"device": device, "max_model_len": self.max_model_len, "max_num_seqs": AT_ONCE}
+        if self.is_tiny:
+            shared["dtype"] = "float64"
+        if way == "none":
+            return LLM(self.model, speculate="none", **shared)
+        speculative: dict[str, Any] = {"method": way, "num_speculative_tokens": 3}
+        if way == "eagle3" and self.head is not None:
+            speculative["model"] = str(self.head)
+        elif way == "eagle3":
+            return LLM(self.model, speculate=way, k=3, **shared)  # the head that ships with the model
+        return LLM(self.model, speculative_config=speculative, **shared)
+
+    def structure(self, entry: Entry) -> StructuredOutput:
+        return StructuredOutput(json=entry.schema, disable_any_whitespace=self.is_compact)
+
+    def prompt(self, llm: LLM, entry: Entry) -> list[int]:
+        if self.is_tiny:
+            return llm.tokenizer.encode(f"{entry.schema_id}: ")
+        return llm.tokenizer.encode_chat(messages_for(entry.schema, self.asking))
 
 
 Answers = dict[tuple[Run, str], dict[str, Any]]
@@ -63,22 +101,23 @@ def read_state(path: Path | None) -> Answers:
 
 
 def _chunks(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    for start in range(0, len(entries), AT_ONCE):
-        yield entries[start : start + AT_ONCE]
+    """Each is spread over all, so that what an interrupted run has done is like the rest."""
+    count = -(-len(entries) // AT_ONCE)
+    for start in range(count):
+        yield entries[start::count]
 
 
-def serve(llm: LLM, run: Run, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    messages = [[{"role": "user", "content": _PROMPT % json.dumps(e.schema)[:_PROMPT_LENGTH]}] for e in entries]
+def serve(llm: LLM, target: Target, run: Run, entries: Sequence[Entry]) -> list[dict[str, Any]]:
     params = [
         SamplingParams(
             temperature=run.temperature,
             seed=zlib.crc32(entry.schema_id.encode()),
             max_tokens=run.max_tokens,
-            structured=StructuredOutput(json=entry.schema),
+            structured=target.structure(entry),
         )
         for entry in entries
     ]
-    outputs = llm.chat(messages, params)
+    outputs = llm.generate([target.prompt(llm, entry) for entry in entries], params)
     return [
         {
             "run": list(run),
@@ -93,7 +132,7 @@ def serve(llm: LLM, run: Run, entries: Sequence[Entry]) -> list[dict[str, Any]]:
     ]
 
 
-def find_fault(entry: Entry, answer: dict[str, Any], vocabulary: Any) -> str | None:
+def find_fault(target: Target, entry: Entry, answer: dict[str, Any], vocabulary: Any) -> str | None:
     """What is wrong with an answer."""
     if answer["error"] is not None:
         return str(answer["error"])
@@ -104,14 +143,53 @@ def find_fault(entry: Entry, answer: dict[str, Any], vocabulary: Any) -> str | N
             return f"is no JSON: {error}"
         kind = jsonschema.validators.validator_for(entry.schema, default=jsonschema.Draft202012Validator)
         return next((error.message for error in kind(entry.schema).iter_errors(document)), None)
-    matcher = llguidance.LLMatcher(vocabulary, grammar_of(StructuredOutput(json=entry.schema)))
+    matcher = llguidance.LLMatcher(vocabulary, grammar_of(target.structure(entry)))
     num_legal = matcher.validate_tokens(answer["token_ids"])
     return None if num_legal == len(answer["token_ids"]) else f"token {num_legal} is not legal"
 
 
-def describe(run: Run, entries: Sequence[Entry], served: Sequence[Entry], answers: Answers, vocabulary: Any) -> Row:
+def answer_all(llm: LLM, target: Target, run: Run, work: tuple[Sequence[Entry], Answers, Path | None]) -> None:
+    """Answers that are not yet there, a batch at a time; they are kept in the state's file."""
+    served, answers, state = work
+    for whole in _chunks(served):
+        chunk = [entry for entry in whole if (run, entry.schema_id) not in answers]
+        if not chunk:
+            continue
+        begun = time.monotonic()
+        found = serve(llm, target, run, chunk)
+        answers |= {(run, answer["id"]): answer for answer in found}
+        if state is not None:
+            with state.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(answer) + "\n" for answer in found)
+        passed = time.monotonic() - begun
+        num_finished = sum(answer["reason"] == "stop" for answer in found)
+        print(f"{run.way}, {run.temperature}: {num_finished} of {len(found)} finished, {passed:.0f} s", flush=True)
+
+
+@contextmanager
+def open_target(model: str, max_tokens: int, asking: str, is_compact: bool) -> Iterator[Target]:
+    if model != "tiny":
+        yield Target(model, None, 2048 + max_tokens, False, asking, is_compact)
+        return
+    from tests import tiny_models
+    from tests.models.heads import tiny_heads
+
+    with tempfile.TemporaryDirectory() as name:
+        length, folder = 64 + max_tokens, Path(name)
+        made = tiny_models.build("llama", num_hidden_layers=tiny_heads.NUM_LAYERS)
+        (folder / "head").mkdir()
+        tiny = tiny_models.save(made, folder / "target")
+        head = tiny_heads.eagle3(body={"max_position_embeddings": 2 * length}).write(folder / "head")
+        yield Target(str(tiny), head, length, True, "the name of the schema", is_compact)
+
+
+def describe(
+    target: Target, run: Run, entries: Sequence[Entry], served: Sequence[Entry], answers: Answers, vocabulary: Any
+) -> Row:
     own = {entry.schema_id: answers[run, entry.schema_id] for entry in served}
-    faults = {e.schema_id: fault for e in served if (fault := find_fault(e, own[e.schema_id], vocabulary)) is not None}
+    faults = {
+        e.schema_id: fault for e in served if (fault := find_fault(target, e, own[e.schema_id], vocabulary)) is not None
+    }
     finished = [answer for answer in own.values() if answer["reason"] == "stop"]
     plain = run._replace(way="none")
     different = [
@@ -132,7 +210,8 @@ def describe(run: Run, entries: Sequence[Entry], served: Sequence[Entry], answer
         "legal_prefixes": sum(i not in faults for i, answer in own.items() if answer["reason"] == "length"),
         "different_from_plain": len(different),
         "accepted_drafts": sum(answer["accepted"] for answer in own.values()),
-        "tokens": sum(len(answer["token_ids"]) for answer in own.values()),
+        "tokens": (num_tokens := sum(len(answer["token_ids"]) for answer in own.values())),
+        "tokens_a_step": round(num_tokens / (num_tokens - sum(answer["accepted"] for answer in own.values())), 4),
         "faults": faults,
     }
 
@@ -145,7 +224,10 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--limit", type=int, help="so many schemas, spread over all")
     parser.add_argument("--state", type=Path, help="a file that keeps the answers of an interrupted run")
+    parser.add_argument("--prompt", choices=PROMPTS, default=PROMPTS[0], help="how the model is asked")
+    parser.add_argument("--compact", action="store_true", help="documents without whitespace")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--without-certain", action="store_true", help="draft no tokens because they are certain")
     parser.add_argument("--output-dir", type=Path, help="where the result goes; not written if left out")
     options = parser.parse_args()
     folder = None if options.output_dir is None else prepare_folder(options.output_dir)
@@ -153,37 +235,23 @@ def main() -> int:
     refusals = {entry.schema_id: find_refusal(StructuredOutput(json=entry.schema)) for entry in entries}
     served = [entry for entry in entries if refusals[entry.schema_id] is None]
     print(f"{len(entries)} schemas: {len(served)} served, {len(entries) - len(served)} refused", flush=True)
-    answers, rows, vocabulary = read_state(options.state), [], None
-    for way in options.ways.split(","):
-        drafting = {} if way == "none" else {"k": 3}
-        with LLM(
-            options.model,
-            device=options.device,
-            max_model_len=2048 + options.max_tokens,
-            max_num_seqs=AT_ONCE,
-            speculate=way,
-            **drafting,
-        ) as llm:
-            vocabulary = vocabulary or _open_vocabulary(llm)
-            for entry in entries:  # the engine refuses what the check refuses, with the same reason
-                if refusals[entry.schema_id] is not None:
-                    _check_refusal(llm, entry, refusals[entry.schema_id])
-            for temperature in map(float, options.temperatures.split(",")):
-                run = Run(way, temperature, options.max_tokens)
-                for chunk in _chunks(served):
-                    missing = [entry for entry in chunk if (run, entry.schema_id) not in answers]
-                    begun = time.monotonic()
-                    found = serve(llm, run, missing) if missing else []
-                    answers |= {(run, answer["id"]): answer for answer in found}
-                    if options.state is not None:
-                        with options.state.open("a", encoding="utf-8") as file:
-                            file.writelines(json.dumps(answer) + "\n" for answer in found)
-                    print(
-                        f"{way}, temperature {temperature}: {len(found)} in {time.monotonic() - begun:.0f} s",
-                        flush=True,
-                    )
-                rows.append(describe(run, entries, served, answers, vocabulary))
-                print(json.dumps(rows[-1]), flush=True)
+    if options.without_certain:
+        GrammarWalk._follow_certain = lambda _self, _walkers: []  # type: ignore[method-assign]
+    answers, rows = read_state(options.state), []
+    with open_target(options.model, options.max_tokens, options.prompt, options.compact) as target:
+        for way in options.ways.split(","):
+            runs = [Run(way, float(temperature), options.max_tokens) for temperature in options.temperatures.split(",")]
+            with target.open(way, options.device) as llm:
+                vocabulary = _open_vocabulary(llm)
+                for entry in entries:  # the engine refuses what the check refuses, with the same reason
+                    if refusals[entry.schema_id] is not None:
+                        _check_refusal(llm, entry, refusals[entry.schema_id])
+                for run in runs:
+                    answer_all(llm, target, run, (served, answers, options.state))
+                    row = describe(target, run, entries, served, answers, vocabulary)
+                    how = {"prompt": target.asking, "compact": target.is_compact}
+                    rows.append({**row, "model": options.model, **how, "certain_tokens": not options.without_certain})
+                    print(json.dumps(rows[-1]), flush=True)
     if folder is not None:
         rows.append(
             {"case": "json-schema-bench-refused", "batch": 0, "reasons": {i: r for i, r in refusals.items() if r}}

@@ -15,7 +15,7 @@ from rich.progress import Progress, TextColumn
 from slipstream.audio.files import Sound
 from slipstream.checkpoints.hub import with_shipped_head
 from slipstream.config import EngineConfig, EngineOptions
-from slipstream.engine.build import Engine, build_engine
+from slipstream.engine.build import Engine, build_engine, build_serving_engine
 from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import EngineError, RequestError
@@ -43,6 +43,8 @@ class _EngineOwner:
     server.
     """
 
+    _serves_many = False  # requests come from callers that know nothing of each other
+
     def __init__(
         self,
         model: str | None = None,
@@ -62,7 +64,10 @@ class _EngineOwner:
 
             self.client = EngineClient(lambda deliver: EngineProcess(chosen, deliver))
         else:
-            self.client = EngineClient.in_thread(build or (lambda: build_engine(chosen)))
+            self.client = EngineClient.in_thread(build or self._build(chosen))
+
+    def _build(self, options: EngineOptions) -> Callable[[], Engine]:
+        return lambda: build_serving_engine(options) if self._serves_many else build_engine(options)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -194,6 +199,8 @@ class LLM(_EngineOwner, PooledTasks):
 
 class AsyncLLM(_EngineOwner, AsyncPooledTasks):
     """The same engine for asyncio: many callers, each with its own stream of outputs."""
+
+    _serves_many = True
 
     async def generate(
         self,

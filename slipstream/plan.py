@@ -134,12 +134,21 @@ class StepPlan:
         return list(map(ScheduledRequest, *columns))
 
 
+class CertainRun(NamedTuple):
+    """Tokens that follow a request's next one, since its grammar allows nothing else: drafts that are accepted."""
+
+    place: int  # of the request in the step
+    num_accepted: int  # of the step's drafts: after any other number something else may follow
+    token_ids: Sequence[int]
+
+
 class StepMasks(NamedTuple):
     """Which tokens are allowed at each of a step's logits. Masks are in a pool on the device, by row."""
 
     rows: npt.NDArray[np.int32]  # [num_logits]: the pool's row of each; -1: every token is allowed
     destinations: Sequence[int]  # rows of the pool that get another mask before
     words: npt.NDArray[np.int32]  # [num new, words]: those masks
+    runs: Sequence[CertainRun] = ()  # for the next step to verify
 
 
 @dataclass(slots=True)

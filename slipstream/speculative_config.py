@@ -28,6 +28,8 @@ class Needs:
     own_keys: bool = False
     # After steps without proposals it processes the tokens that it missed, in its next pass.
     catches_up: bool = False
+    # Of accepted drafts it goes over the last alone: it went over the others when it proposed them.
+    goes_over_last: bool = False
     # Cache slots after a row's tokens that a proposal writes, per draft, and beside those.
     slots_per_draft: int = 0
     extra_slots: int = 0

@@ -21,12 +21,13 @@ _ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """Exactly one of these. ``json``: a schema as a mapping or as text, or True for any JSON object."""
+    """Exactly one of the first four. ``json``: a schema as a mapping or as text, or True for any JSON object."""
 
     json: str | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None  # in the variant of Lark that llguidance reads
+    disable_any_whitespace: bool = False  # of ``json``: nothing between the parts of a document
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class StructuredOutput:
         regex: str | None = None,
         choice: Any = None,
         grammar: str | None = None,
+        disable_any_whitespace: bool = False,
     ) -> None:
         given = {"json": json, "regex": regex, "choice": choice, "grammar": grammar}
         if len(named := [name for name, value in given.items() if value is not None]) != 1:
@@ -43,6 +45,12 @@ class StructuredOutput:
         object.__setattr__(self, "regex", None if regex is None else _read_text("regex", regex))
         object.__setattr__(self, "choice", None if choice is None else _read_choices(choice))
         object.__setattr__(self, "grammar", None if grammar is None else _read_text("grammar", grammar))
+        if not isinstance(disable_any_whitespace, bool):
+            given_value = describe_value(disable_any_whitespace)
+            raise RequestError(f"structured.disable_any_whitespace must be true or false, not {given_value}")
+        if disable_any_whitespace and json is None:
+            raise RequestError("structured.disable_any_whitespace is for json alone; leave it out")
+        object.__setattr__(self, "disable_any_whitespace", disable_any_whitespace)
 
     @property
     def kind(self) -> str:

@@ -21,7 +21,7 @@ from slipstream.speculate.registry import find_method, keys_by_method, method_na
 PACKAGE = Path(__file__).parent.parent / "slipstream"
 ROOMS = ("engine", "scheduler", "runner", "graphs", "sampling", "attention", "kernels", "device", "server")
 CONFIGURATION = ("config.py", "speculative_config.py", "cache_spec.py", "request.py", "plan.py", "output.py", "llm.py")
-METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash", "early_exit")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash", "early_exit", "certain_tokens")
 # The short option that names a checkpoint, where options are read.
 OPTIONS = {"speculate/options.py": {"draft_model"}}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import ConfigError, EngineError
@@ -99,11 +100,16 @@ def run_batch(
     output_len: int,
     on_tokens: Callable[[int], None] = lambda count: None,
     ignore_eos: bool = True,
-    structured: StructuredOutput | None = None,
+    structured: StructuredOutput | Sequence[StructuredOutput | None] | None = None,
 ) -> BatchRun:
-    """Run the prompts as one batch, greedy, to their length or to their end; ``on_tokens`` reports progress."""
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos, structured=structured)
-    submissions = [client.prepare(prompt, params) for prompt in prompts]
+    """Run the prompts as one batch, greedy, to their length or to their end; ``on_tokens`` reports progress.
+
+    ``structured``: of every request, or of each.
+    """
+    each = structured if isinstance(structured, Sequence) else [structured] * len(prompts)
+    common = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=ignore_eos)
+    pairs = zip(prompts, each, strict=True)
+    submissions = [client.prepare(prompt, replace(common, structured=own)) for prompt, own in pairs]
     # The engine has its own ids; outputs have those of the submissions.
     index = {submission.requests[0].request_id: idx for idx, submission in enumerate(submissions)}
     output_place = {submission.request_id: idx for idx, submission in enumerate(submissions)}

@@ -35,6 +35,11 @@ class EngineCore:
         self._stats = EngineStats(prefix_cache_refused=int(scheduler.prefix_caching_is_refused))
         self.trace = open_trace(runner.device)
 
+    def prepare_to_serve(self) -> None:
+        """Do before the first request what would hold up others later."""
+        if self._constraints is not None:
+            self._constraints.prepare()
+
     def add(self, request: Request) -> None:
         if request.params.extra:
             self.runner.check(request)

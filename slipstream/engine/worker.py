@@ -22,7 +22,7 @@ import zmq
 
 from slipstream.config import EngineOptions
 from slipstream.device.sync_guard import HostSyncError
-from slipstream.engine.build import build_engine
+from slipstream.engine.build import build_serving_engine
 from slipstream.engine.core import EngineCore
 from slipstream.engine.driver import Add, Driver, Finish, Message
 from slipstream.engine.split_updates import UpdateSplitter
@@ -126,7 +126,7 @@ class Worker:
     def run(self, options: EngineOptions) -> int:
         try:
             register_modules(self._operations)
-            engine = build_engine(options)
+            engine = build_serving_engine(options)
         except SlipstreamError as error:
             self._watch.send_multipart(encode(Refused(type(error).__name__, str(error))))
             return 2

@@ -2,7 +2,6 @@
 
 A step needs the masks of the token after each request's tokens, and after each of its drafts. Both are known when the
 step before is collected. From then on a thread moves the matchers and fills masks, while the step's forward pass runs.
-A matcher takes in tokens that are final. Drafts it only visits: it goes back before the next step.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.errors import RequestError
-from slipstream.grammar.interface import GrammarBackend, Matcher, Task, Threads, Words
+from slipstream.grammar.interface import GrammarBackend, Matcher, Task, Threads
 from slipstream.grammar.mask_pool import MaskPool
+from slipstream.grammar.walk import GrammarWalk, Visit
 from slipstream.plan import HostDraft, StepMasks, StepPlan, StepResult
 from slipstream.request import Request
 from slipstream.structured import StructuredOutput
@@ -43,16 +43,6 @@ class _Constrained:
     drafts: Sequence[int] = ()  # for the next step
 
 
-class _Visit(NamedTuple):
-    """A request's share of the work for a step."""
-
-    state: _Constrained
-    first_logit: int
-    num_output: int  # tokens of the output before the first logit
-    new: list[int]  # of those, for the matcher to take in
-    drafts: Sequence[int]
-
-
 class FilledMasks(NamedTuple):
     masks: StepMasks
     errors: dict[str, str]  # by request: why its grammar cannot go on
@@ -68,9 +58,9 @@ class Constraints:
         self, backend: GrammarBackend, threads: Threads, limits: MaskLimits, eos_token_ids: Sequence[int]
     ) -> None:
         self._backend, self._threads, self._limits = backend, threads, limits
-        self._eos_token_ids = tuple(eos_token_ids)
         self._pool = MaskPool(limits.num_masks)
         self._num_words = -(-limits.vocab_size // 32)
+        self._walk = GrammarWalk(backend, self._num_words, tuple(eos_token_ids))
         self._states: dict[str, _Constrained] = {}
         # Matchers at the beginning of their grammars, least recently used first.
         self._kept: dict[StructuredOutput, Task] = {}
@@ -78,6 +68,10 @@ class Constraints:
         self._filling: Task | None = None
 
     # --- requests ---------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """What would hold up other requests when the first constrained one arrives."""
+        self._backend.prepare()
 
     def add(self, request: Request) -> None:
         """Begin to compile its grammar. ``take_compiled`` returns it when that is done."""
@@ -144,18 +138,23 @@ class Constraints:
         """Have the masks of this step filled. All steps before it are collected."""
         composition = plan.composition
         staged = {draft.row: draft for draft in plan.host_drafts}
-        visits, start = [], 0
+        most_next, visits, start = composition.num_next_drafts, [], 0
         for i, request_id in enumerate(composition.request_ids):
             state, num_drafts = self._states.get(request_id), composition.num_drafts[i]
             if state is not None and composition.samples[i]:
                 if (draft := staged.get(composition.rows[i])) is not None:
                     self._place_staged(state, draft)
-                new = state.output[state.num_taken :]
-                state.num_taken = len(state.output)
-                visits.append(_Visit(state, start, len(state.output), new, tuple(state.drafts[:num_drafts])))
+                visits.append(self._visit(state, i, start, (num_drafts, most_next)))
             start += 1 + num_drafts
         num_logits = start
         self._filling = self._threads.fill(lambda: self._fill(visits, num_logits))
+
+    def _visit(self, state: _Constrained, place: int, first_logit: int, num_drafts: tuple[int, int]) -> Visit:
+        """``num_drafts``: maximum drafts of the step, and of the next one."""
+        request, output, (num_own, num_next) = state.request, state.output, num_drafts
+        new, state.num_taken = output[state.num_taken :], len(output)
+        drafts, num_next = tuple(state.drafts[:num_own]), min(num_next, request.num_drafts(self._limits.num_drafts))
+        return Visit(request, state.matcher, place, first_logit, len(output), new, drafts, num_next)
 
     def take_masks(self, timeout_s: float) -> FilledMasks | None:
         """The masks of the step that was begun; None if they are not there after this time."""
@@ -178,58 +177,10 @@ class Constraints:
 
     # --- in a thread ------------------------------------------------------------------------------
 
-    def _fill(self, visits: Sequence[_Visit], num_logits: int) -> FilledMasks:
+    def _fill(self, visits: Sequence[Visit], num_logits: int) -> FilledMasks:
+        walked = self._walk.go(visits)
+        placed = self._pool.place(walked.masks)
         rows = np.full(num_logits, FREE, dtype=np.int32)
-        masks = np.zeros((sum(1 + len(visit.drafts) for visit in visits), self._num_words), dtype=np.int32)
-        logits: list[int] = []  # of each mask
-        errors: dict[str, str] = {}
-        for visit in visits:
-            if visit.state.matcher.consume(visit.new) < _num_before_end(visit):
-                reason = visit.state.matcher.error or "a token that it forbids was drawn"
-                errors[visit.state.request.request_id] = f"the grammar of this request cannot go on: {reason}"
-        walking, depth = [v for v in visits if v.state.request.request_id not in errors], 0
-        visited = dict.fromkeys(map(id, walking), 0)
-        while walking:
-            places = [(visit.state.matcher, len(logits) + i) for i, visit in enumerate(walking)]
-            self._backend.fill(places, masks)
-            for visit, (_, idx) in zip(walking, places, strict=True):
-                self._hold_back_ends(visit, depth, masks[idx])
-                logits.append(visit.first_logit + depth)
-            going_on = []
-            for visit in walking:
-                # What follows a draft that is not legal, or that ends the text, is never drawn.
-                if depth < len(visit.drafts) and visit.drafts[depth] not in visit.state.request.stop_token_ids:
-                    taken = visit.state.matcher.consume(visit.drafts[depth : depth + 1])
-                    visited[id(visit)] += taken
-                    going_on += [visit] * taken
-            walking, depth = going_on, depth + 1
-        for visit in visits:
-            matcher = visit.state.matcher
-            if reason := matcher.error:
-                errors.setdefault(visit.state.request.request_id, f"the grammar of this request cannot go on: {reason}")
-            matcher.rollback(visited.get(id(visit), 0))
-        placed = self._pool.place(masks[: len(logits)])
-        rows[logits] = placed.rows
-        return FilledMasks(StepMasks(rows, placed.destinations, masks[placed.new]), errors)
-
-    def _hold_back_ends(self, visit: _Visit, depth: int, mask: Words) -> None:
-        """Tokens that end the text are drawn only where they may be, unless nothing else is legal."""
-        request = visit.state.request
-        params = request.params
-        if visit.num_output + depth < params.min_tokens:
-            held: Sequence[int] = request.stop_token_ids
-        elif params.ignore_eos:
-            held = self._eos_token_ids
-        else:
-            return
-        kept = mask.view(np.uint32).copy()
-        for token_id in held:
-            kept[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
-        if kept.any():
-            mask[:] = kept.view(np.int32)
-
-
-def _num_before_end(visit: _Visit) -> int:
-    """New tokens that the matcher must take in: the one that ends the text may be none of the grammar's."""
-    stop_ids = visit.state.request.stop_token_ids
-    return next((i for i, token_id in enumerate(visit.new) if token_id in stop_ids), len(visit.new))
+        rows[walked.logits] = placed.rows
+        masks = StepMasks(rows, placed.destinations, walked.masks[placed.new], walked.runs)
+        return FilledMasks(masks, walked.errors)

@@ -22,7 +22,9 @@ from slipstream.text.tokenizer import Tokenizer
 # Between the parts of a document: a space, or a new line and its indentation. Without a limit small models write spaces
 # for ever.
 _WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,24}"
-_JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "whitespace_pattern": _WHITESPACE}
+_JSON_OPTIONS = {"coerce_one_of": False, "lenient": False}
+_LIMITED_WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+_NO_WHITESPACE = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_MESSAGE = 300
 _NUM_CHECKED = 256
 
@@ -40,8 +42,9 @@ def grammar_of(structure: StructuredOutput) -> str:
     """The structure in the library's own form."""
     matcher = library().LLMatcher
     if structure.json is not None:
+        whitespace = _NO_WHITESPACE if structure.disable_any_whitespace else _LIMITED_WHITESPACE
         # The overrides come last: a schema cannot switch them on again by a key of its own.
-        return str(matcher.grammar_from_json_schema(structure.json, overrides=_JSON_OPTIONS))
+        return str(matcher.grammar_from_json_schema(structure.json, overrides={**_JSON_OPTIONS, **whitespace}))
     if structure.regex is not None:
         return str(matcher.grammar_from_regex(structure.regex))
     if structure.choice is not None:
@@ -98,19 +101,18 @@ class Guidance:
         self._vocabulary: Any = None
         self._executor: Any = None
 
-    def prepare(self) -> Any:
-        """Read the vocabulary, once: it takes tenths of a second."""
+    def prepare(self) -> None:
+        self._prepared()
+
+    def _prepared(self) -> Any:
+        """Read the vocabulary, once: it takes tenths of a second, in which no other thread runs Python."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary, self._executor = self._make(), library().LLExecutor()
             return self._vocabulary
 
-    @property
-    def is_prepared(self) -> bool:
-        return self._vocabulary is not None
-
     def compile(self, structure: StructuredOutput) -> GuidanceMatcher:
-        matcher = GuidanceMatcher(library().LLMatcher(self.prepare(), grammar_of(structure), log_level=0))
+        matcher = GuidanceMatcher(library().LLMatcher(self._prepared(), grammar_of(structure), log_level=0))
         if error := matcher.error:
             raise RequestError(_explain(structure, error))
         return matcher

@@ -38,6 +38,10 @@ class Matcher(Protocol):
 class GrammarBackend(Protocol):
     """A library of grammars over one vocabulary."""
 
+    def prepare(self) -> None:
+        """Whatever it does once. Without this call the first grammar does it."""
+        ...
+
     def compile(self, structure: StructuredOutput) -> Matcher:
         """A matcher at the beginning; raises ``RequestError`` for what cannot be enforced."""
         ...

@@ -15,15 +15,17 @@ from torch import Tensor
 from slipstream.columns import Column
 from slipstream.graphs.descriptor import BatchExecutionDescriptor, Tier
 from slipstream.graphs.mode import CUDAGraphMode
-from slipstream.kernels.step.commit import NUM_HEADER_COLUMNS, CheckedTokens, commit
+from slipstream.kernels.step.commit import NUM_ACCEPTED_COLUMN, NUM_HEADER_COLUMNS, CheckedTokens, commit
 from slipstream.plan import Composition, RowInit, StepPlan
 from slipstream.runner.async_output import InFlightStep, OutputRing, StepOutput
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, TargetOutput
 from slipstream.runner.prompt_logprobs import score_prompts
 from slipstream.runner.requirements import Requirements, RowRequirements
+from slipstream.runner.token_masks import StagedMasks
 from slipstream.sampling.mask import TokenMasks
 from slipstream.sampling.sampler import NO_NEEDS, NOISE_ALONE, SamplingNeeds
+from slipstream.speculate.place_certain_drafts import place_certain_drafts
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.read_drafts import read_drafts
 from slipstream.speculate.speculator import DraftBatch, GraphSetting
@@ -37,6 +39,7 @@ class GenerateHead:
         config, device, rows, speculator = setting.config, setting.device, setting.rows, setting.speculator
         max_reqs, num_drafts = config.scheduler.max_num_seqs, config.num_drafts
         self._model, self._rows = setting.model, rows
+        self._goes_over_last = config.scheduler.needs.goes_over_last
         self.speculator = speculator
         self.follower = speculator.follower
         operations, shows_every_step = rows.sampling.operations, self.follower is not None
@@ -103,6 +106,12 @@ class GenerateHead:
         drafter = self.speculator
         draft_ids = drafter.propose(batch, noise) if in_graph else drafter.run(batch, noise)
         place_drafts(draft_ids, self._rows.batch_rows[: draft_ids.shape[0]], self._rows.state)
+
+    def draft_certain(self, runs: Tensor) -> None:
+        """Make the tokens that are certain to follow the step's the rows' drafts."""
+        num_reqs = runs.shape[0]
+        num_accepted, rows = self.out[:num_reqs, NUM_ACCEPTED_COLUMN], self._rows
+        place_certain_drafts(runs, num_accepted, rows.batch_rows[:num_reqs], rows.state, self._goes_over_last)
 
     def read_drafts(self, num_reqs: int) -> Tensor | None:
         """The drafts of the step's requests, for the host: [num_reqs, k]. None if the engine does not draft."""
@@ -187,11 +196,12 @@ class GenerateWork:
     def taps(self, num_tokens: int) -> Mapping[int, Tensor] | None:
         return None if self.requirements.drafting is None else self.head.speculator.taps(num_tokens)
 
-    def run(self, target: TargetOutput, masks: TokenMasks | None = None) -> Tensor | None:
+    def run(self, target: TargetOutput, staged: StagedMasks | None = None) -> Tensor | None:
         """Verify, commit, draft. Returns log probabilities if a request asked for them."""
         head, drafting, inputs = self.head, self.requirements.drafting, target.inputs
         is_projected = target.graph.mode is CUDAGraphMode.FULL
         logits = head.recorded_logits(inputs) if is_projected else head.project(inputs, target.hidden)
+        masks = None if staged is None else staged.masks
         logprobs = head.verify(inputs, logits, self.requirements.sampling, masks)
         if drafting is not None:
             drafted = target.batch.drafting.after(target.graph)
@@ -199,6 +209,8 @@ class GenerateWork:
                 head.draft(drafted, drafting.noise, in_graph=False)
             elif head.follower is not None:
                 head.follower.run(drafted)
+        if staged is not None and staged.runs is not None:
+            head.draft_certain(staged.runs)
         return logprobs
 
     def send(self, plan: StepPlan, batch: InputBatch, hidden: Tensor, found: Tensor | None) -> InFlightStep:

@@ -27,7 +27,7 @@ from slipstream.runner.generate_head import GenerateHead, GenerateWork
 from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.program import HeadSetting, HeadWork, LaunchedStep, TargetOutput
 from slipstream.runner.rings import Ring
-from slipstream.sampling.mask import TokenMasks
+from slipstream.runner.token_masks import StagedMasks
 from slipstream.speculate.speculator import GraphSetting
 
 
@@ -188,11 +188,11 @@ class PoolWork:
     def taps(self, num_tokens: int) -> Mapping[int, Tensor] | None:
         return self.generate.taps(num_tokens)
 
-    def run(self, target: TargetOutput, masks: TokenMasks | None = None) -> Any:
+    def run(self, target: TargetOutput, staged: StagedMasks | None = None) -> Any:
         if self.span.is_all:
             self.head.generate.commit_nothing(target.inputs)  # needs no logits
             return None
-        return self.generate.run(target, masks)
+        return self.generate.run(target, staged)
 
     def send(self, plan: StepPlan, batch: InputBatch, hidden: Tensor, found: Any) -> LaunchedStep:
         vectors = self.head.pool(batch, hidden, self.span)

@@ -26,7 +26,7 @@ from slipstream.plan import Composition, RowInit, StepPlan, StepResult
 from slipstream.runner.input_batch import InputBatch, InputBuffers
 from slipstream.runner.micro_batches import MicroBatch, Splitter
 from slipstream.runner.request_state import RequestRows
-from slipstream.sampling.mask import TokenMasks
+from slipstream.runner.token_masks import StagedMasks
 from slipstream.speculate.speculator import GraphSetting, Speculator
 
 
@@ -106,7 +106,7 @@ class HeadWork(Protocol):
         """Buffers for the hidden states of the target that the head needs, by layer. None: it needs none."""
         ...
 
-    def run(self, target: TargetOutput, masks: TokenMasks | None = None) -> Any:
+    def run(self, target: TargetOutput, staged: StagedMasks | None = None) -> Any:
         """The head's launches, if no graph contains them. Returns what ``send`` needs beside the head's own buffers."""
         ...
 

@@ -25,7 +25,7 @@ from slipstream.runner.repeated_step import LaunchRecorder
 from slipstream.runner.request_state import RequestRows
 from slipstream.runner.step_graphs import GraphSizes, StepGraphs
 from slipstream.runner.step_timing import OnCost, StepTimer
-from slipstream.runner.token_masks import MaskStore
+from slipstream.runner.token_masks import MaskSizes, MaskStore
 from slipstream.sampling.registry import refuse_unknown
 from slipstream.speculate.speculator import MakeSpeculator, draft_nothing
 
@@ -82,8 +82,9 @@ class Runner:
     def open_masks(self, num_masks: int) -> None:
         """Get memory for this many masks of tokens: some requests will be constrained."""
         config, depth = self._config, self._config.steps_in_flight + 1
-        num_logits = self.buffers.max_num_logits
-        self.masks = MaskStore(self.device, num_masks, config.model.vocab_size, num_logits, depth)
+        num_reqs, num_logits = config.scheduler.max_num_seqs, self.buffers.max_num_logits
+        sizes = MaskSizes(num_masks, config.model.vocab_size, num_logits, num_reqs, config.num_drafts)
+        self.masks = MaskStore(self.device, sizes, depth)
         with self.device.sync_guard.allow("build"):
             self.device.timestamp()  # the first one aligns two clocks, and waits for that
 
@@ -135,7 +136,7 @@ class Runner:
         assert self.masks is not None
         with device.sync_guard.forbid(), device.use_stream(device.compute_stream):
             resumed = device.timestamp()
-            staged = self.masks.stage(masks, target.inputs.logit_indices.shape[0])
+            staged = self.masks.stage(masks, target.inputs.logit_indices.shape[0], batch.composition.num_reqs)
             found = batch.work.run(target, staged)
             self.masks.release()
             sent = batch.work.send(held.plan, batch.inputs, target.hidden, found)

@@ -62,6 +62,7 @@ def _structure_of(body: SamplingFields) -> StructuredOutput | None:
             "regex": given.regex,
             "choice": given.choice,
             "grammar": given.grammar,
+            "disable_any_whitespace": given.disable_any_whitespace,
         }
         if given.json_object:
             values["json"] = True if given.json_ is None else given.json_

@@ -46,13 +46,14 @@ else:
 
 
 class StructuredOutputs(Body):
-    """Exactly one of these; named as in vLLM."""
+    """Exactly one of the first five; named as in vLLM."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = Field(None, description="Any JSON object.")
     regex: str | None = None
     choice: Annotated[ListOf[str], Field(max_length=MAX_CHOICES)] | None = None
     grammar: str | None = Field(None, description="In llguidance's variant of Lark.")
+    disable_any_whitespace: bool = Field(False, description="Of JSON: nothing between the parts of a document.")
 
 
 class SamplingFields(_OperationFields):

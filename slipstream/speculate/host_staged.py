@@ -1,4 +1,4 @@
-"""A drafter on the host: a step proposes nothing, since drafts are staged before the step that verifies them."""
+"""For drafts that come from the host: a step proposes nothing on the device."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ _METHODS = {
     "mtp": (f"{_FILES}.mtp", "Mtp"),
     "dflash": (f"{_FILES}.dflash", "DFlash"),
     "early_exit": (f"{_FILES}.early_exit", "EarlyExit"),
+    "certain_tokens": (f"{_FILES}.certain_tokens", "CertainTokens"),
 }
 _METHOD_OF_A_MODEL = "draft_model"  # as in vLLM, a model without a method selects this one
 registered: dict[str, DraftMethod] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from slipstream.grammar.constraints import Constraints, MaskLimits
 from slipstream.grammar.mask_pool import MaskPool
+from slipstream.grammar.walk import only_token
 from slipstream.plan import HostDraft, RowStatus, ScheduledRequest, StepPlan, StepResult
 from slipstream.request import Request
 from slipstream.sampling_params import SamplingParams
@@ -103,6 +105,48 @@ def test_masks_follow_tokens_and_legal_drafts_and_go_back() -> None:
             is_reached = idx <= len(drafts) and all(drafts[i] in expected[i] and drafts[i] != END for i in range(idx))
             assert mask == (expected[idx] if is_reached else None)
     assert len(output) > 3
+
+
+def test_the_only_token_of_a_mask() -> None:
+    for token_id in (0, 31, 32, 63):
+        mask = np.zeros(2, dtype=np.uint32)
+        mask[token_id // 32] = 1 << token_id % 32
+        assert only_token(mask.view(np.int32)) == token_id
+        for other in (0, 31, 32, 63):
+            both = mask.copy()
+            both[other // 32] |= np.uint32(1 << other % 32)
+            assert only_token(both.view(np.int32)) == (token_id if other == token_id else None)
+    assert only_token(np.zeros(2, dtype=np.int32)) is None
+
+
+def test_tokens_that_are_certain_come_after_the_accepted_drafts() -> None:
+    """Where the token after the last legal draft is the only one, those after it are drafts, as far as they are."""
+    rng, lengths = random.Random(5), set()
+    for _ in range(400):
+        constraints, output = open_constraints(make_request()), list[int]()
+        while len(output) < rng.randint(0, 9) and (legal := walk(output)[-1] - {END}):
+            output.append(rng.choice(sorted(legal)))
+        collect(constraints, output, [])
+        drafts = list[int]()
+        while len(drafts) < rng.randint(0, 2) and (legal := walk(output + drafts)[-1] - {END}):
+            drafts.append(rng.choice(sorted(legal)))
+        constraints._states["r"].drafts = drafts
+        num_next = rng.randint(0, 3)
+        plan = plan_of(3)
+        plan.composition = replace(plan.composition, num_next_drafts=num_next)
+        constraints.begin(plan)
+        while (filled := constraints.take_masks(1.0)) is None:
+            pass
+        passed, expected = [*output, *drafts], list[int]()
+        while len(allowed := walk(passed)[-1]) == 1 and allowed != {END} and len(expected) <= num_next:
+            expected += allowed
+            passed += allowed
+        ends = [END] if allowed == {END} and expected and len(expected) <= num_next else []
+        expected = [*expected, *ends][1 : 1 + num_next]
+        found = [(run.place, run.num_accepted, run.token_ids) for run in filled.masks.runs]
+        assert found == ([(0, len(drafts), expected)] if expected else [])
+        lengths.add(len(expected))
+    assert lengths >= {0, 1, 2}
 
 
 @pytest.mark.parametrize("params", [{"min_tokens": 40}, {"ignore_eos": True}])

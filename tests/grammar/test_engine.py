@@ -11,9 +11,13 @@ import jsonschema
 import llguidance
 import pytest
 
-from slipstream import LLM, RequestError, SamplingParams, StructuredOutput
+from slipstream import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutput
+from slipstream.config import EngineOptions
+from slipstream.engine import worker
+from slipstream.engine.build import build_engine, build_serving_engine
+from slipstream.grammar import guidance
 from slipstream.grammar.guidance import find_refusal, grammar_of
-from slipstream.output import Completion
+from slipstream.output import Completion, DraftStats
 from tests import tiny_models
 from tests.models.heads import tiny_heads
 
@@ -33,7 +37,6 @@ OTHERS = [
     StructuredOutput(choice=["yes", "no", "perhaps"]),
     StructuredOutput(grammar='start: "(" start ")" | /[xy]{1,3}/'),
 ]
-DRAFTERS = ["none", "ngram", "eagle3"]
 # Every sampling parameter that may meet a grammar, request by request.
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -66,7 +69,7 @@ Serve = Callable[..., list[Served]]
 def serve(folders: tuple[Path, Path]) -> Serve:
     """All requests at once; options of the engine change nothing of their texts."""
 
-    def run(drafter: str, max_tokens: int = 40, **options: Any) -> list[Served]:
+    def run(drafter: str, max_tokens: int = 40, drafts: list[DraftStats] | None = None, **options: Any) -> list[Served]:
         config = None if drafter == "none" else {"method": drafter, "num_speculative_tokens": 3}
         if config is not None and drafter == "eagle3":
             config["model"] = str(folders[1])
@@ -81,6 +84,8 @@ def serve(folders: tuple[Path, Path]) -> Serve:
             outputs = llm.generate([f"document {i}: " for i in range(len(params) + 1)], [*params, free])
             assert llm.stats.num_masked_steps > 0
             assert drafter == "none" or llm.stats.num_draft_tokens > 0
+            if drafts is not None:
+                drafts.append(llm.stats.drafts)
         assert [output.error for output in outputs] == [None] * len(outputs)
         found = [Served(*pair, output.outputs) for *pair, output in zip(structures, params, outputs, strict=False)]
         return [*found, Served(StructuredOutput(choice=["free"]), free, outputs[-1].outputs)]
@@ -121,6 +126,31 @@ def test_documents_conform_and_the_others_are_legal_so_far(plain: list[Served], 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_the_same_text_with_drafts(serve: Serve, plain: list[Served], drafter: str) -> None:
     assert texts_of(serve(drafter, steps_in_flight=2)) == texts_of(plain)
+
+
+def test_tokens_that_are_certain_are_always_accepted(serve: Serve, plain: list[Served]) -> None:
+    """A drafter that proposes nothing else."""
+    drafts: list[DraftStats] = []
+    assert texts_of(serve("certain_tokens", drafts=drafts, steps_in_flight=2)) == texts_of(plain)
+    assert drafts[0].num_accepted == drafts[0].num_drafts > 20
+
+
+def test_what_the_first_grammar_needs_is_done_before_an_engine_serves(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a vocabulary holds up every other thread, so no request may be there."""
+    read, num_read = guidance._read_vocabulary, list[int]()
+    monkeypatch.setattr(guidance, "_read_vocabulary", lambda *args: [num_read.append(1), read(*args)][1])
+    options = EngineOptions(model=str(folders[0]), device="cpu")
+    build_engine(options)
+    assert not num_read
+    engine = build_serving_engine(options)
+    assert len(num_read) == 1
+    with LLM(build=lambda: engine) as llm:
+        assert llm.generate("x", SamplingParams(max_tokens=9, structured={"choice": ["ab"]}))[0].text == "ab"
+    assert len(num_read) == 1 and worker.build_serving_engine is build_serving_engine
+    AsyncLLM(str(folders[0]), device="cpu").close()
+    assert len(num_read) == 2
 
 
 def test_the_same_text_in_small_steps_and_under_preemption(serve: Serve, plain: list[Served]) -> None:

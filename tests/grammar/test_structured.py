@@ -35,6 +35,8 @@ def test_a_schema_keeps_the_order_of_its_properties() -> None:
         ({"choice": "yes"}, "a list of texts"),
         ({"choice": []}, "is empty"),
         ({"choice": ["a", 3]}, "must be a text"),
+        ({"json": {}, "disable_any_whitespace": 1}, "must be true or false"),
+        ({"regex": "a", "disable_any_whitespace": True}, "for json alone"),
         ("json", "must be a StructuredOutput"),
     ],
 )
@@ -44,7 +46,14 @@ def test_what_is_refused(given: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"json": {"type": "string"}}, {"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'start: "a"'}]
+    "given",
+    [
+        {"json": {"type": "string"}},
+        {"json": {"type": "object"}, "disable_any_whitespace": True},
+        {"regex": "a+"},
+        {"choice": ["a", "b"]},
+        {"grammar": 'start: "a"'},
+    ],
 )
 def test_it_travels_to_another_process(given: dict[str, Any]) -> None:
     params = SamplingParams(structured=StructuredOutput(**given))

@@ -615,9 +615,9 @@ MUTATIONS = [
     ),
     Mutation(
         "masks: of the position before",
-        "constraints:Constraints._fill",
-        "logits.append(visit.first_logit + depth)",
-        "logits.append(visit.first_logit + max(0, depth - 1))",
+        "walk:GrammarWalk._visit_drafts",
+        "[walker.visit.first_logit + depth for walker in walking]",
+        "[walker.visit.first_logit + max(0, depth - 1) for walker in walking]",
     ),
     Mutation(
         "masks: drafts before a request are not counted",
@@ -639,15 +639,15 @@ MUTATIONS = [
     ),
     Mutation(
         "masks: a matcher does not go back after drafts",
-        "constraints:Constraints._fill",
-        "matcher.rollback(visited.get(id(visit), 0))",
+        "walk:GrammarWalk.go",
+        "matcher.rollback(walker.num_passed)",
         "pass",
     ),
     Mutation(
         "masks: a matcher goes back too far",
-        "constraints:Constraints._fill",
-        "matcher.rollback(visited.get(id(visit), 0))",
-        "matcher.rollback(min(1, len(visit.new)) + visited.get(id(visit), 0))",
+        "walk:GrammarWalk.go",
+        "matcher.rollback(walker.num_passed)",
+        "matcher.rollback(min(1, len(walker.visit.new)) + walker.num_passed)",
     ),
     Mutation(
         "masks: the drafts of the step before",
@@ -675,9 +675,33 @@ MUTATIONS = [
     ),
     Mutation(
         "masks: the end comes before the minimum",
-        "constraints:Constraints._hold_back_ends",
-        "if visit.num_output + depth < params.min_tokens:",
+        "walk:GrammarWalk._hold_back_ends",
+        "if visit.num_output + walker.num_passed < params.min_tokens:",
         "if visit.num_output < params.min_tokens:",
+    ),
+    Mutation(
+        "masks: certain tokens are one position further",
+        "place_certain_drafts:place_certain_drafts",
+        "slots = (length.unsqueeze(1) + idx).clamp(",
+        "slots = (length.unsqueeze(1) + 1 + idx).clamp(",
+    ),
+    Mutation(
+        "masks: certain tokens of another request",
+        "token_masks:MaskStore._fill_runs",
+        "table[run.place, 1 : 1 + len(run.token_ids)] = run.token_ids",
+        "table[run.place, 1 : 1 + len(run.token_ids)] = runs[0].token_ids[: len(run.token_ids)]",
+    ),
+    Mutation(
+        "masks: certain tokens after any number of accepted drafts",
+        "place_certain_drafts:place_certain_drafts",
+        "ready & (runs[:, 0] == num_accepted)",
+        "ready & (runs[:, 0] >= 0)",
+    ),
+    Mutation(
+        "masks: no certain tokens after accepted drafts",
+        "walk:GrammarWalk._follow_certain",
+        "if w.visit.num_next and (token_id := only_token(w.mask)) is not None]",
+        "if w.visit.num_next and (token_id := only_token(w.mask)) is not None and not w.num_accepted]",
     ),
     Mutation(
         "pooling: a text of an encoder comes in pieces",

@@ -143,11 +143,9 @@ def expected_output(
     structure = request.params.structured
     place = None if structure is None else toy_grammar.first_state(structure)
     while True:
-        early = len(output) < request.params.min_tokens
-        held = set(request.stop_token_ids if early else (toy_grammar.END,) if request.params.ignore_eos else ())
+        held = held_back(request, len(output))
         if place is not None:
-            allowed = toy_grammar.legal(place)
-            held = set(range(VOCAB_SIZE)) - (allowed - held or allowed)
+            held = set(range(VOCAB_SIZE)) - expected_legal(request, place, len(output))
         token_id = next_token(sequence.state, num_used, held)
         place = None if place is None else toy_grammar.next_state(place, token_id)
         output.append(token_id)
@@ -156,6 +154,35 @@ def expected_output(
         if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
             return output, "length"
         sequence.append(token_id)
+
+
+def held_back(request: Request, num_output: int) -> set[int]:
+    """Ends that may not come yet."""
+    params = request.params
+    early = num_output < params.min_tokens
+    return set(request.stop_token_ids if early else (toy_grammar.END,) if params.ignore_eos else ())
+
+
+def expected_legal(request: Request, place: int, num_output: int) -> set[int]:
+    """What may come next in a grammar: an end that is held back comes if nothing else may."""
+    allowed = toy_grammar.legal(place)
+    return allowed - held_back(request, num_output) or allowed
+
+
+def expected_certain(request: Request, output: Sequence[int]) -> list[int]:
+    """Where the last token was the only one that might come: those after it, while the same holds of them."""
+    if (structure := request.params.structured) is None or not output:
+        return []
+    place, num_output, found = toy_grammar.first_state(structure), 0, list[int]()
+    for token_id in output[:-1]:
+        place, num_output = toy_grammar.next_state(place, token_id), num_output + 1
+    while len(allowed := expected_legal(request, place, num_output)) == 1 and num_output < request.max_total_tokens:
+        token_id = min(allowed)
+        found.append(token_id)
+        place, num_output = toy_grammar.next_state(place, token_id), num_output + 1
+        if token_id in request.stop_token_ids:
+            break
+    return found[1:]
 
 
 def expected_prompt_choices(

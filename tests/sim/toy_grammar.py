@@ -76,6 +76,9 @@ class ToyMatcher:
 
 
 class ToyGrammars:
+    def prepare(self) -> None:
+        pass
+
     def compile(self, given: StructuredOutput) -> ToyMatcher:
         return ToyMatcher([first_state(given)])
 

@@ -66,6 +66,7 @@ from tests.sim.hash_source_encoder import (
 )
 from tests.sim.oracle import (
     OracleKind,
+    expected_certain,
     expected_continuation,
     expected_guesses,
     expected_output,
@@ -728,6 +729,11 @@ class World:
             sizes = (num_modules, start, self.oracle.top_k, request.encoder)
             drafts = expected_guesses(known, following, self.num_used, draft_ids, *sizes)[:room]
             drafts += [-1] * (room - len(drafts))  # after the request's end, where drafts are arbitrary
+        certain = expected_certain(request, job.tokens)[:room]
+        if speculative.needs.goes_over_last:
+            certain = certain[: min(num_leading(drafts, certain), max(0, len(drafts) - 1)) + 1]
+        if drafts[: len(certain)] != certain:
+            drafts = certain
         accepted = num_leading(drafts, following)
         expected = (len(drafts), accepted, min(accepted + 1, len(following)))
         found = (update.num_drafts, update.num_accepted, len(update.token_ids))

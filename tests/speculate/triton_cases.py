@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from slipstream.speculate.draft_gaps import mark_gaps
 from slipstream.speculate.draft_inputs import prepare_first_pass, prepare_shifted_pass
 from slipstream.speculate.draft_notes import write_notes
 from slipstream.speculate.next_pass_inputs import prepare_next_pass
+from slipstream.speculate.place_certain_drafts import place_certain_drafts
 from slipstream.speculate.place_drafts import place_drafts
 from slipstream.speculate.read_drafts import read_drafts
 from slipstream.speculate.synthetic import force_acceptance
@@ -93,6 +95,26 @@ def _place() -> Iterator[Case]:
             }
 
         yield from (Case(f"place_drafts-{num_reqs}x{k}-{run}", place_drafts, args) for run in range(2))
+
+
+def _place_certain() -> Iterator[Case]:
+    for num_reqs, k in ((1, 1), (6, 3), (8, 5)):
+
+        def args(n: int = num_reqs, k: int = k, last: bool = False) -> dict[str, Any]:
+            # Few tokens, so that some runs begin as the drafts do.
+            rows = draw_rows(40, 4) | {"token_ids": ints(torch.randint(0, 4, (NUM_ROWS, 40)))}
+            names = ("num_computed", "num_tokens", "max_drafts", "max_total", "status", "token_ids", "num_drafts")
+            return {
+                "runs": ints(torch.cat([torch.randint(-1, 2, (n, 1)), torch.randint(-1, 4, (n, k))], 1)),
+                "num_accepted": ints(torch.randint(0, 2, (n, 4)))[:, 2],
+                "goes_over_last": last,
+                "batch_rows": batch_of(n, 0),
+                **chosen(rows, *names),
+            }
+
+        for run in range(6):
+            made = partial(args, last=run % 2 == 1)
+            yield Case(f"place_certain_drafts-{num_reqs}x{k}-{run}", place_certain_drafts, made)
 
 
 def _read() -> Iterator[Case]:
@@ -286,6 +308,7 @@ def _synthetic() -> Iterator[Case]:
 SMALL_CASES = [
     *_accept(),
     *_place(),
+    *_place_certain(),
     *_read(),
     *_gaps(),
     *_notes(),

@@ -25,6 +25,7 @@ from slipstream.plan import RowStatus
 # Columns of a result before its tokens: status, verified drafts, accepted drafts, and whether an unverified draft would
 # have been accepted, from which the host learns the value of drafts at little cost.
 NUM_HEADER_COLUMNS = 4
+NUM_ACCEPTED_COLUMN = 2
 
 
 class CheckedTokens(NamedTuple):
@@ -90,7 +91,7 @@ def commit(
     rows.num_drafts[own] = torch.where(runs, 0, rows.num_drafts[own])
     status[own] = after
     out[:, 0], out[:, 1] = after, num_checked
-    out[:, 2] = torch.where(takes, torch.minimum(checked.num_accepted, count), 0)
+    out[:, NUM_ACCEPTED_COLUMN] = torch.where(takes, torch.minimum(checked.num_accepted, count), 0)
     out[:, 3] = would_be_accepted
     out[:, NUM_HEADER_COLUMNS:] = -1
     out[:, NUM_HEADER_COLUMNS : NUM_HEADER_COLUMNS + len(idx)] = torch.where(written, new_ids.int(), -1)

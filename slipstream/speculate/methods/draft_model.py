@@ -8,7 +8,7 @@ from slipstream.speculative_config import Needs, SpeculativeConfig
 
 class SecondModel(DraftMethod):
     name = "draft_model"
-    needs = Needs(default_drafts=5, own_keys=True, catches_up=True, slots_per_draft=1)
+    needs = Needs(default_drafts=5, own_keys=True, catches_up=True, goes_over_last=True, slots_per_draft=1)
 
     def open(self, config: SpeculativeConfig, target: TargetFiles) -> Drafter:
         from slipstream.speculate.open_draft_model import open_draft_model
