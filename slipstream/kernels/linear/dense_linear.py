@@ -54,7 +54,7 @@ def linear(
 
 @operation(lambda x, out_size: TensorSpec((x.shape[0], out_size), x.dtype))
 def panel_linear(
-    x: Tensor,  # [num_tokens, in] float32
+    x: Tensor,  # [num_tokens, in] float32; rows may overlap or lie apart
     panels: Tensor,  # [num_panels, in, panel width] float32, from cut_panels
     bias: Tensor | None,  # [out], without gates only
     out_size: int,
@@ -66,11 +66,11 @@ def panel_linear(
     """
     lib = native.library()
     assert lib is not None
-    x = x.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, in_size = x.shape
     out = torch.empty(num_tokens, out_size)
     shift = None if bias is None else bias.data_ptr()
-    arrays = (x.data_ptr(), panels.data_ptr(), shift, out.data_ptr())
+    arrays = (x.data_ptr(), x.stride(0), panels.data_ptr(), shift, out.data_ptr())
     lib.slip_panel_linear(*arrays, num_tokens, in_size, out_size, gated, torch.get_num_threads())
     return out
 
