@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.context import NORMED, AttentionContext
-from slipstream.attention.cross import CrossSpec
-from slipstream.attention.grouped_query import NewHeads
+from slipstream.attention.cross import CrossSpec, CrossStep
+from slipstream.attention.grouped_query import GroupedQueryStep, NewHeads
 from slipstream.cache_spec import GroupedQuerySpec
 from slipstream.checkpoints.hf_config import (
     MAX_FEED_FORWARD,
@@ -26,6 +26,9 @@ from slipstream.config import DTYPE_BYTES, ModelConfig, RopeConfig
 from slipstream.errors import ModelError
 from slipstream.fields import Fields
 from slipstream.kernels.elementwise.gelu import gelu
+from slipstream.kernels.linear.quant_linear import default_planes
+from slipstream.kernels.native.cross_stack import CrossCaches, CrossRequests, CrossStack, CrossStackLayer, cross_stack
+from slipstream.kernels.native.decoder_stack import LayerTap
 from slipstream.models.decoder import Decoder
 from slipstream.models.encoder import LayerNorm
 from slipstream.models.layers import Embedding, Layer, Linear, finish_weights, open_weights
@@ -95,6 +98,38 @@ class DecoderLayer(Layer):
         out: Tensor = x + self.fc2(gelu(self.fc1(self.final_layer_norm(x)), False))
         return out
 
+    def stack_layer(self) -> CrossStackLayer | None:
+        """Its weights for the operation over all layers on a CPU; None: layers run one by one."""
+        own, cross = self.self_attn, self.encoder_attn
+        products = (own.qkv_proj, own.out_proj, cross.q_proj, cross.out_proj, self.fc1, self.fc2)
+        found = [matrix for one in products if (matrix := one.matrix.stack_matrix()) is not None]
+        if len(found) < len(products) or any(one.reduction is not None for one in products):
+            return None
+        qkv, out, query, cross_out, up, down = found
+        qkv_bias, out_bias, query_bias, cross_out_bias, up_bias, down_bias = (
+            cast(Tensor, one.bias) for one in products
+        )
+        return CrossStackLayer(
+            self_norm=self.self_attn_layer_norm.weight,
+            self_shift=self.self_attn_layer_norm.bias,
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            out=out,
+            out_bias=out_bias,
+            cross_norm=self.encoder_attn_layer_norm.weight,
+            cross_shift=self.encoder_attn_layer_norm.bias,
+            query=query,
+            query_bias=query_bias,
+            cross_out=cross_out,
+            cross_out_bias=cross_out_bias,
+            norm=self.final_layer_norm.weight,
+            shift=self.final_layer_norm.bias,
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+        )
+
 
 class DecoderTrunk(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
@@ -122,6 +157,7 @@ class Whisper(Decoder):
         self.config = config
         self.model = Trunk(config)
         self._output: Matrix | None = None
+        self.cross_stack: CrossStack | None = None  # all layers of the decoder as one operation, where possible
         # Positions are added to the input: the rotation of queries and keys is one by nothing.
         table = torch.zeros(max_position, 2, config.head_dim // 2, dtype=torch.float32)
         table[:, 0].fill_(1.0)
@@ -152,14 +188,35 @@ class Whisper(Decoder):
     def forward_first(self, input_ids: Tensor, context: AttentionContext, num_layers: int) -> Tensor:
         decoder = self.model.decoder
         x = decoder.embed_tokens(input_ids) + decoder.embed_positions.weight[context.positions]
-        layers = zip(decoder.layers[:num_layers], self.cos_sin[:num_layers], strict=True)
-        for idx, (layer, cos_sin) in enumerate(layers):
-            context.tap(idx, x)
-            x = layer(x, context, cos_sin)
+        at_once = self._forward_at_once(x, context, num_layers)
+        if at_once is not None:
+            x = at_once
+        else:
+            layers = zip(decoder.layers[:num_layers], self.cos_sin[:num_layers], strict=True)
+            for idx, (layer, cos_sin) in enumerate(layers):
+                context.tap(idx, x)
+                x = layer(x, context, cos_sin)
         context.tap(self.config.num_layers, x)
         normed: Tensor = decoder.layer_norm(x)
         context.tap(NORMED, normed)
         return normed
+
+    def _forward_at_once(self, x: Tensor, context: AttentionContext, num_layers: int) -> Tensor | None:
+        """None where this step runs layer by layer."""
+        if self.cross_stack is None:
+            return None
+        first = self.model.decoder.layers[0]
+        text: GroupedQueryStep = context.at(first.self_attn.layer)
+        encoded: CrossStep = context.at(first.encoder_attn.layer)
+        own, whole = text.in_place(), encoded.in_place()
+        if own is None or whole is None:
+            return None
+        caches = CrossCaches(text.caches.in_order, encoded.backend.in_order)
+        places = text.places.of(self.cos_sin[0], x.dtype)
+        taps = [LayerTap(idx, out) for idx, out in context.taps.items() if 0 <= idx < num_layers]
+        requests = CrossRequests(own.requests, whole.requests)
+        out: Tensor = cross_stack(x, self.cross_stack, caches, places, requests, taps, num_layers)
+        return out
 
     @property
     def output(self) -> Matrix:
@@ -170,6 +227,11 @@ class Whisper(Decoder):
         device = device or self.device
         finish_weights(self, device)
         self.model.encoder.stack_layers()
+        layers = [one for layer in self.model.decoder.layers if (one := layer.stack_layer()) is not None]
+        if len(layers) == self.config.num_layers:
+            shape = self.model.decoder.layers[0].self_attn.layer
+            sizes = (shape.num_heads, shape.head_dim, EPS, shape.scale, default_planes())
+            self.cross_stack = CrossStack(layers, *sizes)
         self._output = self.model.decoder.embed_tokens.matrix.for_products(device)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

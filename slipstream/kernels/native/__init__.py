@@ -93,6 +93,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6, i]
     lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i, i]
     lib.slip_encoder_attention.argtypes = [*[p] * 7, *[n] * 7, f, i]
+    lib.slip_cross_stack.argtypes = [p, n, p, p, p]
     lib.slip_encoder_stack.argtypes = [p, n, p, p, p, n, i]
     lib.slip_panel_linear.argtypes = [p, n, p, p, p, n, n, n, i, i]
     lib.slip_panel_width.restype = n
