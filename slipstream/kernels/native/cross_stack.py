@@ -17,7 +17,8 @@ from slipstream.kernels.attention.rope_cache import TokenPlaces
 from slipstream.kernels.native.decoder_stack import LayerTap, StackMatrix, matrix_record, tap_records
 from slipstream.kernels.native.records import CACHED_KINDS, MatrixRecord, fields
 
-_VECTORS = "self_norm self_shift qkv_bias out_bias cross_norm cross_shift query_bias cross_out_bias norm shift up_bias down_bias"
+_VECTORS = "self_norm self_shift qkv_bias out_bias cross_norm cross_shift query_bias cross_out_bias"
+_MORE_VECTORS = "norm shift up_bias down_bias"
 _MATRICES = "qkv out query cross_out up down"
 
 
@@ -47,7 +48,7 @@ class CrossStackLayer:
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        fields(ctypes.c_void_p, _VECTORS)
+        fields(ctypes.c_void_p, f"{_VECTORS} {_MORE_VECTORS}")
         + fields(ctypes.POINTER(MatrixRecord), _MATRICES)
         + fields(ctypes.c_void_p, "cache encoded")
     )
@@ -82,7 +83,7 @@ class CrossRequests(NamedTuple):
 
 
 def _layer_record(layer: CrossStackLayer, cache: Tensor, encoded: Tensor) -> _Layer:
-    vectors = (getattr(layer, name).data_ptr() for name in _VECTORS.split())
+    vectors = (getattr(layer, name).data_ptr() for name in [*_VECTORS.split(), *_MORE_VECTORS.split()])
     # ctypes keeps what a pointer was made of.
     matrices = (ctypes.pointer(matrix_record(getattr(layer, name))) for name in _MATRICES.split())
     return _Layer(*vectors, *matrices, cache.data_ptr(), encoded.data_ptr())

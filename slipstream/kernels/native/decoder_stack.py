@@ -84,7 +84,9 @@ def matrix_record(matrix: StackMatrix) -> MatrixRecord:
     if isinstance(matrix, QuantMatrix):
         return matrix.record
     panels = matrix.panels
-    return MatrixRecord(panels.data_ptr(), None, 0, panels.shape[1], matrix.out_size, matrix.gated)
+    return MatrixRecord(
+        panels.data_ptr(), None, 0, panels.shape[1], matrix.out_size, matrix.gated, CACHED_KINDS[panels.dtype]
+    )
 
 
 def _layer_record(layer: StackLayer, cache: Tensor) -> _Layer:

@@ -70,38 +70,39 @@ static void attend(const Encoder *e, const Workspace *w, int64_t start, int64_t 
     float *out = e->out + (start + first) * width + head * e->dim, sums[MAX_TILE];
     slip_pack_tokens(e->q + (start + first) * e->q_stride + head * e->dim, e->q_stride, num, e->dim, w->queries);
     for (int64_t i = 0; i < num * e->dim; i++) w->queries[i] *= e->scale;
-    PanelBlock scores = {w->queries, w->keys, NULL, w->scores, PACKED, w->stride, num, e->dim, length, 0, 0};
+    PanelBlock scores = {.x = w->queries, .panels = {w->keys, 0}, .out = w->scores, .x_stride = PACKED,
+                         .out_stride = w->stride, .tokens = num, .in = e->dim, .out_size = length};
     slip_panel_block(&scores, 0, slip_num_panels(length, 0));
     for (int64_t j = 0; j < num; j++) {
         const float *bias = e->bias ? e->bias + head * e->distances + e->distances / 2 - first - j : NULL;
         sums[j] = weigh(bias, length, w->scores + j * w->stride);
     }
-    PanelBlock mixed = {w->scores, w->values, NULL, out, w->stride, width, num, length, e->dim, 0, 0};
+    PanelBlock mixed = {.x = w->scores, .panels = {w->values, 0}, .out = out, .x_stride = w->stride, .out_stride = width,
+                        .tokens = num, .in = length, .out_size = e->dim};
     slip_panel_block(&mixed, 0, slip_num_panels(e->dim, 0));
     for (int64_t j = 0; j < num; j++)
         for (int64_t i = 0; i < e->dim; i++) out[j * width + i] /= sums[j];
 }
 
-static size_t open_workspace(const Encoder *e, float *memory, Workspace *w) {
+/* Returns whether there is memory. */
+static int open_workspace(const Encoder *e, Workspace *w) {
     int64_t keys = whole(e->longest, PANEL) * e->dim, values = whole(e->dim, PANEL) * e->longest;
-    w->keys = memory;
-    w->values = w->keys + keys;
-    w->queries = w->values + values;
-    w->scores = w->queries + MAX_TILE * e->dim;
-    w->stride = whole(e->longest, LANES) + LANES; /* no power of two */
-    return (size_t)(keys + values + MAX_TILE * (e->dim + w->stride)) * sizeof(float);
+    int64_t stride = whole(e->longest, LANES) + LANES; /* no power of two */
+    float *memory = slip_scratch((size_t)(keys + values + MAX_TILE * (e->dim + stride)) * sizeof(float));
+    if (!memory) return 0;
+    float *queries = memory + keys + values;
+    *w = (Workspace){memory, memory + keys, queries, queries + MAX_TILE * e->dim, stride};
+    return 1;
 }
 
 /* Pieces of work are parts of a text's queries, for one head. */
 static void attend_parts(const void *arg, int64_t first, int64_t end) {
     Encoder *e = (Encoder *)arg;
     Workspace w;
-    float *memory = slip_scratch(open_workspace(e, NULL, &w));
-    if (!memory) {
+    if (!open_workspace(e, &w)) {
         atomic_store(&e->failed, 1);
         return;
     }
-    open_workspace(e, memory, &w);
     int64_t packed = -1;
     for (int64_t piece = first; piece < end; piece++) {
         int64_t pair = piece / e->parts, request = pair / e->heads, head = pair % e->heads, start = e->starts[request];

@@ -9,7 +9,7 @@
 
 typedef struct {
     const float *attention_norm, *attention_shift, *qkv_bias, *out_bias, *norm, *shift, *up_bias, *down_bias;
-    const float *qkv, *out, *up, *down; /* panels */
+    const Matrix *qkv, *out, *up, *down; /* in panels */
 } Layer;
 
 typedef struct {
@@ -27,17 +27,28 @@ typedef struct {
     _Atomic int failed;
 } Work;
 
-static void multiply(const float *packed, const float *panels, const float *bias, float *out, int64_t tokens, int64_t in,
-                     int64_t out_size, int adds) {
-    PanelBlock b = {packed, panels, bias, out, PACKED, out_size, tokens, in, out_size, 0, adds};
-    slip_panel_block(&b, 0, slip_num_panels(out_size, 0));
+/* Where a thread has the numbers of a block: normed, packed, of the feed-forward layer; and a panel in float32. */
+typedef struct {
+    float *normed, *packed, *inner, *room;
+} Room;
+
+static void multiply(const Room *r, const Matrix *m, const float *bias, float *out, int64_t tokens, int adds) {
+    PanelBlock b = {.x = r->packed, .bias = bias, .panels = {m->panels, (int)m->panel_kind}, .out = out, .room = r->room,
+                    .x_stride = PACKED, .out_stride = m->out, .tokens = tokens, .in = m->in, .out_size = m->out, .adds = adds};
+    slip_panel_block(&b, 0, slip_num_panels(m->out, 0));
 }
 
-static float *open_scratch(Work *w) {
+/* Returns whether there is memory. */
+static int open_room(Work *w, Room *r) {
     int64_t hidden = w->sizes->hidden, wide = w->sizes->intermediate > hidden ? w->sizes->intermediate : hidden;
-    float *memory = slip_scratch((size_t)(w->block * (hidden + 2 * wide)) * sizeof(float));
-    if (!memory) w->failed = 1;
-    return memory;
+    float *memory = slip_scratch((size_t)(w->block * (hidden + 2 * wide) + slip_panel_room(wide)) * sizeof(float));
+    if (!memory) {
+        w->failed = 1;
+        return 0;
+    }
+    float *packed = memory + w->block * hidden, *inner = packed + w->block * wide;
+    *r = (Room){memory, packed, inner, inner + w->block * wide};
+    return 1;
 }
 
 /* Norm and the projection before attention. */
@@ -45,12 +56,13 @@ static void project_blocks(const void *arg, int64_t first, int64_t end) {
     Work *w = (Work *)arg;
     const Layer *l = w->layer;
     int64_t hidden = w->sizes->hidden;
-    float *normed = open_scratch(w), *packed = normed + w->block * hidden;
-    for (int64_t i = first; normed && i < end; i++) {
+    Room r;
+    if (!open_room(w, &r)) return;
+    for (int64_t i = first; i < end; i++) {
         int64_t token = i * w->block, tokens = w->tokens - token < w->block ? w->tokens - token : w->block;
-        slip_layer_norm(w->x + token * hidden, l->attention_norm, l->attention_shift, w->sizes->eps, normed, tokens, hidden);
-        slip_pack_tokens(normed, hidden, tokens, hidden, packed);
-        multiply(packed, l->qkv, l->qkv_bias, w->qkv + token * 3 * hidden, tokens, hidden, 3 * hidden, 0);
+        slip_layer_norm(w->x + token * hidden, l->attention_norm, l->attention_shift, w->sizes->eps, r.normed, tokens, hidden);
+        slip_pack_tokens(r.normed, hidden, tokens, hidden, r.packed);
+        multiply(&r, l->qkv, l->qkv_bias, w->qkv + token * 3 * hidden, tokens, 0);
     }
 }
 
@@ -58,20 +70,21 @@ static void project_blocks(const void *arg, int64_t first, int64_t end) {
 static void finish_blocks(const void *arg, int64_t first, int64_t end) {
     Work *w = (Work *)arg;
     const Layer *l = w->layer;
-    int64_t hidden = w->sizes->hidden, size = w->sizes->intermediate, wide = size > hidden ? size : hidden;
-    float *normed = open_scratch(w), *packed = normed + w->block * hidden, *inner = packed + w->block * wide;
-    for (int64_t i = first; normed && i < end; i++) {
+    int64_t hidden = w->sizes->hidden, size = w->sizes->intermediate;
+    Room r;
+    if (!open_room(w, &r)) return;
+    for (int64_t i = first; i < end; i++) {
         int64_t token = i * w->block, tokens = w->tokens - token < w->block ? w->tokens - token : w->block;
         float *x = w->x + token * hidden;
-        slip_pack_tokens(w->mixed + token * hidden, hidden, tokens, hidden, packed);
-        multiply(packed, l->out, l->out_bias, x, tokens, hidden, hidden, 1);
-        slip_layer_norm(x, l->norm, l->shift, w->sizes->eps, normed, tokens, hidden);
-        slip_pack_tokens(normed, hidden, tokens, hidden, packed);
-        multiply(packed, l->up, l->up_bias, inner, tokens, hidden, size, 0);
+        slip_pack_tokens(w->mixed + token * hidden, hidden, tokens, hidden, r.packed);
+        multiply(&r, l->out, l->out_bias, x, tokens, 1);
+        slip_layer_norm(x, l->norm, l->shift, w->sizes->eps, r.normed, tokens, hidden);
+        slip_pack_tokens(r.normed, hidden, tokens, hidden, r.packed);
+        multiply(&r, l->up, l->up_bias, r.inner, tokens, 0);
 #pragma omp simd
-        for (int64_t j = 0; j < tokens * size; j++) inner[j] = fast_gelu(inner[j]);
-        slip_pack_tokens(inner, size, tokens, size, packed);
-        multiply(packed, l->down, l->down_bias, x, tokens, size, hidden, 1);
+        for (int64_t j = 0; j < tokens * size; j++) r.inner[j] = fast_gelu(r.inner[j]);
+        slip_pack_tokens(r.inner, size, tokens, size, r.packed);
+        multiply(&r, l->down, l->down_bias, x, tokens, 1);
     }
 }
 

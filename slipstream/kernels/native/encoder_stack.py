@@ -16,7 +16,8 @@ from torch import Tensor
 from slipstream.device.operation import operation
 from slipstream.kernels import native
 from slipstream.kernels.linear.dense_linear import PackedWeight
-from slipstream.kernels.native.records import fields
+from slipstream.kernels.native.decoder_stack import matrix_record
+from slipstream.kernels.native.records import MatrixRecord, fields
 
 _VECTORS = "attention_norm attention_shift qkv_bias out_bias norm shift up_bias down_bias"
 _MATRICES = "qkv out up down"
@@ -41,7 +42,7 @@ class EncoderStackLayer:
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = fields(ctypes.c_void_p, f"{_VECTORS} {_MATRICES}")
+    _fields_ = fields(ctypes.c_void_p, _VECTORS) + fields(ctypes.POINTER(MatrixRecord), _MATRICES)
 
 
 class _Sizes(ctypes.Structure):
@@ -50,7 +51,8 @@ class _Sizes(ctypes.Structure):
 
 def _layer_record(layer: EncoderStackLayer) -> _Layer:
     vectors = (getattr(layer, name).data_ptr() for name in _VECTORS.split())
-    return _Layer(*vectors, *(getattr(layer, name).panels.data_ptr() for name in _MATRICES.split()))
+    # ctypes keeps what a pointer was made of.
+    return _Layer(*vectors, *(ctypes.pointer(matrix_record(getattr(layer, name))) for name in _MATRICES.split()))
 
 
 @dataclass(slots=True)

@@ -7,8 +7,14 @@
 #define PACKED (-1)
 
 typedef struct {
-    const float *x, *panels, *bias; /* bias may be NULL */
-    float *out;
+    const void *numbers;
+    int kind; /* of numbers, see cached.h */
+} Panels;
+
+typedef struct {
+    const float *x, *bias; /* bias may be NULL */
+    Panels panels;
+    float *out, *room; /* for slip_panel_room(in) numbers; read for packed tokens and panels of 16 bits only */
     int64_t x_stride; /* from token to token; PACKED: tokens are as slip_pack_tokens has brought them into order */
     int64_t out_stride, tokens, in, out_size;
     int gated; /* a panel is LANES gates and the LANES values they gate */
@@ -19,6 +25,8 @@ typedef struct {
 void slip_pack_tokens(const float *x, int64_t stride, int64_t tokens, int64_t in, float *packed);
 
 int64_t slip_num_panels(int64_t out_size, int gated);
+
+int64_t slip_panel_room(int64_t in);
 
 /* The panels from `first` to before `end`, on the calling thread. */
 void slip_panel_block(const PanelBlock *block, int64_t first, int64_t end);

@@ -1,22 +1,25 @@
-/* Matrix product with a weight in panels: [panels][in][PANEL], a panel being PANEL neighbouring outputs, zero-padded.
+/* Matrix product with a weight in panels: [panels][in][PANEL], a panel being PANEL neighbouring outputs, zero-padded. They
+ * are float32, or of 16 bits that are widened as they are read, see cached.h.
  *
  * A tile is one panel times a few tokens, all its sums in registers. The panel streams through once, in the order in
  * which it lies in memory, so a few tokens cost hardly more than one. Every output is one chain of fused additions over
  * `in`, whatever the tile: a token's result does not depend on the tokens beside it.
  *
  * Many tokens go in blocks, whose numbers are first brought into the order in which tiles read them: rows of a size
- * that is a power of two would otherwise meet in the same lines of the cache.
+ * that is a power of two would otherwise meet in the same lines of the cache. A panel is widened once for all of them.
  */
+#include "cached.h"
 #include "kernels.h"
 #include "panel_block.h"
 #include "threads.h"
 #include "vectors.h"
 
-#define PREFETCH_FLOATS 1024 /* ahead, about the latency of memory */
+#define PREFETCH_BYTES 4096 /* ahead, about the latency of memory */
 #define BLOCK_FLOATS (96 * 1024) /* of a block's tokens, so that they stay in the second cache beside a panel */
 
 typedef struct {
-    const float *x, *panels, *bias; /* bias may be NULL */
+    const float *x, *bias; /* bias may be NULL */
+    Panels panels;
     float *out;
     int64_t x_stride, tokens, in, out_size, block, group; /* tokens of a block; panels of a piece */
     int gated; /* a panel is LANES gates and the LANES values they gate */
@@ -59,16 +62,16 @@ static inline __attribute__((always_inline)) void finish(const PanelBlock *b, in
 }
 
 /* `num` tokens whose numbers are `token_step` apart for the same input, and `in_step` for the next one. */
-static inline __attribute__((always_inline)) void multiply_tile(const PanelBlock *b, int64_t panel, int64_t token, const float *x,
-                                                                int64_t token_step, int64_t in_step, int num) {
-    const float *w = b->panels + panel * PANEL * b->in;
-    int64_t in = b->in;
+CACHED void multiply_tile(const PanelBlock *b, const void *weights, int64_t panel, int64_t token, const float *x,
+                          int64_t token_step, int64_t in_step, int num, int kind) {
+    const char *w = weights;
+    int64_t in = b->in, step = cached_bytes(kind);
     vec low[MAX_TILE], high[MAX_TILE];
     _Pragma("GCC unroll 16") for (int t = 0; t < num; t++) low[t] = high[t] = (vec){0};
-    for (int64_t i = 0; i < in; i++, w += PANEL, x += in_step) {
-        vec first = *(const vec *)w, second = *(const vec *)(w + LANES);
-        __builtin_prefetch(w + PREFETCH_FLOATS);
-        __builtin_prefetch(w + PREFETCH_FLOATS + LANES);
+    for (int64_t i = 0; i < in; i++, w += PANEL * step, x += in_step) {
+        vec first = cached_vec(w, kind), second = cached_vec(w + LANES * step, kind);
+        __builtin_prefetch(w + PREFETCH_BYTES);
+        if (kind == CACHED_FLOAT32) __builtin_prefetch(w + PREFETCH_BYTES + LANES * step);
         _Pragma("GCC unroll 16") for (int t = 0; t < num; t++) {
             float value = x[t * token_step];
             low[t] += first * value;
@@ -78,13 +81,17 @@ static inline __attribute__((always_inline)) void multiply_tile(const PanelBlock
     _Pragma("GCC unroll 16") for (int t = 0; t < num; t++) finish(b, panel, token + t, low[t], high[t]);
 }
 
-/* One for tokens as they lie, and one for packed tokens. */
+/* For tokens as they lie and panels of each kind, and for packed tokens and panels of float32. */
+#define DEFINE_ROWS(T, KIND)                                                                                           \
+    static void KIND##_rows_##T(const PanelBlock *b, const void *w, int64_t panel, int64_t token) {                    \
+        multiply_tile(b, w, panel, token, b->x + token * b->x_stride, b->x_stride, 1, T, KIND);                        \
+    }
 #define DEFINE_TILE(T)                                                                                                 \
-    static void rows_##T(const PanelBlock *b, int64_t panel, int64_t token) {                                          \
-        multiply_tile(b, panel, token, b->x + token * b->x_stride, b->x_stride, 1, T);                                 \
-    }                                                                                                                  \
-    static void packed_##T(const PanelBlock *b, int64_t panel, int64_t token) {                                        \
-        multiply_tile(b, panel, token, b->x + token * b->in, 1, T, T);                                                 \
+    DEFINE_ROWS(T, CACHED_FLOAT32)                                                                                     \
+    DEFINE_ROWS(T, CACHED_FLOAT16)                                                                                     \
+    DEFINE_ROWS(T, CACHED_BFLOAT16)                                                                                    \
+    static void packed_##T(const PanelBlock *b, const void *w, int64_t panel, int64_t token) {                         \
+        multiply_tile(b, w, panel, token, b->x + token * b->in, 1, T, T, CACHED_FLOAT32);                              \
     }
 DEFINE_TILE(1)
 DEFINE_TILE(2)
@@ -99,21 +106,16 @@ DEFINE_TILE(9)
 DEFINE_TILE(10)
 DEFINE_TILE(11)
 DEFINE_TILE(12)
+#define SIZES(NAME)                                                                                                    \
+    {NULL, NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6, NAME##7, NAME##8, NAME##9, NAME##10, NAME##11, NAME##12}
+#else
+#define SIZES(NAME) {NULL, NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6}
 #endif
 
-typedef void (*Tile)(const PanelBlock *, int64_t, int64_t);
-static const Tile tiles[2][MAX_TILE + 1] = {
-    {NULL, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6,
-#if MAX_TILE > 6
-     rows_7, rows_8, rows_9, rows_10, rows_11, rows_12,
-#endif
-    },
-    {NULL, packed_1, packed_2, packed_3, packed_4, packed_5, packed_6,
-#if MAX_TILE > 6
-     packed_7, packed_8, packed_9, packed_10, packed_11, packed_12,
-#endif
-    },
-};
+typedef void (*Tile)(const PanelBlock *, const void *, int64_t, int64_t);
+static const Tile row_tiles[3][MAX_TILE + 1] = {SIZES(CACHED_FLOAT32_rows_), SIZES(CACHED_FLOAT16_rows_),
+                                                SIZES(CACHED_BFLOAT16_rows_)};
+static const Tile packed_tiles[MAX_TILE + 1] = SIZES(packed_);
 
 static int64_t tile_size(int64_t left) { return left < MAX_TILE ? left : MAX_TILE; }
 
@@ -131,17 +133,48 @@ void slip_pack_tokens(const float *x, int64_t stride, int64_t tokens, int64_t in
     }
 }
 
+static void widen_float16(const char *from, int64_t size, float *to) {
+    for (int64_t i = 0; i < size; i += LANES) *(vec *)(to + i) = widen_half(from + 2 * i);
+}
+
+static void widen_bfloat16(const char *from, int64_t size, float *to) {
+    for (int64_t i = 0; i < size; i += LANES) *(vec *)(to + i) = widen_bfloat(from + 2 * i);
+}
+
 void slip_panel_block(const PanelBlock *b, int64_t first, int64_t end) {
-    for (int64_t panel = first; panel < end; panel++)
+    int is_packed = b->x_stride == PACKED, kind = b->panels.kind;
+    const Tile *tiles = is_packed ? packed_tiles : row_tiles[kind];
+    for (int64_t panel = first; panel < end; panel++) {
+        const void *w = cached_at(b->panels.numbers, panel * PANEL * b->in, kind);
+        if (is_packed && kind != CACHED_FLOAT32) {
+            (kind == CACHED_FLOAT16 ? widen_float16 : widen_bfloat16)(w, PANEL * b->in, b->room);
+            w = b->room;
+        }
         for (int64_t token = 0; token < b->tokens; token += MAX_TILE)
-            tiles[b->x_stride == PACKED][tile_size(b->tokens - token)](b, panel, token);
+            tiles[tile_size(b->tokens - token)](b, w, panel, token);
+    }
 }
 
 int64_t slip_num_panels(int64_t out_size, int gated) { return num_panels(out_size, gated); }
 
+int64_t slip_panel_room(int64_t in) { return PANEL * in; }
+
+static PanelBlock block_of(const Product *p, int64_t token, int64_t tokens) {
+    return (PanelBlock){.x = p->x + token * p->x_stride,
+                        .bias = p->bias,
+                        .panels = p->panels,
+                        .out = p->out + token * p->out_size,
+                        .x_stride = p->x_stride,
+                        .out_stride = p->out_size,
+                        .tokens = tokens,
+                        .in = p->in,
+                        .out_size = p->out_size,
+                        .gated = p->gated};
+}
+
 static void multiply_panels(const void *arg, int64_t first, int64_t end) {
     const Product *p = arg;
-    PanelBlock b = {p->x, p->panels, p->bias, p->out, p->x_stride, p->out_size, p->tokens, p->in, p->out_size, p->gated, 0};
+    PanelBlock b = block_of(p, 0, p->tokens);
     slip_panel_block(&b, first, end);
 }
 
@@ -149,19 +182,17 @@ static void multiply_panels(const void *arg, int64_t first, int64_t end) {
 static void multiply_blocks(const void *arg, int64_t first, int64_t end) {
     const Product *p = arg;
     int64_t panels = num_panels(p->out_size, p->gated), groups = (panels + p->group - 1) / p->group, packed = -1;
-    float *memory = slip_scratch((size_t)(p->block * p->in) * sizeof(float));
+    float *memory = slip_scratch((size_t)((p->block + PANEL) * p->in) * sizeof(float));
     for (int64_t piece = first; piece < end; piece++) {
         int64_t token = piece / groups * p->block, from = piece % groups * p->group;
         int64_t to = from + p->group < panels ? from + p->group : panels;
-        int64_t tokens = p->tokens - token < p->block ? p->tokens - token : p->block;
-        PanelBlock b = {memory, p->panels, p->bias, p->out + token * p->out_size, PACKED, p->out_size, tokens, p->in,
-                        p->out_size, p->gated, 0};
-        if (!memory) { /* slower, and the same */
-            b.x = p->x + token * p->x_stride;
-            b.x_stride = p->x_stride;
-        } else if (packed != token) {
-            slip_pack_tokens(p->x + token * p->x_stride, p->x_stride, tokens, p->in, memory);
+        PanelBlock b = block_of(p, token, p->tokens - token < p->block ? p->tokens - token : p->block);
+        if (memory) { /* without it slower, and the same */
+            if (packed != token) slip_pack_tokens(b.x, p->x_stride, b.tokens, p->in, memory);
             packed = token;
+            b.x = memory;
+            b.x_stride = PACKED;
+            b.room = memory + p->block * p->in;
         }
         slip_panel_block(&b, from, to);
     }
@@ -178,9 +209,9 @@ static int64_t block_size(int64_t tokens, int64_t in, int num_threads) {
     return (num_tiles + blocks - 1) / blocks * MAX_TILE;
 }
 
-void slip_panel_linear(const float *x, int64_t x_stride, const float *panels, const float *bias, float *out, int64_t tokens,
-                       int64_t in, int64_t out_size, int gated, int num_threads) {
-    Product p = {x, panels, bias, out, x_stride, tokens, in, out_size, 0, 0, gated};
+void slip_panel_linear(const float *x, int64_t x_stride, const void *panels, int kind, const float *bias, float *out,
+                       int64_t tokens, int64_t in, int64_t out_size, int gated, int num_threads) {
+    Product p = {x, bias, {panels, kind}, out, x_stride, tokens, in, out_size, 0, 0, gated};
     int64_t count = num_panels(out_size, gated);
     if (num_threads < 1) num_threads = 1;
     if (tokens <= 2 * MAX_TILE) {
