@@ -188,7 +188,7 @@ class Whisper(Decoder):
     def forward_first(self, input_ids: Tensor, context: AttentionContext, num_layers: int) -> Tensor:
         decoder = self.model.decoder
         x = decoder.embed_tokens(input_ids) + decoder.embed_positions.weight[context.positions]
-        at_once = self._forward_at_once(x, context, num_layers)
+        at_once = self._decode_at_once(x, context, num_layers)
         if at_once is not None:
             x = at_once
         else:
@@ -201,7 +201,7 @@ class Whisper(Decoder):
         context.tap(NORMED, normed)
         return normed
 
-    def _forward_at_once(self, x: Tensor, context: AttentionContext, num_layers: int) -> Tensor | None:
+    def _decode_at_once(self, x: Tensor, context: AttentionContext, num_layers: int) -> Tensor | None:
         """None where this step runs layer by layer."""
         if self.cross_stack is None:
             return None
