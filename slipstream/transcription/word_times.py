@@ -7,6 +7,7 @@ with the word it belongs to).
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -107,8 +108,8 @@ def split_words(token_ids: Sequence[int], tokenizer: Tokenizer, language: str) -
         text = tokenizer.decode(pending)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             continue  # half of a character: the rest is in the next token
-        is_new = language in _WITHOUT_SPACES or text.startswith(" ") or _is_punctuation(text) or not words
-        if is_new:
+        is_mark = text.strip() in string.punctuation
+        if language in _WITHOUT_SPACES or text.startswith(" ") or is_mark or not words:
             words.append(TokenWord(text, len(pending)))
         else:
             words[-1].text += text
@@ -117,11 +118,6 @@ def split_words(token_ids: Sequence[int], tokenizer: Tokenizer, language: str) -
     if pending:
         words.append(TokenWord(tokenizer.decode(pending), len(pending)))
     return words
-
-
-def _is_punctuation(text: str) -> bool:
-    bare = text.strip()
-    return bool(bare) and all(not char.isalnum() and char.isascii() for char in bare)
 
 
 def limit_words_at_pauses(words: Sequence[TokenWord]) -> None:

@@ -156,7 +156,7 @@ def cpu_features() -> str:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, capture_output=True, check=True, timeout=120)
+    subprocess.run(command, capture_output=True, check=True, timeout=600)
 
 
 def usable(x: Tensor) -> ctypes.CDLL | None:
