@@ -105,6 +105,9 @@ def transcribe(
     batched: Annotated[
         bool, typer.Option("--batched", help="Cut long sounds where it is quiet, and transcribe pieces together.")
     ] = False,
+    word_timestamps: Annotated[
+        bool, typer.Option("--word-timestamps", help="Times of words: with --format verbose_json, srt or vtt.")
+    ] = False,
 ) -> int:
     """Transcribe sound files with a speech model; --model names it.
 
@@ -116,7 +119,12 @@ def transcribe(
     task = "translate" if translate else "transcribe"
     output = TranscriptOutput(output_format, output_dir)
     options = TranscriptionOptions(
-        language=language, task=task, prompt=prompt, batched=batched, no_speech_probs=output_format == "verbose_json"
+        language=language,
+        task=task,
+        prompt=prompt,
+        batched=batched,
+        no_speech_probs=output_format == "verbose_json",
+        word_timestamps=word_timestamps,
     )
     return run(files, options, engine, output)
 

@@ -94,6 +94,13 @@ class Fields(dict[str, Any]):
             raise self.refuse(key, f"a list of {expected}")
         return [float(value) for value in found]
 
+    def pairs(self, key: str) -> list[tuple[int, int]]:
+        """Of integers from 0 on, each a list of two."""
+        found = self._list(key, "a list of pairs of integers", {list})
+        if any(len(pair) != 2 or any(type(number) is not int or number < 0 for number in pair) for pair in found):
+            raise self.refuse(key, "a list of pairs of integers")
+        return [(first, second) for first, second in found]
+
     def section(self, key: str) -> Fields:
         """The fields of a nested object; empty where there is none."""
         value = self._value(key, {})

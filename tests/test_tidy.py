@@ -28,7 +28,7 @@ MAX_DEPTH = 4
 # More arguments than that belong together in a bundle with named fields. Triton kernels take flat pointers; a command's
 # parameters are its options.
 MAX_PARAMETERS = 8
-NOT_CALLED_BY_HAND = ("jit", "benchmarks.callback")
+NOT_CALLED_BY_HAND = ("jit", "benchmarks.callback", "app.command")
 # Plain structures for calls into C.
 UNTESTED_KERNELS = {"records"}
 BANNED_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "v2"}

@@ -8,14 +8,14 @@ of the requests' lengths: neither those on the device nor how many tokens the ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import numpy as np
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionLayer, Caps
+from slipstream.attention.backend import AttentionBackend, AttentionLayer, Caps, StackingBackend
 from slipstream.attention.context import StepTokens
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.cache_spec import CacheSpec, GroupedQuerySpec, KeyValueType
@@ -54,6 +54,7 @@ class CrossBackend:
 
     def __init__(self, attention: AttentionBackend, kv_caches: Mapping[int, Tensor], max_entries: int) -> None:
         self.attention, self.kv_caches = attention, kv_caches
+        self.in_order: Sequence[Tensor] = list(kv_caches.values())
         self._max_entries = max_entries
 
     @property
@@ -107,9 +108,17 @@ class CrossStep:
 
     def run(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         """[num_tokens, num_heads, head_dim]; zero for padding."""
+        return self.backend.attention.run(layer, q, self.backend.kv_caches[layer.idx], self._built())
+
+    def in_place(self) -> CommonAttentionMetadata | None:
+        """The batch with its encoders' pages, if all layers may run as one operation that reads them itself."""
+        attention = self.backend.attention
+        return cast(StackingBackend, attention).in_place(self._built()) if attention.caps.stacks_layers else None
+
+    def _built(self) -> Any:
         if self._metadata is None:
             self._metadata = self.backend.build(self.common)
-        return self.backend.attention.run(layer, q, self.backend.kv_caches[layer.idx], self._metadata)
+        return self._metadata
 
     def make_output(self, inputs: Tensor) -> NoReturn:
         raise RuntimeError("cross attention is part of a captured piece")

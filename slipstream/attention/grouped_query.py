@@ -96,8 +96,11 @@ class GroupedQueryStep:
         return torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
 
     def in_place(self) -> CommonAttentionMetadata | None:
-        """The batch, if all layers may run as one operation that reads and writes the caches itself."""
-        return cast(StackingBackend, self.caches.attention).in_place(self.shared) if self.caches.stacks else None
+        """The batch, if all layers may run as one causal operation that reads and writes the caches itself."""
+        if not self.caches.stacks:
+            return None
+        common = cast(StackingBackend, self.caches.attention).in_place(self.shared)
+        return common if common is not None and common.is_causal else None
 
 
 def serve_layers(attention: AttentionBackend, kv_caches: Sequence[Tensor]) -> CacheGroups:

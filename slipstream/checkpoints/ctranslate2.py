@@ -84,6 +84,7 @@ class CTranslate2Checkpoint:
                 "suppress_tokens": own.integers("suppress_ids"),
                 "begin_suppress_tokens": own.integers("suppress_ids_begin"),
                 **({} if end_id is None else {"eos_token_id": end_id}),
+                **({"alignment_heads": own["alignment_heads"]} if own.has("alignment_heads") else {}),
             },
             str(path / "config.json"),
         )

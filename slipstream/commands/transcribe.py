@@ -14,6 +14,7 @@ from slipstream.transcription.options import TranscriptionOptions
 from slipstream.transcription.result import Transcription
 from slipstream.transcription.writers import SUFFIXES, WRITERS
 
+_WITHOUT_TIMES = ("text", "json")
 _REQUESTS_AT_ONCE = 8  # windows and files in the engine, unless --max-num-seqs says otherwise
 
 
@@ -32,6 +33,8 @@ def run(files: Sequence[Path], options: TranscriptionOptions, engine: EngineOpti
     for file in files:  # before a model is loaded
         if not file.is_file():
             raise RequestError(f"there is no sound file at {file}; check the path")
+    if options.word_timestamps and output.format in _WITHOUT_TIMES:
+        raise RequestError(f"--format {output.format} has no times; --word-timestamps needs verbose_json, srt or vtt")
     targets = _choose_targets(files, output)
     if engine.max_num_seqs is None:
         engine = replace(engine, max_num_seqs=_REQUESTS_AT_ONCE if options.batched or len(files) > 1 else 1)

@@ -70,6 +70,7 @@ class EngineInfo:
     defaults: SamplingParams  # from the model's generation config
     eos_token_ids: tuple[int, ...]
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)  # how the checkpoint's vectors are made
+    model_path: str = ""  # of the checkpoint's files on this machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Engine(EngineInfo):
 
     def describe(self) -> EngineInfo:
         """The same without the engine."""
-        return EngineInfo(self.config, self.tokenizer, self.defaults, self.eos_token_ids, self.pooling)
+        return EngineInfo(self.config, self.tokenizer, self.defaults, self.eos_token_ids, self.pooling, self.model_path)
 
 
 def build_engine(options: EngineOptions, on_loaded: OnLoaded | None = None) -> Engine:
@@ -210,7 +211,8 @@ def _assemble(
     scheduler = Scheduler(config.scheduler, config.cache, draft_length, _open_host_proposer(config))
     constraints = _open_constraints(config, tokenizer, eos_token_ids, runner)
     core = EngineCore(scheduler, runner, config.steps_in_flight, constraints)
-    return Engine(config, tokenizer, defaults, eos_token_ids, pooling, core=core)
+    path = "" if checkpoint is None else str(checkpoint.path)
+    return Engine(config, tokenizer, defaults, eos_token_ids, pooling, path, core=core)
 
 
 def _open_pooling(

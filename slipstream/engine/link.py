@@ -76,7 +76,9 @@ class EngineLink:
         self._is_ready = address.is_ready
 
     def _describe(self, ready: Ready) -> EngineInfo:
-        return EngineInfo(ready.config, self._tokenizer, ready.defaults, ready.eos_token_ids, ready.pooling)
+        return EngineInfo(
+            ready.config, self._tokenizer, ready.defaults, ready.eos_token_ids, ready.pooling, ready.model_path
+        )
 
     @property
     def info(self) -> EngineInfo:

@@ -35,6 +35,7 @@ class Ready:
     defaults: SamplingParams
     eos_token_ids: tuple[int, ...]
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
+    model_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

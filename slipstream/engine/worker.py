@@ -132,7 +132,8 @@ class Worker:
             return 2
         self._core = engine.core
         self._driver = Driver(engine.core, self._receive, self._deliver)
-        ready = Ready(engine.config.for_clients(), engine.defaults, engine.eos_token_ids, engine.pooling)
+        info = (engine.defaults, engine.eos_token_ids, engine.pooling, engine.model_path)
+        ready = Ready(engine.config.for_clients(), *info)
         self._watch.send_multipart(encode(ready))
         try:
             self._driver.run()

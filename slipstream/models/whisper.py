@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.attention.backend import AttentionLayer
 from slipstream.attention.context import NORMED, AttentionContext
-from slipstream.attention.cross import CrossSpec
-from slipstream.attention.grouped_query import NewHeads
+from slipstream.attention.cross import CrossSpec, CrossStep
+from slipstream.attention.grouped_query import GroupedQueryStep, NewHeads
 from slipstream.cache_spec import GroupedQuerySpec
 from slipstream.checkpoints.hf_config import (
     MAX_FEED_FORWARD,
@@ -26,110 +25,21 @@ from slipstream.checkpoints.hf_config import (
 from slipstream.config import DTYPE_BYTES, ModelConfig, RopeConfig
 from slipstream.errors import ModelError
 from slipstream.fields import Fields
+from slipstream.kernels.elementwise.gelu import gelu
+from slipstream.kernels.linear.quant_linear import default_planes
+from slipstream.kernels.native.cross_stack import CrossCaches, CrossRequests, CrossStack, CrossStackLayer, cross_stack
+from slipstream.kernels.native.decoder_stack import LayerTap
 from slipstream.models.decoder import Decoder
+from slipstream.models.encoder import LayerNorm
 from slipstream.models.layers import Embedding, Layer, Linear, finish_weights, open_weights
 from slipstream.models.source_encoder import EncodedLayer, SourceEncoder
+from slipstream.models.speech_encoder import EPS, FRAMES_PER_ENTRY, EncoderTrunk, Positions
 from slipstream.source_encoder_config import SourceEncoderConfig
 from slipstream.values import describe_value
-from slipstream.weights.matrix import Matrix, Slot
+from slipstream.weights.matrix import Matrix
 from slipstream.weights.registry import scheme_of
 
-_EPS = 1e-5  # of every norm; configs do not say it
 _MAX_BINS, _MAX_POSITIONS = 1 << 10, 1 << 16
-_FRAMES_PER_ENTRY = 2  # the second convolution halves their number
-
-
-class LayerNorm(Layer):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, _EPS)
-
-    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        yield f"{name}.weight", self.weight
-        yield f"{name}.bias", self.bias
-
-
-class Positions(Layer):
-    """A learned vector for each position; the sinusoids of an encoder are stored as well."""
-
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, size), requires_grad=False)
-
-    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        yield f"{name}.weight", self.weight
-
-
-class Convolution(Layer):
-    """Over three neighbouring frames, then gelu: [channels, frames] -> [out channels, frames / stride]."""
-
-    def __init__(self, channels: int, out_channels: int, stride: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_channels, channels, 3), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_channels), requires_grad=False)
-        self._stride = stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(F.conv1d(x.unsqueeze(0), self.weight, self.bias, self._stride, padding=1).squeeze(0))
-
-    def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        yield f"{name}.weight", self.weight
-        yield f"{name}.bias", self.bias
-
-
-class EncoderAttention(Layer):
-    """Every entry sees every other."""
-
-    def __init__(self, size: int, num_heads: int) -> None:
-        super().__init__()
-        self._num_heads = num_heads
-        self.qkv_proj = Linear(size, dict.fromkeys(("q_proj", "k_proj", "v_proj"), size), bias=True)
-        self.out_proj = Linear(size, {"out_proj": size}, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv_proj(x).view(1, x.shape[0], 3, self._num_heads, -1)
-        q, k, v = (part.transpose(1, 2) for part in heads.unbind(2))
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.out_proj(mixed.transpose(1, 2).reshape(x.shape))
-        return out
-
-
-class EncoderLayer(Layer):
-    def __init__(self, size: int, config: SourceEncoderConfig) -> None:
-        super().__init__()
-        self.self_attn_layer_norm = LayerNorm(size)
-        self.self_attn = EncoderAttention(size, config.num_heads)
-        self.final_layer_norm = LayerNorm(size)
-        self.fc1 = Linear(size, {"fc1": config.intermediate_size}, bias=True)
-        self.fc2 = Linear(config.intermediate_size, {"fc2": size}, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.self_attn_layer_norm(x))
-        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))
-        return out
-
-
-class EncoderTrunk(nn.Module):
-    def __init__(self, size: int, config: SourceEncoderConfig) -> None:
-        super().__init__()
-        self.conv1 = Convolution(config.num_bins, size, stride=1)
-        self.conv2 = Convolution(size, size, stride=_FRAMES_PER_ENTRY)
-        self.embed_positions = Positions(config.max_entries, size)
-        self.layers = nn.ModuleList(EncoderLayer(size, config) for _ in range(config.num_layers))
-        self.layer_norm = LayerNorm(size)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """[num_bins, num_frames] -> [num_entries, size]"""
-        x = self.conv2(self.conv1(features)).t()
-        x = x + self.embed_positions.weight[: x.shape[0]]
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.layer_norm(x)
-        return out
 
 
 class DecoderAttention(Layer):
@@ -174,19 +84,51 @@ class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, idx: int) -> None:
         super().__init__()
         size = config.hidden_size
-        self.self_attn_layer_norm = LayerNorm(size)
+        self.self_attn_layer_norm = LayerNorm(size, EPS)
         self.self_attn = DecoderAttention(config, idx)
-        self.encoder_attn_layer_norm = LayerNorm(size)
+        self.encoder_attn_layer_norm = LayerNorm(size, EPS)
         self.encoder_attn = CrossAttention(config, idx)
-        self.final_layer_norm = LayerNorm(size)
+        self.final_layer_norm = LayerNorm(size, EPS)
         self.fc1 = Linear(size, {"fc1": config.intermediate_size}, bias=True)
         self.fc2 = Linear(config.intermediate_size, {"fc2": size}, bias=True)
 
     def forward(self, x: Tensor, context: AttentionContext, cos_sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.self_attn_layer_norm(x), context, cos_sin)
         x = x + self.encoder_attn(self.encoder_attn_layer_norm(x), context)
-        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))
+        out: Tensor = x + self.fc2(gelu(self.fc1(self.final_layer_norm(x)), False))
         return out
+
+    def stack_layer(self) -> CrossStackLayer | None:
+        """Its weights for the operation over all layers on a CPU; None: layers run one by one."""
+        own, cross = self.self_attn, self.encoder_attn
+        products = (own.qkv_proj, own.out_proj, cross.q_proj, cross.out_proj, self.fc1, self.fc2)
+        found = [matrix for one in products if (matrix := one.matrix.stack_matrix()) is not None]
+        if len(found) < len(products) or any(one.reduction is not None for one in products):
+            return None
+        qkv, out, query, cross_out, up, down = found
+        qkv_bias, out_bias, query_bias, cross_out_bias, up_bias, down_bias = (
+            cast(Tensor, one.bias) for one in products
+        )
+        return CrossStackLayer(
+            self_norm=self.self_attn_layer_norm.weight,
+            self_shift=self.self_attn_layer_norm.bias,
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            out=out,
+            out_bias=out_bias,
+            cross_norm=self.encoder_attn_layer_norm.weight,
+            cross_shift=self.encoder_attn_layer_norm.bias,
+            query=query,
+            query_bias=query_bias,
+            cross_out=cross_out,
+            cross_out_bias=cross_out_bias,
+            norm=self.final_layer_norm.weight,
+            shift=self.final_layer_norm.bias,
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+        )
 
 
 class DecoderTrunk(nn.Module):
@@ -195,7 +137,7 @@ class DecoderTrunk(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.embed_positions = Positions(config.max_position, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_layers))
-        self.layer_norm = LayerNorm(config.hidden_size)
+        self.layer_norm = LayerNorm(config.hidden_size, EPS)
 
 
 class Trunk(nn.Module):
@@ -215,6 +157,7 @@ class Whisper(Decoder):
         self.config = config
         self.model = Trunk(config)
         self._output: Matrix | None = None
+        self.cross_stack: CrossStack | None = None  # all layers of the decoder as one operation, where possible
         # Positions are added to the input: the rotation of queries and keys is one by nothing.
         table = torch.zeros(max_position, 2, config.head_dim // 2, dtype=torch.float32)
         table[:, 0].fill_(1.0)
@@ -245,14 +188,35 @@ class Whisper(Decoder):
     def forward_first(self, input_ids: Tensor, context: AttentionContext, num_layers: int) -> Tensor:
         decoder = self.model.decoder
         x = decoder.embed_tokens(input_ids) + decoder.embed_positions.weight[context.positions]
-        layers = zip(decoder.layers[:num_layers], self.cos_sin[:num_layers], strict=True)
-        for idx, (layer, cos_sin) in enumerate(layers):
-            context.tap(idx, x)
-            x = layer(x, context, cos_sin)
+        at_once = self._decode_at_once(x, context, num_layers)
+        if at_once is not None:
+            x = at_once
+        else:
+            layers = zip(decoder.layers[:num_layers], self.cos_sin[:num_layers], strict=True)
+            for idx, (layer, cos_sin) in enumerate(layers):
+                context.tap(idx, x)
+                x = layer(x, context, cos_sin)
         context.tap(self.config.num_layers, x)
         normed: Tensor = decoder.layer_norm(x)
         context.tap(NORMED, normed)
         return normed
+
+    def _decode_at_once(self, x: Tensor, context: AttentionContext, num_layers: int) -> Tensor | None:
+        """None where this step runs layer by layer."""
+        if self.cross_stack is None:
+            return None
+        first = self.model.decoder.layers[0]
+        text: GroupedQueryStep = context.at(first.self_attn.layer)
+        encoded: CrossStep = context.at(first.encoder_attn.layer)
+        own, whole = text.in_place(), encoded.in_place()
+        if own is None or whole is None:
+            return None
+        caches = CrossCaches(text.caches.in_order, encoded.backend.in_order)
+        places = text.places.of(self.cos_sin[0], x.dtype)
+        taps = [LayerTap(idx, out) for idx, out in context.taps.items() if 0 <= idx < num_layers]
+        requests = CrossRequests(own.requests, whole.requests)
+        out: Tensor = cross_stack(x, self.cross_stack, caches, places, requests, taps, num_layers)
+        return out
 
     @property
     def output(self) -> Matrix:
@@ -262,6 +226,12 @@ class Whisper(Decoder):
     def finish_weights(self, device: torch.device | None = None) -> None:
         device = device or self.device
         finish_weights(self, device)
+        self.model.encoder.stack_layers()
+        layers = [one for layer in self.model.decoder.layers if (one := layer.stack_layer()) is not None]
+        if len(layers) == self.config.num_layers:
+            shape = self.model.decoder.layers[0].self_attn.layer
+            sizes = (shape.num_heads, shape.head_dim, EPS, shape.scale, default_planes())
+            self.cross_stack = CrossStack(layers, *sizes)
         self._output = self.model.decoder.embed_tokens.matrix.for_products(device)
 
     def translate(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -296,7 +266,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=head_dim,
-        rms_norm_eps=_EPS,
+        rms_norm_eps=EPS,
         max_position=fields.integer("max_target_positions", high=_MAX_POSITIONS),
         rope=RopeConfig(rotary_dim=head_dim),
         tie_embeddings=True,
@@ -305,8 +275,8 @@ def _read_config(fields: Fields) -> ModelConfig:
         dtype=dtype if dtype in DTYPE_BYTES else "float32",
         source_encoder=SourceEncoderConfig(
             num_bins=fields.integer("num_mel_bins", high=_MAX_BINS),
-            max_frames=_FRAMES_PER_ENTRY * max_entries,
-            frames_per_entry=_FRAMES_PER_ENTRY,
+            max_frames=FRAMES_PER_ENTRY * max_entries,
+            frames_per_entry=FRAMES_PER_ENTRY,
             num_layers=fields.integer("encoder_layers", high=MAX_LAYERS),
             num_heads=encoder_heads,
             intermediate_size=fields.integer("encoder_ffn_dim", high=MAX_FEED_FORWARD),

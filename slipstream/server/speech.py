@@ -22,7 +22,7 @@ from slipstream.server.speech_form import ROUTES, SpeechForm, read_speech_form
 from slipstream.transcription.engine_model import open_speech_model
 from slipstream.transcription.result import Segment, Transcription
 from slipstream.transcription.transcriber import prepare_sound, transcribe_sound
-from slipstream.transcription.writers import WRITERS, describe_usage, dump_json
+from slipstream.transcription.writers import WRITERS, describe_usage, dump_json, write_verbose_json
 
 logger = logging.getLogger("slipstream.server")
 
@@ -128,6 +128,8 @@ class _Answer:
             self._exchange.end(_event(done))
         elif form.response_format == "text":
             self._exchange.respond(200, f"{result.text}\n".encode(), _TEXT)
+        elif form.response_format == "verbose_json":
+            self._exchange.respond(200, write_verbose_json(result, form.has_segments).encode(), _JSON)
         else:
             kind = _JSON if "json" in form.response_format else _TEXT
             self._exchange.respond(200, WRITERS[form.response_format](result).encode(), kind)

@@ -30,6 +30,7 @@ class SpeechForm:
     model: str | None
     response_format: str
     is_streamed: bool
+    has_segments: bool  # in verbose_json
     options: TranscriptionOptions
 
 
@@ -42,7 +43,7 @@ def read_speech_form(parts: Sequence[FormPart], task: str) -> SpeechForm:
     is_streamed = _switch(fields, "stream")
     if is_streamed and response_format not in _STREAMED_FORMATS:
         raise ApiError(400, f"a stream is of format json or text, not {response_format}", param="response_format")
-    _refuse_what_is_missing(fields, response_format)
+    granularities = _granularities(fields, response_format)
     try:
         options = TranscriptionOptions(
             language=_one(fields, "language") or None,
@@ -50,12 +51,15 @@ def read_speech_form(parts: Sequence[FormPart], task: str) -> SpeechForm:
             prompt=_one(fields, "prompt") or None,
             temperatures=_temperatures(fields),
             no_speech_probs=response_format == "verbose_json",
+            word_timestamps="word" in granularities,
             batched=_choice(fields, "chunking_strategy", ("auto", "none"), "none") == "auto",
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from error
     name = file.file_name or "the file"
-    return SpeechForm(bytes(file.content), name, _one(fields, "model"), response_format, is_streamed, options)
+    has_segments = not granularities or "segment" in granularities
+    model = _one(fields, "model")
+    return SpeechForm(bytes(file.content), name, model, response_format, is_streamed, has_segments, options)
 
 
 def _gather(parts: Sequence[FormPart], task: str) -> dict[str, list[str]]:
@@ -107,12 +111,11 @@ def _temperatures(fields: dict[str, list[str]]) -> tuple[float, ...]:
     return FALLBACKS if value == 0.0 else (value,)
 
 
-def _refuse_what_is_missing(fields: dict[str, list[str]], response_format: str) -> None:
-    for granularity in fields.get("timestamp_granularities", []):
-        if granularity == "word":
-            raise ApiError(400, "timestamps of words are not supported; use segment", param="timestamp_granularities")
-        if granularity != "segment" or response_format != "verbose_json":
-            reason = "timestamp_granularities must be segment, with response_format verbose_json"
-            raise ApiError(400, reason, param="timestamp_granularities")
+def _granularities(fields: dict[str, list[str]], response_format: str) -> list[str]:
     if fields.get("include"):
         raise ApiError(400, "include is not supported; verbose_json has avg_logprob of each segment", param="include")
+    given = fields.get("timestamp_granularities", [])
+    if given and (response_format != "verbose_json" or not set(given) <= {"word", "segment"}):
+        reason = "timestamp_granularities must be word or segment, with response_format verbose_json"
+        raise ApiError(400, reason, param="timestamp_granularities")
+    return given

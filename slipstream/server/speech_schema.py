@@ -27,6 +27,12 @@ class TranscriptionSegment(BaseModel):
     no_speech_prob: float | None
 
 
+class TranscriptionWord(BaseModel):
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptionResponse(BaseModel):
     """Of format json; verbose_json has all fields."""
 
@@ -36,6 +42,7 @@ class TranscriptionResponse(BaseModel):
     language: str | None = None
     duration: float | None = None
     segments: list[TranscriptionSegment] | None = None
+    words: list[TranscriptionWord] | None = None
 
 
 def describe_form(task: str) -> dict[str, Any]:
@@ -47,7 +54,7 @@ def describe_form(task: str) -> dict[str, Any]:
         "temperature": {"type": "number", "minimum": 0, "maximum": 1, "default": 0},
     }
     if task == "transcribe":
-        granularities = {"type": "array", "items": {"type": "string", "enum": ["segment"]}}
+        granularities = {"type": "array", "items": {"type": "string", "enum": ["word", "segment"]}}
         properties |= {
             "language": {"type": "string", "description": "A code or a name; detected if left out."},
             "stream": {"type": "boolean", "default": False},

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 
-from slipstream.encoder_input import EncoderPrompt
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.encoder_input import EncoderInput, EncoderPrompt
 from slipstream.engine.client import EngineClient
 from slipstream.errors import EngineError, RequestError
 from slipstream.output import RequestOutput
@@ -25,8 +30,15 @@ def open_speech_model(client: EngineClient, priority: int = 0) -> SpeechModel:
     async def decode(prompt: EncoderPrompt, params: SamplingParams) -> RequestOutput:
         return await run_request(client, prompt, params, priority)
 
+    async def align(features: EncoderInput, token_ids: Sequence[int], num_frames: int) -> npt.NDArray[np.float32]:
+        from slipstream.transcription.aligner import open_aligner  # imports networks, which few front ends need
+
+        aligner = open_aligner(Path(client.running.info.model_path))
+        return await asyncio.to_thread(aligner.weights, features, token_ids, num_frames)
+
     return SpeechModel(
         decode=decode,
+        align=align,
         tokenizer=client.tokenizer,
         tokens=SpeechTokens.from_tokenizer(client.tokenizer),
         suppressed=client.running.info.defaults,

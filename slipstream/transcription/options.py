@@ -29,6 +29,7 @@ class TranscriptionOptions:
     condition_on_previous_text: bool = True
     batched: bool = False  # pieces of the sound, cut where it is quiet, are transcribed at the same time
     seed: int | None = None
+    word_timestamps: bool = False  # a second pass over each window on the CPU
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

@@ -9,6 +9,13 @@ from slipstream.output import DraftStats
 
 
 @dataclass(frozen=True, slots=True)
+class Word:
+    word: str  # with the space before it, if there is one
+    start: float  # seconds
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     id: int
     seek: int  # the window's begin, in hundredths of a second
@@ -20,6 +27,7 @@ class Segment:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float | None  # None: it did not matter, and was not asked for
+    words: Sequence[Word] | None = None  # None: not asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from slipstream.encoder_input import EncoderInput
 from slipstream.output import DraftStats
 from slipstream.transcription.languages import find_language
 from slipstream.transcription.options import TranscriptionOptions
-from slipstream.transcription.result import Segment, Transcription
+from slipstream.transcription.result import Segment, Transcription, Word
 from slipstream.transcription.speech_tokens import SECONDS_A_TIMESTAMP
 from slipstream.transcription.window import DecodedWindow, SpeechModel, add_drafts, decode_window, probe_window
+from slipstream.transcription.word_times import limit_words_at_pauses, merge_punctuation, split_words, time_words
 
 _FRAMES_A_TIMESTAMP = round(SECONDS_A_TIMESTAMP * FRAMES_PER_SECOND)
 # Pieces that run at the same time are cut in the last third of a window.
@@ -157,12 +158,41 @@ async def _transcribe_window(
         piece.seek += num_frames
         return
     new, num_done = cut_segments(model, decoded, piece.seek, num_frames)
+    if options.word_timestamps:
+        new = await add_words(model, new, features, num_frames, (language, options.task))
     piece.segments += new
     if not options.condition_on_previous_text or decoded.temperature > _FORGETS_ABOVE:
         piece.earlier.clear()
     else:
         piece.earlier += [token_id for segment in new for token_id in segment.tokens]
     piece.seek += num_done
+
+
+async def add_words(
+    model: SpeechModel, segments: Sequence[Segment], features: EncoderInput, num_frames: int, said: tuple[str, str]
+) -> list[Segment]:
+    """The segments of one window with their words; what is ``said`` is a language and a task."""
+    tokens, language = model.tokens, said[0]
+    texts = [[token_id for token_id in one.tokens if token_id < tokens.end_of_text] for one in segments]
+    words = [split_words(text, model.tokenizer, language) for text in texts]
+    begin = tokens.begin(*said, with_timestamps=False)
+    if not any(words) or len(begin) + sum(map(len, texts)) >= model.context_len:
+        return [replace(segment, words=()) for segment in segments]
+    together = [word for own in words for word in own]
+    token_ids = [*begin, *(token_id for text in texts for token_id in text), tokens.end_of_text]
+    weights = await model.align(features, token_ids, num_frames)
+    time_words(weights, len(begin) - 1, together)
+    limit_words_at_pauses(together)
+    return [
+        replace(
+            segment,
+            words=[
+                Word(word.text, *(round(segment.seek / FRAMES_PER_SECOND + time, 2) for time in (word.start, word.end)))
+                for word in merge_punctuation(own)
+            ],
+        )
+        for segment, own in zip(segments, words, strict=True)
+    ]
 
 
 def cut_segments(model: SpeechModel, decoded: DecodedWindow, seek: int, num_frames: int) -> tuple[list[Segment], int]:

@@ -7,6 +7,9 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from slipstream.encoder_input import EncoderInput, EncoderPrompt
 from slipstream.output import Completion, DraftStats, RequestOutput
 from slipstream.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -14,6 +17,8 @@ from slipstream.text.tokenizer import Tokenizer
 from slipstream.transcription.options import TranscriptionOptions
 from slipstream.transcription.speech_tokens import SpeechTokens
 
+# The weights of attention of a text: [num_heads, num_tokens, num_entries], over so many frames of the window.
+Align = Callable[[EncoderInput, Sequence[int], int], Awaitable[npt.NDArray[np.float32]]]
 # Runs one request to its end.
 Decode = Callable[[EncoderPrompt, SamplingParams], Awaitable[RequestOutput]]
 _MOST_LIKELY_LANGUAGE = 100.0  # added to the logits of languages, so that one of them is drawn
@@ -24,6 +29,7 @@ class SpeechModel:
     """What transcribing needs of an engine."""
 
     decode: Decode
+    align: Align
     tokenizer: Tokenizer
     tokens: SpeechTokens
     suppressed: SamplingParams  # the model's own suppressed tokens

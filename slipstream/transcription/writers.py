@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.transcription.languages import name_language
 from slipstream.transcription.result import Segment, Transcription
@@ -20,31 +20,32 @@ def write_json(result: Transcription) -> str:
     return dump_json({"text": result.text, "usage": describe_usage(result)})
 
 
-def write_verbose_json(result: Transcription) -> str:
-    return dump_json(
-        {
-            "task": result.task,
-            "language": name_language(result.language),
-            "duration": result.duration,
-            "text": result.text,
-            "segments": [describe_segment(segment) for segment in result.segments],
-            "usage": describe_usage(result),
-        }
-    )
+def write_verbose_json(result: Transcription, with_segments: bool = True) -> str:
+    described = {
+        "task": result.task,
+        "language": name_language(result.language),
+        "duration": result.duration,
+        "text": result.text,
+    }
+    if with_segments:
+        described["segments"] = [describe_segment(segment) for segment in result.segments]
+    if any(segment.words is not None for segment in result.segments):
+        words = [word for segment in result.segments for word in segment.words or ()]
+        described["words"] = [{"word": own.word.strip(), "start": own.start, "end": own.end} for own in words]
+    return dump_json({**described, "usage": describe_usage(result)})
 
 
 def write_srt(result: Transcription) -> str:
     cues = (
-        f"{number}\n{_clock(segment.start, ',')} --> {_clock(segment.end, ',')}\n{_cue_text(segment)}\n\n"
-        for number, segment in enumerate(_shown(result), 1)
+        f"{number}\n{_clock(cue.start, ',')} --> {_clock(cue.end, ',')}\n{_cue_text(cue.text)}\n\n"
+        for number, cue in enumerate(_cues(result), 1)
     )
     return "".join(cues)
 
 
 def write_vtt(result: Transcription) -> str:
     cues = (
-        f"{_short_clock(segment.start)} --> {_short_clock(segment.end)}\n{_cue_text(segment)}\n\n"
-        for segment in _shown(result)
+        f"{_short_clock(cue.start)} --> {_short_clock(cue.end)}\n{_cue_text(cue.text)}\n\n" for cue in _cues(result)
     )
     return "WEBVTT\n\n" + "".join(cues)
 
@@ -68,16 +69,29 @@ def describe_usage(result: Transcription) -> dict[str, Any]:
 
 
 def describe_segment(segment: Segment) -> dict[str, Any]:
-    return {**asdict(segment), "tokens": list(segment.tokens)}
+    fields = {**asdict(segment), "tokens": list(segment.tokens)}
+    del fields["words"]  # which are those of the whole transcript
+    return fields
 
 
-def _shown(result: Transcription) -> Iterable[Segment]:
-    return (segment for segment in result.segments if segment.text.strip())
+class _Cue(NamedTuple):
+    start: float
+    end: float
+    text: str
 
 
-def _cue_text(segment: Segment) -> str:
+def _cues(result: Transcription) -> Iterable[_Cue]:
+    """One for each word where words have times, else one for each segment."""
+    for segment in result.segments:
+        if segment.words is not None:
+            yield from (_Cue(own.start, own.end, own.word) for own in segment.words if own.word.strip())
+        elif segment.text.strip():
+            yield _Cue(segment.start, segment.end, segment.text)
+
+
+def _cue_text(text: str) -> str:
     """An arrow would begin another cue, and so would an empty line."""
-    lines = (line.strip() for line in segment.text.strip().splitlines())
+    lines = (line.strip() for line in text.strip().splitlines())
     return "\n".join(line for line in lines if line).replace("-->", "->")
 
 

@@ -1,4 +1,4 @@
-"""Float32 weights in panels of neighbouring outputs, as the C kernels for CPUs read them."""
+"""Weights in panels of neighbouring outputs, as the C kernels for CPUs read them, for inputs in float32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.elementwise.geglu import ACTIVATIONS
-from slipstream.kernels.linear.dense_linear import PackedWeight, cut_panels, panel_linear, panel_width
+from slipstream.kernels.linear.dense_linear import PackedWeight, cut_panels, narrow_exactly, panel_linear, panel_width
 from slipstream.kernels.native.decoder_stack import StackMatrix
 from slipstream.weights.matrix import Matrix, WeightShape
 
@@ -28,7 +28,8 @@ class Panels(Matrix):
         width = panel_width(device, weight.dtype)
         if width is None:
             return None
-        return cls(cut_panels(weight, width, gated=shape.activation == "silu" and not shape.has_bias), shape)
+        packed = cut_panels(weight, width, gated=shape.activation == "silu" and not shape.has_bias)
+        return cls(packed._replace(panels=narrow_exactly(packed.panels)), shape)
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.packed.gated:
@@ -43,7 +44,7 @@ class Panels(Matrix):
         return self.project(x, None)  # float32 as it is
 
     def dequantised(self) -> Tensor:
-        rows = self.packed.panels.transpose(1, 2)  # [num_panels, panel width, in]
+        rows = self.packed.panels.float().transpose(1, 2)  # [num_panels, panel width, in]
         if not self.packed.gated:
             return rows.reshape(-1, self.in_size)[: self._shape.num_rows]
         parts = [part.reshape(-1, self.in_size)[: self.out_size] for part in rows.chunk(2, dim=1)]

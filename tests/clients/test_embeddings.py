@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -34,13 +35,13 @@ def test_langchain_embeds(running: tuple[str, RunningServer], folders: dict[str,
     if kind != "bert":
         pytest.skip("makes no vectors")
     langchain_openai = pytest.importorskip("langchain_openai")
-    client = langchain_openai.OpenAIEmbeddings(
-        model=MODEL_NAME, base_url=f"{server.url}/v1", api_key="unused", check_embedding_ctx_length=False
-    )
     with LLM(str(folders[kind])) as llm:
         expected = [output.embedding for output in llm.embed(DOCUMENTS)]
-    np.testing.assert_allclose(client.embed_documents(DOCUMENTS), expected, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(client.embed_query(DOCUMENTS[0]), expected[0], rtol=0, atol=1e-6)
+    settings = {"model": MODEL_NAME, "base_url": f"{server.url}/v1", "api_key": "unused"}
+    with httpx.Client(timeout=60) as http:  # the clients leave connections of their own open
+        client = langchain_openai.OpenAIEmbeddings(**settings, check_embedding_ctx_length=False, http_client=http)
+        np.testing.assert_allclose(client.embed_documents(DOCUMENTS), expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(client.embed_query(DOCUMENTS[0]), expected[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -48,10 +49,11 @@ def test_cohere_reranks(running: tuple[str, RunningServer], folders: dict[str, P
     kind, server = running
     cohere = pytest.importorskip("cohere")
     make = cohere.Client if version == 1 else cohere.ClientV2
-    client = make(api_key="unused", base_url=server.url)
     with LLM(str(folders[kind])) as llm:
         expected = llm.rerank(QUERY, DOCUMENTS, top_n=2)
-    found = client.rerank(model=MODEL_NAME, query=QUERY, documents=DOCUMENTS, top_n=2)
+    with httpx.Client(timeout=60) as http:
+        client = make(api_key="unused", base_url=server.url, httpx_client=http)
+        found = client.rerank(model=MODEL_NAME, query=QUERY, documents=DOCUMENTS, top_n=2)
     assert [one.index for one in found.results] == [one.index for one in expected]
     for one, own in zip(found.results, expected, strict=True):
         assert one.relevance_score == pytest.approx(own.score, abs=1e-5)

@@ -71,6 +71,16 @@ def test_verbose_json(client: OpenAI, expected: Transcription) -> None:
     assert all(one.temperature == 0.001 and one.avg_logprob < 0 for one in found.segments)
 
 
+def test_words(client: OpenAI, expected: Transcription) -> None:
+    found = create(client, response_format="verbose_json", timestamp_granularities=["word"])
+    assert found.text == expected.text and found.segments is None
+    assert "".join(found.text.split()) == "".join(one.word.replace(" ", "") for one in found.words)
+    times = [time for one in found.words for time in (one.start, one.end)]
+    assert times == sorted(times) and times[0] >= 0 and times[-1] <= 11.0
+    both = create(client, response_format="verbose_json", timestamp_granularities=["word", "segment"])
+    assert both.words == found.words and len(both.segments) == len(expected.segments)
+
+
 @pytest.mark.parametrize("response_format", ["text", "srt", "vtt"])
 def test_formats_of_text(client: OpenAI, expected: Transcription, response_format: str) -> None:
     wanted = f"{expected.text}\n" if response_format == "text" else WRITERS[response_format](expected)
@@ -93,7 +103,7 @@ def test_translations(client: OpenAI) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"timestamp_granularities": ["word"], "response_format": "verbose_json"}, "timestamps of words are not supported"),
+    ({"timestamp_granularities": ["syllable"], "response_format": "verbose_json"}, "must be word or segment"),
     ({"timestamp_granularities": ["segment"]}, "with response_format verbose_json"),
     ({"response_format": "diarized_json"}, "response_format must be text or json"),
     ({"stream": True, "response_format": "srt"}, "a stream is of format json or text"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,17 @@ def test_words_times_and_tokens_of_faster_whisper(plain: Transcription) -> None:
     segments, _ = model.transcribe(str(JFK), language="en", beam_size=1, temperature=0.0)
     wanted = [(round(one.start, 2), round(one.end, 2), one.text, list(one.tokens)) for one in segments]
     assert [(one.start, one.end, one.text, list(one.tokens)) for one in plain.segments] == wanted
+
+
+def test_times_of_words_of_faster_whisper() -> None:
+    faster_whisper = pytest.importorskip("faster_whisper")
+    model = faster_whisper.WhisperModel(str(FOLDER), device="cpu", compute_type="float32")
+    segments, _ = model.transcribe(str(JFK), language="en", beam_size=1, temperature=0.0, word_timestamps=True)
+    wanted = [(word.word, word.start, word.end) for one in segments for word in one.words]
+    found = [word for one in transcribe(replace(OPTIONS, word_timestamps=True)).segments for word in one.words or ()]
+    assert [word.word for word in found] == [word for word, _, _ in wanted]
+    for word, (_, start, end) in zip(found, wanted, strict=True):
+        assert (word.start, word.end) == (pytest.approx(start, abs=0.03), pytest.approx(end, abs=0.03))
 
 
 def test_words(plain: Transcription) -> None:

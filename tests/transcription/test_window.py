@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from slipstream.encoder_input import EncoderInput, EncoderPrompt
@@ -60,8 +61,12 @@ class ScriptedEngine:
 
 def make_model(engine: ScriptedEngine) -> SpeechModel:
     suppressed = SamplingParams(suppress_tokens=(5,), begin_suppress_tokens=(6,))
+
+    async def align(features: EncoderInput, token_ids: Sequence[int], num_frames: int) -> npt.NDArray[np.float32]:
+        raise AssertionError("no times of words are asked for")
+
     return SpeechModel(
-        engine.decode, TOKENIZER, SpeechTokens.from_tokenizer(TOKENIZER), suppressed, 80, 3000, context_len=448
+        engine.decode, align, TOKENIZER, SpeechTokens.from_tokenizer(TOKENIZER), suppressed, 80, 3000, context_len=448
     )
 
 

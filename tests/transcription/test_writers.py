@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from slipstream.errors import RequestError
 from slipstream.transcription.languages import NAMES, find_language
 from slipstream.transcription.options import TranscriptionOptions
-from slipstream.transcription.result import Segment, Transcription
+from slipstream.transcription.result import Segment, Transcription, Word
 from slipstream.transcription.window import measure_compression
-from slipstream.transcription.writers import SUFFIXES, WRITERS
+from slipstream.transcription.writers import SUFFIXES, WRITERS, write_verbose_json
 
 
 def segment(idx: int, start: float, end: float, text: str) -> Segment:
@@ -41,6 +42,22 @@ def test_vtt() -> None:
     assert WRITERS["vtt"](RESULT) == (
         "WEBVTT\n\n00:00.000 --> 00:01.500\nHello there.\n\n01:00:00.000 --> 01:02:05.040\nGénéral ->\nKenobi\n\n"
     )
+
+
+def test_words() -> None:
+    """A cue for each; in verbose_json beside the segments, without the space before them."""
+    words = [Word(" Hello", 0.0, 0.5), Word(" there.", 0.5, 1.5)]
+    one = replace(RESULT, segments=[replace(RESULT.segments[0], words=words)])
+    assert WRITERS["vtt"](one) == "WEBVTT\n\n00:00.000 --> 00:00.500\nHello\n\n00:00.500 --> 00:01.500\nthere.\n\n"
+    assert WRITERS["srt"](one).count(" --> ") == 2
+    found = json.loads(write_verbose_json(one, with_segments=False))
+    assert "segments" not in found
+    assert found["words"] == [
+        {"word": "Hello", "start": 0.0, "end": 0.5},
+        {"word": "there.", "start": 0.5, "end": 1.5},
+    ]
+    (described,) = json.loads(WRITERS["verbose_json"](one))["segments"]
+    assert "words" not in described and "words" not in json.loads(WRITERS["verbose_json"](RESULT))
 
 
 def test_json() -> None:

@@ -76,6 +76,37 @@ def test_some_of_the_rows(with_bias: bool) -> None:
         torch.testing.assert_close(part.project(x, bias[16:56] if with_bias else None), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
+def test_16_bits_where_they_change_no_number(kept: torch.dtype) -> None:
+    """Subnormal numbers of float16 among them. Products are those with panels of float32, to the bit."""
+    weight = torch.randn(70, 96).to(kept).float()
+    weight[0, :4] = torch.tensor(
+        [0.0, -0.0, 2.0**-24, -(2.0**-15)] if kept is torch.float16 else [0.0, -0.0, 1e30, -1.0]
+    )
+    weight = weight.to(kept).float()
+    narrow, off = pack(weight), weight.clone()
+    off[3, 5] = 1 + 2.0**-20  # no number of 16 bits
+    wide = pack(off)
+    assert isinstance(narrow, Panels) and isinstance(wide, Panels)
+    assert narrow.panels.dtype == (torch.bfloat16 if torch.equal(weight.bfloat16().float(), weight) else kept)
+    assert wide.panels.dtype == torch.float32
+    assert narrow.nbytes * 2 == wide.nbytes
+    assert torch.equal(narrow.dequantised(), weight)
+    rest, bias = [i for i in range(70) if i != 3], torch.randn(70)
+    for num_tokens in (1, 5, 12, 24, 25, 61):
+        x = torch.randn(num_tokens, 96)
+        assert torch.equal(narrow.project(x, bias)[:, rest], wide.project(x, bias)[:, rest])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_inputs_that_overlap(num_tokens: int) -> None:
+    """As the windows of a convolution do."""
+    numbers, packed = torch.randn(num_tokens * 2 + 10), pack(weight := torch.randn(33, 12))
+    windows = numbers.as_strided((num_tokens, 12), (2, 1))
+    expected = windows.double() @ weight.double().T
+    torch.testing.assert_close(packed.project(windows, None).double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_other_types_stay_as_they_are() -> None:
     stored = DenseWeight.from_tensor(torch.randn(4, 4, dtype=torch.float64))
     assert stored.finish(CPU) is stored

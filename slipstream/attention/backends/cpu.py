@@ -86,7 +86,7 @@ class CpuBackend:
         raise RuntimeError("metadata is shared between graphs only, and a CPU has none")
 
     def in_place(self, metadata: list[Slice] | InPlace) -> CommonAttentionMetadata | None:
-        return metadata.common if isinstance(metadata, InPlace) and metadata.common.is_causal else None
+        return metadata.common if isinstance(metadata, InPlace) else None
 
     def _slice(self, common: CommonAttentionMetadata, query_lens: np.ndarray, first: int, end: int) -> Slice:
         own = query_lens[first:end]

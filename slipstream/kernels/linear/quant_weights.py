@@ -76,7 +76,7 @@ class QuantMatrix:
         if self.gated and (len(self.segments) != 2 or self.segments[0].num_rows != self.segments[1].num_rows):
             raise ValueError("gates and values must be one segment each, of the same size")
         segments = (SegmentRecord * len(self.segments))(*(_record(segment) for segment in self.segments))
-        record = MatrixRecord(None, segments, len(segments), self.in_size, self.out_size, self.gated)
+        record = MatrixRecord(None, segments, len(segments), self.in_size, self.out_size, self.gated, 0)
         object.__setattr__(self, "record", record)
 
     @property

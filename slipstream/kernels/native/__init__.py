@@ -41,17 +41,17 @@ assert abs(sum(v * v for v in out) - 48) < 1e-2
 lib.slip_swiglu(x, out, ctypes.c_int64(1), ctypes.c_int64(48))
 assert out[0] == 0.0
 w = (f * 4096)(*[1.0] * 4096)
-lib.slip_panel_linear(x, w, None, out, *map(ctypes.c_int64, (1, 32, 8)), ctypes.c_int(0), ctypes.c_int(1))
+q = ctypes.c_int64
+lib.slip_panel_linear(x, q(32), w, 0, None, out, q(1), q(32), q(8), 0, 1)
 assert out[7] == sum(range(32))
 # One quantised panel for each instruction that a product may use: all codes 1, so that a sum is that of the inputs.
-q = ctypes.c_int64
 for planes in (0, 2, 3):
     for kind in (8, 9):
         codes, scales, zeros = (ctypes.c_uint8 * 1024)(*[1] * 1024), (f * 16)(*[1.0] * 16), (f * 16)()
         panels = (ctypes.c_uint8 * 1024)()
         lib.slip_pack_codes(kind, codes, scales, zeros, q(16), q(32), q(1), panels, 1)
         segment = (q * 4)(ctypes.addressof(panels), kind, 16, 1)
-        matrix = (q * 6)(0, ctypes.addressof(segment), 1, 32, 16, 0)
+        matrix = (q * 7)(0, ctypes.addressof(segment), 1, 32, 16, 0, 0)
         assert lib.slip_product(matrix, x, None, out, q(1), planes, 1) == 0
         assert all(abs(out[i] - sum(range(32))) < 0.1 for i in range(16))
 """
@@ -103,7 +103,9 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6, i]
     lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i, i]
     lib.slip_encoder_attention.argtypes = [*[p] * 7, *[n] * 7, f, i]
-    lib.slip_panel_linear.argtypes = [*[p] * 4, n, n, n, i, i]
+    lib.slip_cross_stack.argtypes = [p, n, p, p, p]
+    lib.slip_encoder_stack.argtypes = [p, n, p, p, p, n, i]
+    lib.slip_panel_linear.argtypes = [p, n, p, i, p, p, n, n, n, i, i]
     lib.slip_panel_width.restype = n
     lib.slip_row_max.argtypes = [p, n, n, p, p, p, i]
     lib.slip_place_maxima.argtypes = [*[p] * 4, n, n]
@@ -168,7 +170,7 @@ def cpu_features() -> str:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, capture_output=True, check=True, timeout=120)
+    subprocess.run(command, capture_output=True, check=True, timeout=600)
 
 
 def usable(x: Tensor) -> ctypes.CDLL | None:

@@ -74,7 +74,7 @@ class _Step(ctypes.Structure):
     )
 
 
-class _Tap(ctypes.Structure):
+class Tap(ctypes.Structure):
     _fields_ = fields(ctypes.c_void_p, "out") + fields(ctypes.c_int64, "stride layer")
 
 
@@ -82,17 +82,19 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _matrix_record(matrix: StackMatrix) -> MatrixRecord:
+def matrix_record(matrix: StackMatrix) -> MatrixRecord:
     if isinstance(matrix, QuantMatrix):
         return matrix.record
     panels = matrix.panels
-    return MatrixRecord(panels.data_ptr(), None, 0, panels.shape[1], matrix.out_size, matrix.gated)
+    return MatrixRecord(
+        panels.data_ptr(), None, 0, panels.shape[1], matrix.out_size, matrix.gated, CACHED_KINDS[panels.dtype]
+    )
 
 
 def _layer_record(layer: StackLayer, cache: Tensor) -> _Layer:
     vectors = (_address(getattr(layer, name)) for name in _VECTORS.split())
     # ctypes keeps what a pointer was made of.
-    matrices = (ctypes.pointer(_matrix_record(getattr(layer, name))) for name in _MATRICES.split())
+    matrices = (ctypes.pointer(matrix_record(getattr(layer, name))) for name in _MATRICES.split())
     return _Layer(*vectors, *matrices, cache.data_ptr(), layer.window)
 
 
@@ -150,6 +152,10 @@ class LayerTap(NamedTuple):
     out: Tensor  # [num_tokens, hidden], rows may be strided
 
 
+def tap_records(taps: Sequence[LayerTap]) -> ctypes.Array[Tap]:
+    return (Tap * len(taps))(*(Tap(out.data_ptr(), out.stride(0), layer) for layer, out in taps))
+
+
 @operation(like=("inputs.hidden", "inputs.hidden"), writes=("kv_caches", "taps"))
 def decoder_stack(
     inputs: StackInput,
@@ -164,7 +170,7 @@ def decoder_stack(
     assert lib is not None
     layers, sizes = stack.records(kv_caches, tokens.cos.shape[-1])
     hidden, residual, joined = inputs
-    tap_records = (_Tap * len(taps))(*(_Tap(out.data_ptr(), out.stride(0), layer) for layer, out in taps))
+    tapped = tap_records(taps)
     step = _Step(
         tokens=hidden.shape[0],
         requests=requests.seq_lens.shape[0],
@@ -183,12 +189,12 @@ def decoder_stack(
         block_table=requests.block_table.data_ptr(),
         seq_starts=_address(requests.seq_starts),
         joined=_address(joined),
-        taps=ctypes.addressof(tap_records),
+        taps=ctypes.addressof(tapped),
         num_taps=len(taps),
         planes=stack.planes,
         num_threads=torch.get_num_threads(),
     )
-    step.kept = tap_records  # as long as the call may be made again
+    step.kept = tapped  # as long as the call may be made again
     count = len(layers) if num_layers is None else num_layers
     assert hidden.stride(1) == 1
     assert residual is None or residual.stride(1) == 1

@@ -32,7 +32,23 @@ void slip_add_rms_norm(const float *x, const float *residual, const float *weigh
     }
 }
 
-/* Rows of embeddings, by ids or in order without them, beside states, each normed where there are gains; at position 0 the embedding counts as zeros. */
+void slip_layer_norm(const float *x, const float *weight, const float *bias, float eps, float *out, int64_t rows,
+                     int64_t size) {
+    for (int64_t row = 0; row < rows; row++, x += size, out += size) {
+        float sum = 0.0f, squares = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; i++) sum += x[i];
+        float mean = sum / (float)size;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) squares += (x[i] - mean) * (x[i] - mean);
+        float scale = 1.0f / sqrtf(squares / (float)size + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+    }
+}
+
+/* Rows of embeddings, by ids or in order without them, beside states, each normed where there are gains; at position 0
+ * the embedding counts as zeros. */
 void slip_join_states(const float *hidden, int64_t stride, const float *embedding, const int32_t *ids,
                       const int64_t *positions, const float *embedding_gain, const float *hidden_gain, float eps, float *out,
                       int64_t rows, int64_t size) {

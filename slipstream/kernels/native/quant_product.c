@@ -202,6 +202,6 @@ static int multiply_quantised(const Matrix *m, const float *x, const float *bias
 int slip_product(const Matrix *m, const float *x, const float *bias, float *out, int64_t tokens, int planes,
                  int num_threads) {
     if (!m->panels) return multiply_quantised(m, x, bias, out, tokens, planes, num_threads);
-    slip_panel_linear(x, m->panels, bias, out, tokens, m->in, m->out, (int)m->gated, num_threads);
+    slip_panel_linear(x, m->in, m->panels, (int)m->panel_kind, bias, out, tokens, m->in, m->out, (int)m->gated, num_threads);
     return 0;
 }

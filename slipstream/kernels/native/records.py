@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-# How a cache keeps its numbers; see ``cached.h``.
+# How caches and panels keep their numbers; see ``cached.h``.
 CACHED_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -22,10 +22,10 @@ class SegmentRecord(ctypes.Structure):
 
 
 class MatrixRecord(ctypes.Structure):
-    """A matrix in float32 panels, or of quantised segments. Its owner keeps their tensors alive, too."""
+    """A matrix in panels, or of quantised segments. Its owner keeps their tensors alive, too."""
 
     _fields_ = (
         fields(ctypes.c_void_p, "panels")
         + fields(ctypes.POINTER(SegmentRecord), "segments")
-        + fields(ctypes.c_int64, "num_segments in_size out_size gated")
+        + fields(ctypes.c_int64, "num_segments in_size out_size gated panel_kind")
     )

@@ -7,6 +7,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 
 typedef struct {
     Body body;
@@ -101,4 +102,39 @@ void slip_spread(Body body, const void *arg, int64_t count, int64_t piece, int n
     take_pieces(number);
     while (atomic_load_explicit(&pool.done, memory_order_acquire) < num_pieces) pause_briefly();
     pthread_mutex_unlock(&pool.owner);
+}
+
+typedef struct {
+    size_t bytes;
+    void *memory;
+} Scratch;
+
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+static int has_scratch_key;
+
+static void free_scratch(void *arg) {
+    free(((Scratch *)arg)->memory);
+    free(arg);
+}
+
+static void make_scratch_key(void) { has_scratch_key = !pthread_key_create(&scratch_key, free_scratch); }
+
+void *slip_scratch(size_t bytes) {
+    pthread_once(&scratch_once, make_scratch_key);
+    if (!has_scratch_key) return NULL;
+    Scratch *own = pthread_getspecific(scratch_key);
+    if (!own) {
+        if (!(own = calloc(1, sizeof *own))) return NULL;
+        if (pthread_setspecific(scratch_key, own)) {
+            free(own);
+            return NULL;
+        }
+    }
+    if (own->bytes < bytes) {
+        free(own->memory);
+        own->bytes = (bytes + 4095) / 4096 * 4096;
+        if (!(own->memory = aligned_alloc(4096, own->bytes))) own->bytes = 0;
+    }
+    return own->memory;
 }
