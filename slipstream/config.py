@@ -145,6 +145,16 @@ class EngineOptions:
     attention_backend: str = option(
         "auto", "Attention backend: auto, triton, flashinfer or flex (GPU), cpu, or reference (the definition)."
     )
+    mixed_attention: str = option(
+        "apart",
+        "Attention of steps with prompts and decodes, with the backend triton: apart (each by its own kernel, keys of "
+        "decodes split among programs) or together (all by the kernel for prompts).",
+    )
+    prompt_kernel: str = option(
+        "pointers",
+        "Kernel of attention over prompts, with the backend triton: pointers, or tma (Hopper and newer; not measured "
+        "yet, so never chosen by itself).",
+    )
     cascade: str = option(
         "auto", "Cascade attention over a prefix common to a batch: auto (where it pays), always or never."
     )
@@ -278,6 +288,8 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None  # the drafter's network
     num_draft_modules: int = 1  # used in turn for successive drafts
+    mixed_attention: str = "apart"  # or together
+    prompt_kernel: str = "pointers"  # or tma
     weight_formats: str = ""  # of the target, as users know them: "bfloat16", "Q4_K, Q6_K"
 
     @property

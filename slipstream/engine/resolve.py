@@ -10,6 +10,7 @@ from slipstream.attention.choice import (
     BACKENDS,
     CASCADING,
     NON_CAUSAL,
+    PROMPT_KERNELS,
     RECORDS_PROMPTS,
     choose_backend,
     exact_lengths,
@@ -111,6 +112,8 @@ def resolve(
         device=hardware.device,
         dtype=dtype,
         attention_backend=backend,
+        mixed_attention=options.mixed_attention,
+        prompt_kernel=_resolve_prompt_kernel(options.prompt_kernel, backend, hardware),
         steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
         seed=options.seed,
         cudagraph_mode=graph_mode,
@@ -138,6 +141,8 @@ def _check_choices(options: EngineOptions) -> None:
     _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
     _check_choice("cascade", options.cascade, ("auto", "always", "never"))
     _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
+    _check_choice("mixed_attention", options.mixed_attention, ("apart", "together"))
+    _check_choice("prompt_kernel", options.prompt_kernel, ("pointers", "tma"))
     _check_choice("prefer", options.prefer, ("balance", "throughput"))
     limit = options.max_itl_ms
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e9):
@@ -245,6 +250,14 @@ def resolve_dtype(asked: str, hardware: Hardware, model: ModelConfig) -> DTypeNa
     if not hardware.dtype_works:
         raise ConfigError(f"{asked} matrix products crash on this CPU; use dtype float32")
     return asked  # type: ignore[return-value]
+
+
+def _resolve_prompt_kernel(asked: str, backend: str, hardware: Hardware) -> str:
+    """The other one where it does not run: on a GPU before Hopper, and in steps with another backend."""
+    if asked == "tma" and backend not in PROMPT_KERNELS:
+        raise ConfigError(f"prompt_kernel tma is one of attention_backend {' or '.join(PROMPT_KERNELS)}, not {backend}")
+    is_old = hardware.capability is not None and hardware.capability < (9, 0)
+    return "pointers" if is_old else asked
 
 
 def _resolve_graph_mode(asked: str, hardware: Hardware) -> str:

@@ -20,7 +20,7 @@ from slipstream.config import StepRates
 from slipstream.plan import StepPlan
 
 _KEPT = 0.95  # of the weight of earlier steps of a kind, with every one
-_PRIOR = 1e-4  # weight of the expected rates, in steps
+_PRIOR = 0.001  # weight of the expected rates, in steps
 _LEAST = 0.01  # of an expected rate: none is zero
 _MAX_UNREAD = 256  # steps
 _MANY_TOKENS = 512

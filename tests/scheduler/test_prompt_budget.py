@@ -62,7 +62,7 @@ def test_costs_are_learnt_whatever_was_expected() -> None:
         for _ in range(200):
             model.observe(*draw())
         for plan, seconds in (draw() for _ in range(50)):
-            assert model.seconds(work_of(plan)[0]) == pytest.approx(seconds, rel=0.05)
+            assert model.seconds(work_of(plan)[0]) == pytest.approx(seconds, rel=0.1)
 
 
 def test_a_step_that_was_held_up_changes_little_and_hours_of_decoding_change_nothing_for_prompts() -> None:
