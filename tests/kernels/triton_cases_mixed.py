@@ -1,4 +1,4 @@
-"""Steps with decodes and prompts for ``mixed_attention``: decodes first, both with padding where there may be any."""
+"""Steps with decodes and prompts for ``mixed_attention``, and prompts for ``tma_attention``, with padding in some."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from slipstream.kernels.attention.mixed_attention import mixed_attention
 from slipstream.kernels.attention.paged_attention import PagedRequests
+from slipstream.kernels.attention.tma_attention import tma_attention
 from tests.kernels.attention.dense_attention import hide_queries, plant_nan
 from tests.kernels.triton_check import Case, Real
 
@@ -77,6 +78,28 @@ def make_args(s: Shape) -> dict[str, Any]:
     }
 
 
+# Without decodes. Heads and pages are those that the kernel serves.
+PROMPTS = {
+    "chunks": Shape(
+        [], [(40, 100), (7, 7), (1, 90)], head_dim=64, page_size=16, heads=6, num_padding=2, spare_tokens=3
+    ),
+    "stopped": Shape([0], [(150, 150)], head_dim=64, page_size=64, query_len=3),
+    "window": Shape([], [(64, 200), (70, 70)], head_dim=64, page_size=32, window=33),
+    "wide-head": Shape([], [(20, 290)], head_dim=128, page_size=128, heads=8),
+    "widest-head": Shape([], [(9, 70)], head_dim=256, page_size=64, kv_heads=1),
+}
+
+
+def make_prompts(s: Shape) -> dict[str, Any]:
+    """All requests in one bundle."""
+    args = make_args(s._replace(decode_lens=[], prompts=[*((s.query_len, end) for end in s.decode_lens), *s.prompts]))
+    prompts: PagedRequests = args["prompts"]
+    named = dict(zip(PagedRequests._fields, prompts, strict=True))
+    return {name: args[name] for name in ("q", "kv_cache", "scale", "window")} | named
+
+
 def cases() -> Iterator[Case]:
     for name, shape in SHAPES.items():
         yield Case(f"mixed-attention-{name}", mixed_attention, partial(make_args, shape))
+    for name, shape in PROMPTS.items():
+        yield Case(f"tma-attention-{name}", tma_attention, partial(make_prompts, shape))

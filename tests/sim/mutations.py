@@ -34,18 +34,6 @@ MUTATIONS = [
         "self._add_prefill(opened, state, short)",
     ),
     Mutation(
-        "prompts: a step that is too slow for them has none",
-        "prompt_budget:StepRoom.fits",
-        "return min(most, max(by_time, self.least))",
-        "return min(most, by_time)",
-    ),
-    Mutation(
-        "prompts: a short one takes the pages of the one it passes",
-        "admission:Admission._may_enter",
-        "self._pages.pool.num_unheld(cached.all) - num_kept",
-        "0",
-    ),
-    Mutation(
         "encoder: its builder reads lengths of the device",
         "cross:CrossBackend.build",
         "seq_lens_cpu_upper_bound=np.full(common.num_reqs, self._max_entries, dtype=np.int32),",

@@ -14,6 +14,7 @@ from slipstream.kernels.attention.decode_attention import decode_attention
 from slipstream.kernels.attention.mixed_attention import mixed_attention
 from slipstream.kernels.attention.paged_attention import PagedRequests
 from slipstream.kernels.attention.rope_cache import NewTokens
+from slipstream.kernels.attention.tma_attention import can_use_tma, tma_attention
 from slipstream.kernels.attention.triton_attention import MAX_ROWS, can_split, triton_attention
 
 
@@ -38,7 +39,7 @@ class TritonBackend:
     )
 
     def __init__(self, mixed_attention: str = "apart", prompt_kernel: str = "pointers") -> None:
-        self._takes_apart, self.prompt_kernel = mixed_attention == "apart", prompt_kernel
+        self._takes_apart, self._with_tma = mixed_attention == "apart", prompt_kernel == "tma"
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         return ()
@@ -76,9 +77,12 @@ class TritonBackend:
             assert common.seq_starts is None, "a drafter's keys may begin at any slot"
             num_common = common.num_common_pages * kv_cache.shape[3]
             return cascade_attention(q, kv_cache, common.requests, layer.scale, query_len, num_common)
-        if parts is not None and can_split(parts.query_len, layer.num_heads // layer.num_kv_heads):
-            return mixed_attention(q, kv_cache, *parts, layer.scale, layer.window)
-        requests, is_causal = common.requests, common.is_causal
+        requests, is_causal, group = common.requests, common.is_causal, layer.num_heads // layer.num_kv_heads
+        if parts is not None and can_split(parts.query_len, group):
+            return mixed_attention(q, kv_cache, *parts, layer.scale, layer.window, self._with_tma)
+        may_use_tma = self._with_tma and is_causal and not can_split(query_len, group)
+        if may_use_tma and can_use_tma(q, kv_cache, requests):
+            return tma_attention(q, kv_cache, requests, layer.scale, layer.window)
         return triton_attention(q, kv_cache, requests, layer.scale, layer.window, query_len, is_causal)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.device.operation import operation
 from slipstream.kernels.attention.paged_attention import PagedRequests, paged_attention
+from slipstream.kernels.attention.tma_attention import can_use_tma, launch_tma
 from slipstream.kernels.attention.triton_attention import AttentionResult, can_split, launch_attention
 from slipstream.kernels.triton_jit import runs_triton
 
@@ -26,6 +27,7 @@ def mixed_attention(
     query_len: int,  # of every decode
     scale: float,
     window: int,
+    with_tma: bool = False,  # the kernel for prompts: ``tma_attention``, where it serves this batch
 ) -> Tensor:  # as paged_attention; padding tokens are zero
     num_tokens = decodes.seq_lens.shape[0] * query_len
     if not runs_triton(q):
@@ -34,6 +36,10 @@ def mixed_attention(
     assert can_split(query_len, q.shape[1] // kv_cache.shape[2])
     q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     out[num_tokens:].zero_()
-    for part, requests, length in ((slice(num_tokens), decodes, query_len), (slice(num_tokens, None), prompts, 0)):
-        launch_attention(q[part], kv_cache, requests, scale, window, length, AttentionResult(out[part]))
+    own, rest = slice(num_tokens), slice(num_tokens, None)
+    launch_attention(q[own], kv_cache, decodes, scale, window, query_len, AttentionResult(out[own]))
+    if with_tma and can_use_tma(q, kv_cache, prompts):
+        launch_tma(q[rest], kv_cache, prompts, scale, window, out[rest])
+    else:
+        launch_attention(q[rest], kv_cache, prompts, scale, window, 0, AttentionResult(out[rest]))
     return out
