@@ -47,6 +47,7 @@ def measure(arguments: argparse.Namespace, setting: dict[str, str]) -> list[dict
         dtype="bfloat16" if arguments.device == "cuda" else "auto",
         max_model_len=max(length for _, length in cases) + 1,
         max_num_seqs=max(8, *(batch for batch, _ in cases)),
+        block_size=arguments.block_size,
         enable_prefix_caching=False,
         seed=0,
         **setting,  # type: ignore[arg-type]
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--prefer", default="balance")
     parser.add_argument("--prompt-kernel", default="pointers")
+    parser.add_argument("--block-size", type=int, default=16, help="64 or 128 for prompt_kernel tma")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))

@@ -22,6 +22,7 @@ _USUAL_LIMIT_S = 0.075
 # A step with prompts is as long as this many times what a step costs without doing anything, so that cutting prompts
 # into more steps costs at most that part of the throughput.
 _TIMES_STEP = 10
+_RISE = 1.01  # of the shortest decode, with every later one: a machine may become slower
 _AIM = 0.95  # of the limit: predictions are not exact
 _LEAST_SHARE = 1 / 8  # of the decodes' time for prompts, where those alone take the limit or more
 _LEAST_TOKENS = 16
@@ -70,12 +71,17 @@ class PromptBudget:
         self._config = config
         self.model = StepModel(config.step_rates)
         self._num_decode_steps = 0
+        # At least what an empty step takes. The rates alone do not say: steps with prompts are mostly alike.
+        self._shortest_s = config.step_rates.step
+        self._has_decoded = False
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """The duration of a collected step. Of those that decode alone, which are many and alike, every eighth."""
         if not self._config.limits_time:
             return
         if plan.num_tokens == plan.composition.num_reqs:
+            known = _RISE * self._shortest_s if self._has_decoded else seconds
+            self._shortest_s, self._has_decoded = min(seconds, known), True
             self._num_decode_steps += 1
             if self._num_decode_steps % 8:
                 return
@@ -83,7 +89,7 @@ class PromptBudget:
 
     def limit(self, decodes: bool) -> float:
         """Seconds that a step with prompts may take."""
-        usual = max(_USUAL_LIMIT_S, _TIMES_STEP * self.model.rates.step)
+        usual = max(_USUAL_LIMIT_S, _TIMES_STEP * min(self._shortest_s, self.model.rates.step))
         asked = self._config.max_itl_s
         if asked is None:
             return usual

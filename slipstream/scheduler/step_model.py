@@ -102,10 +102,11 @@ class StepModel:
 
     def _solve(self) -> StepRates:
         """Factors of the expected rates; one that would be too small is held at the least, and the others follow."""
-        products, sums = sum(seen.products for seen in self._seen), sum(seen.sums for seen in self._seen)
         size = len(self._expected)
-        products = products + _PRIOR * np.eye(size)
-        sums = sums + _PRIOR
+        products, sums = _PRIOR * np.eye(size), np.full(size, _PRIOR)
+        for seen in self._seen:
+            products += seen.products
+            sums += seen.sums
         factors = np.full(size, _LEAST)
         free = np.ones(size, dtype=bool)
         for _ in range(size):

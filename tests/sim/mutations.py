@@ -520,8 +520,8 @@ MUTATIONS = [
     Mutation(
         "cascade: lost where the batch is padded",
         "input_batch:InputBuffers.pad",
-        "attention = replace(attention, num_common_pages=common.num_common_pages)",
-        "pass",
+        "num_common_pages=common.num_common_pages, num_decodes=common.num_decodes",
+        "num_decodes=common.num_decodes",
     ),
     Mutation(
         "latents: lengths are read from the device",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.operation import operation
+from slipstream.kernels.attention.latent_tiles import room_of
 from slipstream.kernels.attention.paged_attention import PagedRequests, paged_attention
 from slipstream.kernels.request_rows import find_request
 from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
@@ -25,6 +26,7 @@ from slipstream.kernels.triton_jit import jit, next_power_of_2, runs_triton, tl
 _LOG2_E = 1.4426950408889634
 _HEAD_DIMS, _LEAST_PAGE, _LARGEST_PAGE = (64, 128, 256), 16, 128
 _HOPPER = (9, 0)
+_OTHER_BYTES = 2048  # of shared memory: barriers, reductions
 
 
 class PromptTile(NamedTuple):
@@ -36,13 +38,15 @@ class PromptTile(NamedTuple):
     specializes: bool = False  # warps that load and warps that compute
 
 
-def prompt_tiles(head_dim: int, page_size: int) -> list[PromptTile]:
-    """What a tuner tries, the presumed best first."""
-    chunk_bytes = 2 * 2 * head_dim * page_size  # keys and values
-    stages = [stages for stages in (3, 2, 1) if stages * chunk_bytes <= 131_072]
-    tiles = [PromptTile(128, 8, stages[0])]
-    tiles += [PromptTile(rows, rows // 16, count) for rows in (128, 64) for count in stages]
-    return list(dict.fromkeys([*tiles, *(PromptTile(128, 8, count, specializes=True) for count in stages[:1])]))
+def prompt_tiles(head_dim: int, page_size: int, shared: int) -> list[PromptTile]:
+    """What a tuner tries on a GPU with so many bytes of shared memory, the presumed best first.
+
+    None specializes: for Hopper, Triton 3.6 makes the same code with and without, for Blackwell it fails to compile.
+    """
+    shapes = [(rows, stages) for rows in (128, 64) for stages in (3, 2, 1)]
+    # Queries, and the keys and values of a page for each stage.
+    fitting = [s for s in shapes if 2 * head_dim * (s[0] + 2 * s[1] * page_size) + _OTHER_BYTES <= shared]
+    return [PromptTile(rows, rows // 16, stages) for rows, stages in fitting]
 
 
 def can_use_tma(q: Tensor, kv_cache: Tensor, requests: PagedRequests) -> bool:
@@ -53,7 +57,9 @@ def can_use_tma(q: Tensor, kv_cache: Tensor, requests: PagedRequests) -> bool:
         return False
     if not q.is_cuda:
         return runs_triton(q)
-    return q.element_size() == 2 and torch.cuda.get_device_capability(q.device) >= _HOPPER
+    if q.element_size() != 2 or not prompt_tiles(head_dim, page_size, room_of(q).shared):
+        return False
+    return torch.cuda.get_device_capability(q.device) >= _HOPPER
 
 
 @operation(like="q")
@@ -83,7 +89,7 @@ def launch_tma(
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_cache.shape
     group, num_reqs = num_heads // num_kv_heads, requests.seq_lens.shape[0]
-    tile = tile or prompt_tiles(head_dim, page_size)[0]
+    tile = tile or prompt_tiles(head_dim, page_size, room_of(q).shared)[0]
     block_m = max(tile.rows, next_power_of_2(group))
     pages = kv_cache.view(-1, head_dim)
     assert pages.shape[0] < 1 << 31, "rows of keys are counted in 32 bits"

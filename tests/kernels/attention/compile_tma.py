@@ -20,7 +20,11 @@ from triton.runtime.jit import JITFunction
 from slipstream.kernels.attention.paged_attention import PagedRequests
 from slipstream.kernels.attention.tma_attention import launch_tma, prompt_tiles
 
-NEEDED = {90: ("wgmma.mma_async", "cp.async.bulk.tensor"), 100: ("tcgen05.mma", "cp.async.bulk.tensor")}
+NEEDED = {
+    90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
+    100: ("tcgen05.mma", "cp.async.bulk.tensor"),
+    120: ("mma.sync", "cp.async.bulk.tensor"),
+}
 
 
 def compile_all(capability: int, dtype: torch.dtype, most: int) -> list[str]:
@@ -42,8 +46,9 @@ def compile_all(capability: int, dtype: torch.dtype, most: int) -> list[str]:
         cache = torch.zeros(5, 2, 2, page_size, head_dim, dtype=dtype)
         lens = torch.tensor([40], dtype=torch.int32)
         requests = PagedRequests(torch.tensor([0, 40], dtype=torch.int32), lens, lens, torch.ones(1, 4).int())
-        for tile in prompt_tiles(head_dim, page_size)[:most]:
-            for window in (0, 33) if tile == prompt_tiles(head_dim, page_size)[0] else (0,):
+        tiles = prompt_tiles(head_dim, page_size, SHARED_BYTES[capability])[:most]
+        for tile in tiles:
+            for window in (0, 33) if tile == tiles[0] else (0,):
                 about = f"head {head_dim}, page {page_size}, window {window}, {tile}"
                 try:
                     launch_tma(q, cache, requests, 1.0, window, torch.empty_like(q), tile)
