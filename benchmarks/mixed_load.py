@@ -8,7 +8,7 @@ Four loads, each for every setting of the engine:
 - ``idle``: the first token of one prompt of 2,048 tokens on an idle engine;
 - ``among-long``: the first tokens of short prompts that arrive while four of 32,768 tokens are in work.
 
-Settings: ``default``; ``throughput`` (``prefer`` of that name); ``constant`` (the policy before: a fixed number of
+Settings: ``default``; ``together`` (``mixed_attention`` of that name) and ``tma`` (that ``prompt_kernel``, pages of 64); ``throughput`` (``prefer`` of that name); ``constant`` (the policy before: a fixed number of
 prompt tokens beside decodes, oldest prompts first); any with ``+eagle3``, a head of the shape with an adaptive draft
 length and drafts accepted at .730 .521 .355 and on, WHATEVER THEY SAY: its text means nothing. Its rows have the draft
 length over time.
@@ -45,6 +45,10 @@ from slipstream.models.shapes import FORCED_RATES, forced_drafts, shape_config
 from vllm_figures import MIXED_SECONDS
 
 SHARE_OF_CAPACITY = 1 / 3
+KERNELS: dict[str, dict[str, Any]] = {
+    "together": {"mixed_attention": "together"},
+    "tma": {"prompt_kernel": "tma", "block_size": 64},
+}
 LOADS = ("burst", "poisson", "idle", "among-long")
 
 
@@ -59,6 +63,8 @@ def constant_tokens(shape: str) -> int:
 
 def options_of(setting: str, arguments: argparse.Namespace, num_rows: int) -> EngineOptions:
     policy, _, method = setting.partition("+")
+    kernels = KERNELS.get(policy, {})
+    policy = "default" if kernels else policy
     longest = max(arguments.prompt_lens[1] + arguments.output_lens[1], 2048 + 16)
     if "among-long" in arguments.loads:
         longest = max(longest, arguments.long_len + 16)
@@ -72,6 +78,7 @@ def options_of(setting: str, arguments: argparse.Namespace, num_rows: int) -> En
         prefer="balance" if policy == "default" else "throughput",
         mixed_prefill_tokens=constant_tokens(arguments.shape) if policy == "constant" else None,
         seed=0,
+        **kernels,
     )
     if method:
         speculative = forced_drafts(method, arguments.shape, len(FORCED_RATES))

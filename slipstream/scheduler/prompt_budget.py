@@ -83,7 +83,7 @@ class PromptBudget:
             known = _RISE * self._shortest_s if self._has_decoded else seconds
             self._shortest_s, self._has_decoded = min(seconds, known), True
             self._num_decode_steps += 1
-            if self._num_decode_steps % 8:
+            if self._num_decode_steps % 8 != 1:
                 return
         self.model.observe(plan, seconds)
 

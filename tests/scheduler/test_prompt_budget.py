@@ -92,7 +92,7 @@ def test_steps_with_prompts_alone_do_not_raise_the_limit() -> None:
     assert budget.limit(decodes=True) < 0.08
     decode = plan_of((1, 500, True))
     budget.observe(decode, slow.seconds(decode))
-    assert budget.limit(decodes=True) == pytest.approx(10 * slow.seconds(decode), rel=0.3)
+    assert 0.1 < budget.limit(decodes=True) <= 10 * slow.seconds(decode)
 
 
 # --- the room of a step ------------------------------------------------------------------------------

@@ -38,14 +38,14 @@ class PromptTile(NamedTuple):
     specializes: bool = False  # warps that load and warps that compute
 
 
-def prompt_tiles(head_dim: int, page_size: int, shared: int) -> list[PromptTile]:
+def prompt_tiles(head_dim: int, page_size: int, shared: int, item_bytes: int = 2) -> list[PromptTile]:
     """What a tuner tries on a GPU with so many bytes of shared memory, the presumed best first.
 
     None specializes: for Hopper, Triton 3.6 makes the same code with and without, for Blackwell it fails to compile.
     """
     shapes = [(rows, stages) for rows in (128, 64) for stages in (3, 2, 1)]
     # Queries, and the keys and values of a page for each stage.
-    fitting = [s for s in shapes if 2 * head_dim * (s[0] + 2 * s[1] * page_size) + _OTHER_BYTES <= shared]
+    fitting = [s for s in shapes if item_bytes * head_dim * (s[0] + 2 * s[1] * page_size) + _OTHER_BYTES <= shared]
     return [PromptTile(rows, rows // 16, stages) for rows, stages in fitting]
 
 
@@ -89,7 +89,9 @@ def launch_tma(
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_cache.shape
     group, num_reqs = num_heads // num_kv_heads, requests.seq_lens.shape[0]
-    tile = tile or prompt_tiles(head_dim, page_size, room_of(q).shared)[0]
+    if tile is None:
+        fitting = prompt_tiles(head_dim, page_size, room_of(q).shared, q.element_size())
+        tile = fitting[0] if fitting else PromptTile(64, 4, 1)
     block_m = max(tile.rows, next_power_of_2(group))
     pages = kv_cache.view(-1, head_dim)
     assert pages.shape[0] < 1 << 31, "rows of keys are counted in 32 bits"
