@@ -8,10 +8,10 @@ Four loads, each for every setting of the engine:
 - ``idle``: the first token of one prompt of 2,048 tokens on an idle engine;
 - ``among-long``: the first tokens of short prompts that arrive while four of 32,768 tokens are in work.
 
-Settings: ``default``; ``together`` (``mixed_attention`` of that name) and ``tma`` (that ``prompt_kernel``, pages of 64); ``throughput`` (``prefer`` of that name); ``constant`` (the policy before: a fixed number of
-prompt tokens beside decodes, oldest prompts first); any with ``+eagle3``, a head of the shape with an adaptive draft
-length and drafts accepted at .730 .521 .355 and on, WHATEVER THEY SAY: its text means nothing. Its rows have the draft
-length over time.
+Settings: ``default``; ``throughput`` (``prefer`` of that name); ``constant`` (the policy before: a fixed number of
+prompt tokens beside decodes, oldest prompts first); ``together`` (``mixed_attention`` of that name); ``tma`` (that
+``prompt_kernel``, pages of 64); any with ``+eagle3``, a head of the shape with an adaptive draft length and drafts
+accepted at .730 .521 .355 and on, WHATEVER THEY SAY: its text means nothing. Its rows have the draft length over time.
 
 On a CPU all engines are open and take turns; on a GPU they come one after the other. Best of three after a warm-up.
 
