@@ -9,6 +9,7 @@ With `--common` all requests begin with so many of the same tokens, and `cascade
 
     python benchmarks/attention.py [--backends triton,triton-mixed,flashinfer,flex] [--batch 1,8] [--context 512,4096]
     python benchmarks/attention.py --backends triton,cascade --batch 16,64 --context 2304,8448 --common 2048
+    python benchmarks/attention.py --prompts 1x8192,1x32768,8x2048,1x2048+30720 --page-size 16,64,128 --tiles
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from attention_prompts import measure_prompts
 from slipstream.attention.backend import AttentionBackend, AttentionLayer
 from slipstream.attention.backends.flashinfer import FlashInferBackend
 from slipstream.attention.backends.flashinfer_library import FlashInferLibrary
@@ -161,6 +163,20 @@ def measure(names: list[str], batch: int, context: int, query_len: int, num_comm
     return rows
 
 
+def show_prompts(arguments: argparse.Namespace) -> int:
+    results = collect_results(measure_prompts(arguments, LAYER, microseconds), device="cuda")
+    table = Table("kernel", title=f"attention of one layer over prompts, {results.hardware}")
+    shown = ("batch", "num_tokens", "num_cached", "page_size", "head_dim", "us", "tflops")
+    for name in shown:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in results.rows:
+        table.add_row(row["case"], *(str(row[name]) for name in shown))
+    path = write_results(results, arguments.output_dir, "attention-prompts")
+    Console(width=120).print(table)
+    print(f"written to {path}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="triton,triton-mixed,flashinfer")
@@ -169,8 +185,15 @@ def main() -> int:
     parser.add_argument("--query-len", default="1,4")
     parser.add_argument("--common", type=int, default=0, help="tokens that all requests begin with")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--prompts", help="attention over prompts instead: see attention_prompts.py")
+    parser.add_argument("--page-size", default="16,64,128", help="for --prompts")
+    parser.add_argument("--head-dim", type=int, default=128, help="for --prompts")
+    parser.add_argument("--tiles", action="store_true", help="for --prompts: every tile that a tuner tries")
+    parser.add_argument("--specialized", action="store_true", help="for --prompts: with warps that only load, too")
     arguments = parser.parse_args()
     prepare_folder(arguments.output_dir)
+    if arguments.prompts:
+        return show_prompts(arguments)
     names = arguments.backends.split(",")
     sizes = [[int(n) for n in text.split(",")] for text in (arguments.batch, arguments.context, arguments.query_len)]
     rows = []

@@ -76,12 +76,12 @@ def run(client: EngineClient, rate: float, seconds: float, output_len: int, voca
 
 def measure(shape: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for setting, limit in (("default", None), ("whole steps", 1 << 20)):
+    for setting, prefer in (("default", "balance"), ("whole steps", "throughput")):
         options = EngineOptions(
             device=arguments.device,
             dtype="bfloat16" if arguments.device == "cuda" else "auto",
             max_model_len=PROMPT_LENS[1] + arguments.output_len,
-            mixed_prefill_tokens=limit,
+            prefer=prefer,
             enable_prefix_caching=False,
         )
         client = EngineClient.in_thread(lambda options=options: build_shape(options, shape))

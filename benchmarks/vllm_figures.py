@@ -25,6 +25,12 @@ SERVE: dict[int, tuple[int, int, int]] = {
     128: (19750, 175, 253),
     512: (13754, 2202, 3797),
 }
+# Prompt tokens per second from submission to the last first token, by case and (batch, length).
+PROMPTS: dict[str, dict[tuple[int, int], int]] = {
+    "llama-3.1-8b": {(1, 2048): 41600, (1, 8192): 39700, (1, 32768): 27800, (8, 2048): 43000, (32, 512): 44000}
+}
+# Seconds for 256 requests at once, prompts of 100 to 2,000 and outputs of 50 to 400 tokens, by case and rows.
+MIXED_SECONDS: dict[str, dict[int, float]] = {"llama-3.1-8b": {256: 11.05}}
 
 
 def eagle3_peer(shape: str, k: str, batch: int) -> int | None:

@@ -127,7 +127,16 @@ class EngineOptions:
     max_num_batched_tokens: int | None = option(None, "Maximum tokens per step, prefill and decode together.")
     long_prefill_token_threshold: int | None = option(None, "Maximum prompt tokens of one request per step.")
     mixed_prefill_tokens: int | None = option(
-        None, "Maximum prompt tokens in a step that also decodes; by default what takes about 20 ms."
+        None, "Maximum prompt tokens in a step that also decodes, beside what max_itl_ms allows; no limit if unset."
+    )
+    max_itl_ms: float | None = option(
+        None,
+        "Limit on the time between tokens of running requests while prompts are computed beside them, in milliseconds. "
+        "Prompts are cut by the measured cost of steps. If unset, 75 ms, or longer where a shorter limit would cost "
+        "more than a tenth of the throughput.",
+    )
+    prefer: str = option(
+        "balance", "Prompts beside decodes: balance (steps as short as max_itl_ms says) or throughput (full steps)."
     )
     block_size: int = option(16, "Tokens in one KV cache page; a power of two.")
     kv_cache_dtype: str = option(
@@ -140,6 +149,16 @@ class EngineOptions:
     num_gpu_blocks_override: int | None = option(None, "Number of KV cache pages, instead of a size in bytes.")
     attention_backend: str = option(
         "auto", "Attention backend: auto, triton, flashinfer or flex (GPU), cpu, or reference (the definition)."
+    )
+    mixed_attention: str = option(
+        "apart",
+        "Attention of steps with prompts and decodes, with the backend triton: apart (each by its own kernel, keys of "
+        "decodes split among programs) or together (all by the kernel for prompts).",
+    )
+    prompt_kernel: str = option(
+        "pointers",
+        "Kernel of attention over prompts, with the backend triton: pointers, or tma (Hopper and newer; not measured "
+        "yet, so never chosen by itself).",
     )
     cascade: str = option(
         "auto", "Cascade attention over a prefix common to a batch: auto (where it pays), always or never."
@@ -205,6 +224,19 @@ class CacheConfig:
         return self.num_usable_tokens - -(-num_encoder_entries // self.page_size) * self.page_size
 
 
+class StepRates(NamedTuple):
+    """What a step costs, in seconds: the sum of these, each times how much of it the step has."""
+
+    step: float = 1e-3  # any step: reading the weights, launching
+    token: float = 1e-6
+    cached_key: float = 1e-9  # a key that a decoding request reads
+    pair: float = 1e-12  # a key that a prompt token attends to
+    draft: float = 1e-5  # a draft token proposed for every request
+
+
+_USUAL_RATES = StepRates()
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int
@@ -212,6 +244,11 @@ class SchedulerConfig:
     max_prefill_chunk: int
     max_model_len: int
     mixed_prefill_tokens: int = 1 << 30  # of all prompts together, in a step that also decodes
+    # Limit on the time of a step that also decodes; None: chosen from the measured cost of steps.
+    max_itl_s: float | None = None
+    # Whether steps with prompts are limited in time. Otherwise they are filled, oldest prompts first.
+    limits_time: bool = False
+    step_rates: StepRates = _USUAL_RATES  # before any step is measured
     # A prompt is computed in one step or not at all: prompts wait until a step has room for all their tokens.
     whole_prompts: bool = False
     prefix_caching: bool = True
@@ -230,6 +267,11 @@ class SchedulerConfig:
     least_saved: int | None = None
     # Drafts proposed after a step with prompts, the number that its graphs are captured for; None: no limit.
     drafts_beside_prompts: int | None = None
+
+    @property
+    def max_staged_tokens(self) -> int:
+        """Of the requests that one step admits: as many as a step computes, and any one request."""
+        return max(self.max_model_len, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -251,6 +293,8 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None  # the drafter's network
     num_draft_modules: int = 1  # used in turn for successive drafts
+    mixed_attention: str = "apart"  # or together
+    prompt_kernel: str = "pointers"  # or tma
     weight_formats: str = ""  # of the target, as users know them: "bfloat16", "Q4_K, Q6_K"
 
     @property

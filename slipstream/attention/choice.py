@@ -35,6 +35,8 @@ _USABLE = {
     "cuda": ("triton", "flashinfer", "flex"),
     "sim": ("reference", "triton", "flex"),
 }
+# Backends with a choice of kernels for prompts.
+PROMPT_KERNELS = ("triton",)
 # Backends with cascade attention.
 CASCADING = ("triton",)
 # Backends whose drafters may use non-causal attention: with FlashInfer a drafter uses Triton.
@@ -120,6 +122,6 @@ def make_backend(
         sizes = (config.cache.page_size, limits.max_num_seqs, decode_lens)
         return FlashInferBackend(paths, library, *sizes, device.torch_device)
     if name in ("triton", "flashinfer"):  # FlashInfer reads every slot of a sequence; a drafter's keys have gaps
-        return TritonBackend()
+        return TritonBackend(config.mixed_attention, config.prompt_kernel)
     in_place = config.dtype == "float32" and native.library() is not None
     return CpuBackend(config.cache.page_size, in_place, model.head_dim)

@@ -42,6 +42,9 @@ class CommonAttentionMetadata:
     # drafter's pass over a block.
     is_causal: bool = True
     encoder: EncoderPages | None = None  # of every row, for layers over the output of an encoder
+    # Leading requests that decode, with equally many query tokens each; 0 where the host does not know, as in a
+    # recording, which serves batches of any kinds.
+    num_decodes: int = 0
     num_common_pages: int = 0  # pages of a prefix common to all requests of the batch, without its query tokens
 
     @property

@@ -23,6 +23,7 @@ from slipstream.train.settings import BlockSettings, TrainSettings
 
 # What an engine option is if it is not set and nothing is derived from the model and the machine.
 _UNSET = {"speculate": "none", "k": "the method's", "draft_model": "none", "speculative_config": "none"}
+_UNSET["mixed_prefill_tokens"] = "none"
 _WIDTH = 120
 _GENERATED = re.compile(r"(<!-- generated: [\w ]+ -->\n).*?(<!-- end -->)", re.DOTALL)
 

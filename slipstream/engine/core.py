@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from slipstream.engine.stats import EngineStats
+from slipstream.engine.step_clock import StepClock
 from slipstream.engine.trace import open_trace
 from slipstream.errors import RequestError
 from slipstream.grammar.constraints import Constraints
@@ -32,6 +33,7 @@ class EngineCore:
         self._constraints = constraints
         self._in_flight: deque[LaunchedStep | HeldStep] = deque()  # the newest may be held
         self._failed: list[TokenUpdate] = []  # requests whose grammars failed, to be reported
+        self.clock = StepClock(steps_in_flight, runner.device.keeps_time)
         self._stats = EngineStats(prefix_cache_refused=int(scheduler.prefix_caching_is_refused))
         self.trace = open_trace(runner.device)
 
@@ -97,6 +99,7 @@ class EngineCore:
             if plan is None:
                 break
             with trace.host("launch"), trace.device(plan):
+                self.clock.launching(plan.step_id)
                 self._launch(plan)
             self._stats.num_steps += 1
             self._stats.num_tokens_computed += plan.num_tokens
@@ -113,13 +116,23 @@ class EngineCore:
         now = time.monotonic()
         self._stats.step_s.add(now - start)
         self._stats.host_s.add(now - start - result.wait_s)
-        if self._max_in_flight == 1 and self.runner.gives_times and not isinstance(oldest, ReleasedStep):
+        is_usual = not isinstance(oldest, ReleasedStep) and not self.runner.newest_was_recorded
+        self._note_seconds(result, is_usual)
+        if self._max_in_flight == 1 and self.runner.device.keeps_time and is_usual:
             self.scheduler.record_seconds(result.plan, now - start)
         updates.set_time(now)
         self._stats.count_updates(updates)
         if not self.has_work:
             self.scheduler.check_idle()
         return updates
+
+    def _note_seconds(self, result: StepResult, is_usual: bool) -> None:
+        """Tell the scheduler how long a collected step took; not one that waited for masks, or was recorded."""
+        step_id = result.plan.step_id
+        if not is_usual or not self.clock.is_right:
+            self.clock.forget(step_id)
+        elif (seconds := self.clock.collected(step_id, result.wait_s)) is not None:
+            self.scheduler.observe_seconds(result.plan, seconds)
 
     def _take_in(self, result: StepResult) -> TokenUpdates:
         constraints = self._constraints

@@ -10,6 +10,7 @@ from slipstream.attention.choice import (
     BACKENDS,
     CASCADING,
     NON_CAUSAL,
+    PROMPT_KERNELS,
     RECORDS_PROMPTS,
     choose_backend,
     exact_lengths,
@@ -34,6 +35,7 @@ from slipstream.config import (
     poison_enabled,
 )
 from slipstream.engine.cache_dtype import resolve_cache_dtype
+from slipstream.engine.step_rates import expected_rates
 from slipstream.errors import ConfigError, nearest
 from slipstream.scheduler.cascade import least_saved
 from slipstream.speculate.options import read_speculation
@@ -89,11 +91,10 @@ def resolve(
         max_prefill_chunk=_positive("long_prefill_token_threshold", options.long_prefill_token_threshold, budget),
         whole_prompts=bool(whole),
         max_model_len=max_model_len,
-        mixed_prefill_tokens=_positive(
-            "mixed_prefill_tokens",
-            options.mixed_prefill_tokens,
-            _mixed_prefill(size.num_params, budget) if has_gpu else budget,
-        ),
+        mixed_prefill_tokens=_positive("mixed_prefill_tokens", options.mixed_prefill_tokens, budget),
+        max_itl_s=None if options.max_itl_ms is None else options.max_itl_ms / 1000,
+        limits_time=options.prefer == "balance" and not whole,
+        step_rates=expected_rates(model, size, dtype, has_gpu),
         prefix_caching=options.enable_prefix_caching and not refusal,
         prefix_caching_refused=refusal,
         exact_lengths=exact_lengths(backend, model, hardware, dtype, options.block_size, num_drafts),
@@ -111,6 +112,8 @@ def resolve(
         device=hardware.device,
         dtype=dtype,
         attention_backend=backend,
+        mixed_attention=options.mixed_attention,
+        prompt_kernel=_resolve_prompt_kernel(options.prompt_kernel, backend, hardware),
         steps_in_flight=_positive("steps_in_flight", options.steps_in_flight, 1 if hardware.device == "cpu" else 2),
         seed=options.seed,
         cudagraph_mode=graph_mode,
@@ -138,6 +141,14 @@ def _check_choices(options: EngineOptions) -> None:
     _check_choice("attention_backend", options.attention_backend, ("auto", *BACKENDS))
     _check_choice("cascade", options.cascade, ("auto", "always", "never"))
     _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
+    _check_choice("mixed_attention", options.mixed_attention, ("apart", "together"))
+    _check_choice("prompt_kernel", options.prompt_kernel, ("pointers", "tma"))
+    _check_choice("prefer", options.prefer, ("balance", "throughput"))
+    limit = options.max_itl_ms
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e9):
+        raise ConfigError(f"max_itl_ms must be a number of milliseconds above 0, not {limit!r}")
+    if limit is not None and options.prefer == "throughput":
+        raise ConfigError("max_itl_ms limits steps, which prefer throughput fills; set one of them")
 
 
 def _resolve_needs(speculative: SpeculativeConfig | None, backend: str) -> Needs:
@@ -241,6 +252,14 @@ def resolve_dtype(asked: str, hardware: Hardware, model: ModelConfig) -> DTypeNa
     return asked  # type: ignore[return-value]
 
 
+def _resolve_prompt_kernel(asked: str, backend: str, hardware: Hardware) -> str:
+    """The other one where it does not run: on a GPU before Hopper, and in steps with another backend."""
+    if asked == "tma" and backend not in PROMPT_KERNELS:
+        raise ConfigError(f"prompt_kernel tma is one of attention_backend {' or '.join(PROMPT_KERNELS)}, not {backend}")
+    is_old = hardware.capability is not None and hardware.capability < (9, 0)
+    return "pointers" if is_old else asked
+
+
 def _resolve_graph_mode(asked: str, hardware: Hardware) -> str:
     if hardware.device != "cpu":
         return "full" if asked == "auto" else asked
@@ -262,12 +281,6 @@ def _resolve_graph_sizes(
     for size in sizes:
         _positive("cudagraph_capture_sizes", size, 1)
     return tuple(sorted({size for size in sizes if size <= max_num_tokens}))
-
-
-def _mixed_prefill(num_params: int, budget: int) -> int:
-    """Tokens that a Hopper GPU computes in about 20 ms, at two operations a parameter and 600 TFLOP/s."""
-    tokens = int(6e12 / max(1, num_params))
-    return min(budget, max(256, 1 << (tokens.bit_length() - 1) if tokens else 0))
 
 
 def _resolve_cache(

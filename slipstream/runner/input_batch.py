@@ -139,7 +139,12 @@ class InputBuffers:
         )
         batch = self._batch(shape, drafting)
         # Not for the drafter, which uses the same attention inputs.
-        common = replace(batch.attention, num_common_pages=composition.num_common_pages, num_drafts_cpu=num_drafts)
+        common = replace(
+            batch.attention,
+            num_common_pages=composition.num_common_pages,
+            num_drafts_cpu=num_drafts,
+            num_decodes=_count_decodes(composition),
+        )
         return replace(batch, attention=common)
 
     def pad(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> InputBatch:
@@ -158,7 +163,7 @@ class InputBuffers:
         )
         step = batch.drafting.step._replace(attention=attention, positions=padded.positions)
         drafting = batch.drafting.with_target(step)
-        attention = replace(attention, num_common_pages=common.num_common_pages)
+        attention = replace(attention, num_common_pages=common.num_common_pages, num_decodes=common.num_decodes)
         return replace(padded, attention=attention, drafting=drafting, decode_len=batch.decode_len)
 
     def static(self, desc: BatchExecutionDescriptor) -> InputBatch:
@@ -237,6 +242,18 @@ class InputBuffers:
 
 
 _NOTHING = np.zeros(1, dtype=np.int32)  # offsets of a batch without requests
+
+
+def _count_decodes(composition: Composition) -> int:
+    """Leading requests that decode, as many as have the first one's number of tokens."""
+    query_len, count = composition.num_tokens[0], 0
+    for num_tokens, samples, num_drafts in zip(
+        composition.num_tokens, composition.samples, composition.num_drafts, strict=True
+    ):
+        if not samples or num_tokens != query_len or num_tokens != 1 + num_drafts:
+            break
+        count += 1
+    return count
 
 
 def _starts(counts: Int32s) -> Int32s:

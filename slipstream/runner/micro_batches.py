@@ -76,6 +76,7 @@ def _slice(common: CommonAttentionMetadata, begin: int, end: int, tokens: slice)
         num_computed_cpu=host_part(common.num_computed_cpu),
         batch_rows=part(common.batch_rows),
         num_drafts_cpu=host_part(common.num_drafts_cpu),
+        num_decodes=min(max(common.num_decodes - begin, 0), end - begin),
     )
     return MicroBatch(own, tokens, attention)
 
@@ -102,12 +103,17 @@ def _cut_request(
         drafts_before[-1] = num_drafts - drafts_after[0]
     if after.num_computed_cpu is not None:
         after.num_computed_cpu[0] += num_before
+    # A decode that is cut is none any more: the last of the first half, and before all of the second.
+    decodes_before = min(before.num_decodes, before.num_reqs - 1)
     # A request without tokens left does not run in the second half, whatever its length.
     lengths_after = after.seq_lens.clone()
     lengths_after[:1] = torch.where(num_left > 0, after.seq_lens[:1], 0)
     return (
-        replace(first, attention=replace(before, query_lens=query_lens, seq_lens=seq_lens)),
-        replace(second, attention=replace(after, query_lens=lens_after, seq_lens=lengths_after)),
+        replace(
+            first,
+            attention=replace(before, query_lens=query_lens, seq_lens=seq_lens, num_decodes=decodes_before),
+        ),
+        replace(second, attention=replace(after, query_lens=lens_after, seq_lens=lengths_after, num_decodes=0)),
     )
 
 

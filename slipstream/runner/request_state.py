@@ -139,12 +139,12 @@ class RequestRows:
         return values.view(torch.float32) if column.dtype == "float32" else values
 
     def _capacity(self, config: EngineConfig) -> int:
-        """Upper bound of the values staged per step: at most max_model_len prompt tokens are admitted in one."""
+        """Upper bound of the values staged per step: it admits requests of so many tokens at most."""
         pages = min(config.cache.num_pages, self.num_rows * self.max_pages)
         row_size = self._row_size + self._max_encoder_pages
         if config.scheduler.needs.host_drafts:
             row_size += NUM_HEADER_COLUMNS + _most_host_drafts(config)
-        return config.scheduler.max_model_len + pages + self.num_rows * (row_size + 1 + len(_BATCH_OFFSETS))
+        return config.scheduler.max_staged_tokens + pages + self.num_rows * (row_size + 1 + len(_BATCH_OFFSETS))
 
     def stage_init(self, init: RowInit) -> None:
         """Assign a row to a request: writes every field but the page table, which comes as diffs."""

@@ -143,9 +143,9 @@ class Runner:
         return ReleasedStep(held.plan, sent, held.paused, resumed)
 
     @property
-    def gives_times(self) -> bool:
-        """Whether the duration of the newest step says what such steps take."""
-        return self.device.keeps_time and not self.batches.was_recorded
+    def newest_was_recorded(self) -> bool:
+        """Whether the newest step was recorded while it ran, so that its duration is not that of such steps."""
+        return self.batches.was_recorded
 
     def _stage_changes(self, plan: StepPlan) -> None:
         for init in plan.row_inits:

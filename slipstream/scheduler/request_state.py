@@ -59,6 +59,11 @@ class RequestState:
         return len(self.token_ids) + self.num_draws_in_flight + self.num_drafts_in_flight
 
     @property
+    def num_left(self) -> int:
+        """Tokens that no launched step computes: more than 1 while its prompt is in work."""
+        return self.num_tokens_bound - self.num_computed
+
+    @property
     def num_slots(self) -> int:
         """Cache slots that its next step may write, drafts and drafting after them included."""
         return min(self.num_tokens_bound + self.num_ahead, self.max_total)

@@ -14,14 +14,16 @@ from slipstream.config import CacheConfig, SchedulerConfig
 from slipstream.errors import RequestError
 from slipstream.host_drafting import HostProposer
 from slipstream.output import TokenUpdates
-from slipstream.plan import Composition, EncoderRun, RowInit, StepPlan, StepResult
+from slipstream.plan import Composition, StepPlan, StepResult
 from slipstream.request import Request
+from slipstream.scheduler.admission import Admission, Queues
 from slipstream.scheduler.collected_step import TokenCollector
 from slipstream.scheduler.draft_ledger import DraftLedger
 from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.open_plan import OpenPlan
 from slipstream.scheduler.pages import PagePool, check_fits, root_hash
-from slipstream.scheduler.request_pages import CachedPages, RequestPages
+from slipstream.scheduler.prompt_budget import PromptBudget
+from slipstream.scheduler.request_pages import RequestPages
 from slipstream.scheduler.request_state import NO_ROW, RequestState
 from slipstream.scheduler.stats import SchedulerStats
 from slipstream.scheduler.steady_batch import SteadyBatch
@@ -55,10 +57,12 @@ class Scheduler:
         self._next_step_id = 0
         self._in_flight: dict[int, _Launched] = {}  # by step, oldest first
         self._next_arrival_idx = 0
-        self._num_admitted = 0
         self._recent: dict[Composition, Composition] = {}  # one object for equal compositions
         self._steady: SteadyBatch | None = None  # if the newest step can be repeated
         self._totals = SchedulerStats()
+        self.prompts = PromptBudget(config)
+        queues = Queues(self.waiting, self.running, self._free_rows)
+        self._admission = Admission(config, self._pages, self.drafts, queues, self._totals)
 
     # --- scheduling and collecting steps ---------------------------------------------------------
 
@@ -79,12 +83,13 @@ class Scheduler:
         decodes, prefills = self._split_running()
         # Decodes first: each needs one token and its drafts, and users are reading their text.
         num_drafts = self.drafts.count_checked(lengths, decodes)
-        budget = self.config.max_num_batched_tokens - opened.add_decodes(decodes, num_drafts)
-        if decodes:
-            budget = min(budget, self.config.mixed_prefill_tokens)
-        for state in prefills:
-            budget -= self._add_prefill(opened, state, budget)
-        self._admit(opened, budget)
+        if prefills or (self.waiting and self._free_rows):
+            num_tokens = (1 + num_drafts) * len(decodes)
+            room = self.prompts.room(decodes, num_tokens, lengths.make if self.config.num_drafts else 0)
+            opened.add_decodes(decodes, num_drafts)
+            self._admission.add_prompts(opened, prefills, room)
+        else:
+            opened.add_decodes(decodes, num_drafts)
         if not opened.states:
             return None
         has_prompts = len(opened.states) > len(decodes)
@@ -132,6 +137,10 @@ class Scheduler:
         """The duration of a step that had the device for itself."""
         self.drafts.record_seconds(plan, seconds)
 
+    def observe_seconds(self, plan: StepPlan, seconds: float) -> None:
+        """How long the device took for a step, among others in flight."""
+        self.prompts.observe(plan, seconds)
+
     # --- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request, cache_key: bytes = b"") -> None:
@@ -178,55 +187,6 @@ class Scheduler:
         wanting = [s for s in self.running if len(s.token_ids) + s.num_draws_in_flight < s.max_total]
         prefills = [s for s in wanting if s.num_tokens_bound - s.num_computed > 1]
         return [s for s in wanting if s not in prefills] if prefills else wanting, prefills
-
-    def _add_prefill(self, opened: OpenPlan, state: RequestState, budget: int) -> int:
-        num_tokens = state.num_tokens_bound - state.num_computed  # tokens that no launched step computes
-        if self.config.whole_prompts and num_tokens > budget:
-            return 0
-        return opened.add_prefill(state, min(num_tokens, budget, self.config.max_prefill_chunk))
-
-    def _admit(self, opened: OpenPlan, budget: int) -> None:
-        """Admit waiting requests while rows, budget, staging space and pages for all their tokens last."""
-        num_staged = num_encoded = 0
-        most_encoded = self.config.max_num_batched_tokens
-        if opened.states:
-            most_encoded = min(most_encoded, self.config.mixed_prefill_tokens)
-        while self.waiting and self._free_rows and budget > 0:
-            state = self.waiting[0]
-            if self.config.whole_prompts and len(state.token_ids) > budget:
-                return
-            num_staged += len(state.token_ids)
-            cached = self._pages.find_cached(state)
-            needed = self._pages.num_first(state) - len(cached.all)
-            room = self.pool.num_free - self.pool.num_unheld(cached.all)
-            if needed > room or num_staged > self.config.max_model_len:
-                return
-            num_entries = 0 if cached.encoded else state.request.num_encoder_entries
-            # An entry of an encoder's output counts as a token, but one request at least is encoded in a step.
-            if num_encoded and num_encoded + num_entries > most_encoded:
-                return
-            num_encoded += num_entries
-            self.waiting.pop(0)
-            self._pages.move_in(state, cached)
-            self._move_in(opened, state, cached)
-            budget -= self._add_prefill(opened, state, budget)
-
-    def _move_in(self, opened: OpenPlan, state: RequestState, cached: CachedPages) -> None:
-        request = state.request
-        if state.num_cached_tokens is None:
-            state.num_cached_tokens = state.num_computed
-            self._totals.num_prompt_tokens += len(request.prompt_token_ids)
-            self._totals.num_cached_tokens += state.num_computed
-        state.row = self._free_rows.pop()
-        self._num_admitted += 1
-        state.generation = self._num_admitted
-        bisect.insort(self.running, state, key=_rank)
-        draft_start, encoded = self.drafts.move_in(state, self.pool, cached.prefix), tuple(state.encoder_page_ids)
-        token_ids = tuple(state.token_ids)
-        opened.row_inits.append(RowInit(state.row, request, token_ids, state.num_computed, draft_start, encoded))
-        if state.is_encoding:
-            assert request.encoder is not None
-            opened.encoder_runs.append(EncoderRun(state.row, request.encoder, request.num_encoder_entries))
 
     def _must_drain(self) -> bool:
         """Whether the next step needs exact lengths, which are only bounds while steps are in flight."""

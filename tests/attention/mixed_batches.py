@@ -36,6 +36,7 @@ def draw_batch(seed: int, num_reqs: int, query_len: int, page: int = PAGE) -> Co
         *(torch.from_numpy(alive), torch.from_numpy(computed + alive), computed + planned),
         *(table.view(num_reqs, MAX_PAGES), torch.zeros(int(starts[-1]), dtype=torch.int64)),
         num_computed_cpu=computed,
+        num_decodes=num_decodes,
     )
 
 

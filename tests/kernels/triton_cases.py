@@ -28,6 +28,7 @@ from tests.kernels.triton_cases_encoder import encoders
 from tests.kernels.triton_cases_fused import decodes, products
 from tests.kernels.triton_cases_index import indexers
 from tests.kernels.triton_cases_latent import latents
+from tests.kernels.triton_cases_mixed import cases as mixed_steps
 from tests.kernels.triton_cases_moe import experts, grouped_routes, norms, routes
 from tests.kernels.triton_cases_pool import pools
 from tests.kernels.triton_check import Case, Real, poisoned
@@ -358,4 +359,5 @@ CASES = [
     *encoders(),
     *latents(),
     *indexers(),
+    *mixed_steps(),
 ]

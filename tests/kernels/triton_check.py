@@ -50,6 +50,9 @@ def prepared(args: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[dic
             # A view stays one, so that strides are tested too.
             own[name] = value.to(device) if device != "cpu" else value.clone(memory_format=torch.preserve_format)
             wide[name] = value.clone()
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):  # a bundle where an operation has two of a kind
+            parts = prepared(value._asdict(), dtype, device)  # type: ignore[attr-defined]
+            own[name], wide[name] = (type(value)(**part) for part in parts)
         else:
             own[name] = wide[name] = value
     return own, wide

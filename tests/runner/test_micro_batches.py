@@ -58,6 +58,7 @@ def draw_batch(rng: random.Random, has_exact: bool = False) -> CommonAttentionMe
         slot_mapping=torch.arange(int(starts[-1])),
         batch_rows=torch.tensor(rng.sample(range(10), num_reqs), dtype=torch.int32),
         num_drafts_cpu=drafts,
+        num_decodes=next((i for i in range(num_reqs) if not planned[0] == planned[i] == 1 + drafts[i]), num_reqs),
         num_computed_cpu=computed if has_exact else None,
         seq_starts=torch.arange(num_reqs, dtype=torch.int32) if rng.random() < 0.3 else None,
     )
@@ -82,6 +83,9 @@ def check_half(half: CommonAttentionMetadata) -> None:
     assert half.max_query_len == np.diff(starts).max() > 0
     assert len(half.seq_lens_cpu_upper_bound) == half.num_reqs == len(half.block_table) == len(half.seq_lens)
     assert (half.seq_lens_cpu_upper_bound >= half.seq_lens.numpy()).all() and half.max_seq_len <= MAX_LEN
+    lens, drafts = np.diff(starts)[: half.num_decodes], half.num_drafts_cpu
+    assert drafts is not None and 0 <= half.num_decodes <= half.num_reqs
+    assert (lens == lens[:1]).all() and (lens == 1 + drafts[: half.num_decodes]).all()
     assert (half.query_lens.numpy() <= np.diff(starts)).all() and (half.query_lens >= 0).all()
 
 

@@ -88,7 +88,7 @@ class Device:
         assert 0 < plan.num_tokens <= config.max_num_batched_tokens
         assert len({r.row for r in plan.requests}) == len(plan.requests) <= config.max_num_seqs
         # The rows' tokens are staged at once, and the staging buffers have room for so many.
-        assert sum(len(init.token_ids) for init in plan.row_inits) <= config.max_model_len
+        assert sum(len(init.token_ids) for init in plan.row_inits) <= config.max_staged_tokens
         self._check_common(plan)
         tokens, statuses = [], []
         for scheduled in plan.requests:

@@ -22,6 +22,18 @@ from tests.sim.planted import ROOT, Mutation, plant
 
 MUTATIONS = [
     Mutation(
+        "prompts: a short one that went first goes on once more",
+        "admission:Admission.add_prompts",
+        "if id(state) not in added:",
+        "if True:",
+    ),
+    Mutation(
+        "prompts: what short ones take is not taken from the step",
+        "admission:Admission._admit_short",
+        "self._add_prefill(opened, state, room, short)",
+        "self._add_prefill(opened, state, short)",
+    ),
+    Mutation(
         "encoder: its builder reads lengths of the device",
         "cross:CrossBackend.build",
         "seq_lens_cpu_upper_bound=np.full(common.num_reqs, self._max_entries, dtype=np.int32),",
@@ -508,8 +520,8 @@ MUTATIONS = [
     Mutation(
         "cascade: lost where the batch is padded",
         "input_batch:InputBuffers.pad",
-        "attention = replace(attention, num_common_pages=common.num_common_pages)",
-        "pass",
+        "num_common_pages=common.num_common_pages, num_decodes=common.num_decodes",
+        "num_decodes=common.num_decodes",
     ),
     Mutation(
         "latents: lengths are read from the device",
@@ -705,14 +717,14 @@ MUTATIONS = [
     ),
     Mutation(
         "pooling: a text of an encoder comes in pieces",
-        "scheduler:Scheduler._add_prefill",
-        "if self.config.whole_prompts and num_tokens > budget:",
+        "admission:Admission._add_prefill",
+        "if self._config.whole_prompts and num_tokens > fitting:",
         "if False:",
     ),
     Mutation(
         "pooling: an encoder's text is admitted to a step without room for it",
-        "scheduler:Scheduler._admit",
-        "if self.config.whole_prompts and len(state.token_ids) > budget:",
+        "admission:Admission._admit",
+        "if self._config.whole_prompts and len(state.token_ids) > room.tokens:",
         "if False:",
     ),
     Mutation(

@@ -22,6 +22,7 @@ from tests.sim.tiny_engines import (
     METHODS,
     Arrival,
     Folders,
+    K,
     Launch,
     Watched,
     arrivals,
@@ -117,6 +118,27 @@ def test_the_same_tokens_as_plain_through_flex(
     assert found == {name: plain[name][:4] for name in found}
     assert watched.num_mixed >= 2 and watched.num_target_replays == len(watched.launches)
     assert watched.engine.core.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+@pytest.mark.parametrize("mode", ["none", "piecewise"])
+def test_prompts_and_decodes_attend_apart_where_the_host_knows_them(
+    monkeypatch: pytest.MonkeyPatch, folders: Folders, plain: Tokens, mode: str, method: str
+) -> None:
+    """Launch by launch and in pieces; not in graphs of all of a step, which serve batches of any kinds."""
+    watched = watch(monkeypatch, folders, "triton", method, cudagraph_mode=mode)
+    found: list[TritonMetadata] = []
+    build = TritonBackend.build
+
+    def build_and_note(self: TritonBackend, common: CommonAttentionMetadata) -> TritonMetadata:
+        found.append(build(self, common))
+        return found[-1]
+
+    monkeypatch.setattr(TritonBackend, "build", build_and_note)
+    check(plain, watched, arrivals())
+    apart = [metadata.parts for metadata in found if metadata.parts is not None]
+    assert len(apart) >= 4
+    assert {parts.query_len for parts in apart} == ({1} if method == "none" else {1 + K})
 
 
 @pytest.mark.slow

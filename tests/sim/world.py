@@ -29,6 +29,7 @@ from slipstream.encoder_input import EncoderInput
 from slipstream.engine.build import decide_draft_length
 from slipstream.engine.core import EngineCore
 from slipstream.engine.resolve import resolve
+from slipstream.engine.step_clock import StepClock
 from slipstream.grammar.constraints import Constraints, MaskLimits
 from slipstream.kernels.attention import latent_parts
 from slipstream.kernels.request_rows import RowState
@@ -137,6 +138,20 @@ class RandomLength(FixedLength):
     def launched(self, composition: Composition) -> None:
         if self._random.random() < 0.4:
             self._draw()
+
+
+class DrawnClock(StepClock):
+    """Steps take any time at all, or as long as a machine's would: chunks of prompts are cut anywhere."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(1)
+        self._random = random.Random(f"clock {seed}")
+        self._usual_s = self._random.choice([1e-4, 1e-2, 1.0])
+
+    def collected(self, step_id: int, wait_s: float) -> float | None:
+        del self._begun[step_id]
+        rng = self._random
+        return None if rng.random() < 0.2 else self._usual_s * rng.choice([0.5, 1.0, 1.0, 1.1, 40.0])
 
 
 @dataclass
@@ -295,6 +310,7 @@ class World:
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=rng.choice([1, 3, 8, 64]),
             mixed_prefill_tokens=apart.choice([None, 1, 5, 16]),
+            **self._draw_limit(),
             attention_backend="triton",  # in name: of those that run here the one with a cascade
             cascade="always" if self.is_alike else apart.choice(["always", "always", "never"]),
             block_size=block_size,
@@ -305,6 +321,13 @@ class World:
             enable_prefix_caching="prefix_caching" in self.events,
             speculative_config=speculative,
         )
+
+    def _draw_limit(self) -> dict[str, Any]:
+        """Of the time of steps with prompts, whose costs the world's own clock draws."""
+        rng = random.Random(f"limit {self.seed}")
+        if rng.random() < 0.3:
+            return {"prefer": "throughput"}
+        return {"max_itl_ms": rng.choice([None, 1.0, 10.0, 30.0, 1000.0])}
 
     def _draw_encoder_options(self) -> dict[str, Any]:
         """A step has room for any text, and now and then for several."""
@@ -594,6 +617,7 @@ class World:
                 runner.splitter.choose = self._choose_split
         scheduler = Scheduler(config.scheduler, config.cache, draft_length)
         core = EngineCore(scheduler, runner, config.steps_in_flight, self._open_constraints(config, runner))
+        core.clock = DrawnClock(self.seed)
         collect = core.scheduler.collect
         needs = config.scheduler.needs
         goes_over_all = needs.looks_ahead or needs.in_one_pass
