@@ -9,7 +9,7 @@ Four loads, each for every setting of the engine:
 - ``among-long``: the first tokens of short prompts that arrive while four of 32,768 tokens are in work.
 
 Settings: ``default``; ``throughput`` (``prefer`` of that name); ``constant`` (the policy before: a fixed number of
-prompt tokens beside decodes, oldest prompts first); ``together`` (``mixed_attention`` of that name); ``tma`` (that
+prompt tokens beside decodes, oldest prompts first); ``apart`` (``mixed_attention`` of that name); ``tma`` (that
 ``prompt_kernel``, pages of 64); any with ``+eagle3``, a head of the shape with an adaptive draft length and drafts
 accepted at .730 .521 .355 and on, WHATEVER THEY SAY: its text means nothing. Its rows have the draft length over time.
 
@@ -46,7 +46,7 @@ from vllm_figures import MIXED_SECONDS
 
 SHARE_OF_CAPACITY = 1 / 3
 KERNELS: dict[str, dict[str, Any]] = {
-    "together": {"mixed_attention": "together"},
+    "apart": {"mixed_attention": "apart"},
     "tma": {"prompt_kernel": "tma", "block_size": 64},
 }
 LOADS = ("burst", "poisson", "idle", "among-long")

@@ -151,9 +151,9 @@ class EngineOptions:
         "auto", "Attention backend: auto, triton, flashinfer or flex (GPU), cpu, or reference (the definition)."
     )
     mixed_attention: str = option(
-        "apart",
-        "Attention of steps with prompts and decodes, with the backend triton: apart (each by its own kernel, keys of "
-        "decodes split among programs) or together (all by the kernel for prompts).",
+        "together",
+        "Attention of steps with prompts and decodes, with the backend triton: together (all by the kernel of prompts) "
+        "or apart (each by its own, keys of decodes split among programs; not measured yet).",
     )
     prompt_kernel: str = option(
         "pointers",
@@ -293,7 +293,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None  # the drafter's network
     num_draft_modules: int = 1  # used in turn for successive drafts
-    mixed_attention: str = "apart"  # or together
+    mixed_attention: str = "together"  # or apart
     prompt_kernel: str = "pointers"  # or tma
     weight_formats: str = ""  # of the target, as users know them: "bfloat16", "Q4_K, Q6_K"
 

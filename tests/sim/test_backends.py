@@ -126,7 +126,7 @@ def test_prompts_and_decodes_attend_apart_where_the_host_knows_them(
     monkeypatch: pytest.MonkeyPatch, folders: Folders, plain: Tokens, mode: str, method: str
 ) -> None:
     """Launch by launch and in pieces; not in graphs of all of a step, which serve batches of any kinds."""
-    watched = watch(monkeypatch, folders, "triton", method, cudagraph_mode=mode)
+    watched = watch(monkeypatch, folders, "triton", method, cudagraph_mode=mode, mixed_attention="apart")
     found: list[TritonMetadata] = []
     build = TritonBackend.build
 

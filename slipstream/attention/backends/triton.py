@@ -38,7 +38,7 @@ class TritonBackend:
         dtypes=("float32", "bfloat16", "float16"), host_lengths="none", graph_support="always", stores_keys=True
     )
 
-    def __init__(self, mixed_attention: str = "apart", prompt_kernel: str = "pointers") -> None:
+    def __init__(self, mixed_attention: str = "together", prompt_kernel: str = "pointers") -> None:
         self._takes_apart, self._with_tma = mixed_attention == "apart", prompt_kernel == "tma"
 
     def step_buffers(self) -> tuple[Tensor, ...]:

@@ -68,7 +68,7 @@ def test_a_decode_does_not_depend_on_the_prompts_beside_it() -> None:
 
 def test_a_batch_is_taken_apart_only_where_the_host_knows_its_kinds() -> None:
     common = batch_of_both_kinds(0, 3)
-    backend = TritonBackend()
+    backend = TritonBackend("apart")
     parts = backend.build(common).parts
     assert parts is not None and parts.query_len == 3
     assert len(parts.decodes.seq_lens) == common.num_decodes
