@@ -16,6 +16,7 @@ import torch
 from slipstream.config import Hardware
 from slipstream.device.interface import Capture, Event, GraphPool, Stream, Timestamp
 from slipstream.device.sync_guard import NoGuard, SyncGuard
+from slipstream.kernels import native
 
 POISON = 0x7FF1
 _NOTHING = nullcontext()
@@ -48,7 +49,8 @@ class CpuDevice:
         self.copy_stream: Stream = CpuStream()
 
     def hardware(self, dtype: str) -> Hardware:
-        return Hardware(device="cpu", free_memory_bytes=free_memory_bytes(), dtype_works=dtype_works(dtype))
+        free, name = free_memory_bytes(), native.describe_cpu()
+        return Hardware(device="cpu", free_memory_bytes=free, dtype_works=dtype_works(dtype), name=name)
 
     def event(self) -> Event:
         return CpuEvent()

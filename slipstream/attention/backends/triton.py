@@ -11,6 +11,7 @@ from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.attention.cascade_attention import cascade_attention
 from slipstream.kernels.attention.decode_attention import decode_attention
+from slipstream.kernels.attention.exact_attention import exact_attention
 from slipstream.kernels.attention.rope_cache import NewTokens
 from slipstream.kernels.attention.triton_attention import MAX_ROWS, triton_attention
 
@@ -60,6 +61,17 @@ class TritonBackend:
             return cascade_attention(q, kv_cache, common.requests, layer.scale, query_len, num_common)
         requests, is_causal = common.requests, common.is_causal
         return triton_attention(q, kv_cache, requests, layer.scale, layer.window, query_len, is_causal)
+
+
+class ExactTritonBackend(TritonBackend):
+    """The same for ``--exact``: one kernel for every number of query tokens, which reads keys from the cache alone."""
+
+    caps: ClassVar[Caps] = replace(TritonBackend.caps, stores_keys=False)
+
+    def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
+        requests, query_len = metadata.common.requests, metadata.query_len
+        assert metadata.common.is_causal
+        return exact_attention(q, kv_cache, requests, layer.scale, layer.window, query_len)
 
 
 def _is_cascade(layer: AttentionLayer, common: CommonAttentionMetadata) -> bool:

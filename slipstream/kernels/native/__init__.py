@@ -91,7 +91,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_add_rms_norm.argtypes = [p, p, p, f, p, p, n, n]
     lib.slip_swiglu.argtypes = [p, p, n, n]
     lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6, i]
-    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i, i]
+    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i, i, i]
     lib.slip_encoder_attention.argtypes = [*[p] * 7, *[n] * 7, f, i]
     lib.slip_panel_linear.argtypes = [*[p] * 4, n, n, n, i, i]
     lib.slip_panel_width.restype = n
@@ -151,6 +151,15 @@ def cpu_features() -> str:
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     lines = [line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features"))]
     return " ".join([*lines, ""])
+
+
+def describe_cpu() -> str:
+    """A short name that is the same for CPUs on which the kernels compute the same."""
+    if _isa is None:
+        use_isa(cpu_instructions())
+    features = cpu_features() if sys.platform.startswith("linux") else platform.processor()
+    kernels = "torch" if library() is None else str(_isa)
+    return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:12]} {kernels}"
 
 
 def _run(command: list[str]) -> None:
