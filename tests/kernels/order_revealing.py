@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError as InterpreterError
 
 from tests.kernels.triton_check import poisoned_allocations, quietly_interpreted
 

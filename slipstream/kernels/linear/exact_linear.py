@@ -2,7 +2,7 @@
 
 As in ``small_linear`` a norm between two products is a gain, which the first one stores, and a factor, which the second
 one applies to its sums. ``exact_tiles`` says in which order a sum is added up. The sums of squares that give the factor
-cross tiles of any size; they are integers, multiples of 2^-24, whose sum is the same in any order.
+cross tiles of any size; they are integers, multiples of 2^-28, whose sum is the same in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.kernels.linear.small_linear import Epilogue, Product, Scaled, Ti
 from slipstream.kernels.triton_jit import early_start, next_power_of_2, runs_triton
 from slipstream.kernels.tuning.tiles import Kind, Weight
 
-SQUARE_UNIT = 2.0**-24
+SQUARE_UNIT = 2.0**-28  # a stream with squares that sum up to 2^35 is beyond 64 bits: a token of 185,000
 _LINE = 128  # bytes of the second-level cache
 _GROUP = 8  # tiles of tokens that share the rows of a weight in the second-level cache
 
@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
     """What is multiplied: tokens as they are, or still without the factor of their norm."""
 
     x: Tensor  # [num_tokens, in]
-    # [num_tokens, parts] int64 in units of 2^-24, or [num_tokens, 1] float32: the sum of squares, before the gain
+    # [num_tokens, parts] int64 in units of 2^-28, or [num_tokens, 1] float32: the sum of squares, before the gain
     squares: Tensor | None = None
     eps: float = 0.0
 
