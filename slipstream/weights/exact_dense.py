@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from slipstream.kernels.linear.dense_linear import embedding
 from slipstream.kernels.linear.exact_linear import Tokens, exact_linear, exact_linear_scaled, tokens_of
 from slipstream.kernels.linear.small_linear import Epilogue, Product, Scaled
+from slipstream.kernels.triton_jit import interprets
 from slipstream.kernels.tuning.tiles import Kind
 from slipstream.kernels.tuning.tiles import Weight as TileKey
 from slipstream.weights.matrix import Matrix, WeightShape
@@ -15,7 +16,7 @@ from slipstream.weights.matrix import Matrix, WeightShape
 
 def has_exact_products(device: torch.device) -> bool:
     """A CPU's library sums in an order that depends on the batch."""
-    return device.type != "cpu"
+    return device.type != "cpu" or interprets()
 
 
 class ExactWeight(Matrix):
