@@ -19,6 +19,7 @@ The exit status is 1 if anything differs that must not. The results have the cas
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -98,7 +99,7 @@ def run_texts(arguments: argparse.Namespace) -> list[Row]:
     rows = compare_texts(bench, own) if "texts" in arguments.parts else []
     if "settings" in arguments.parts:
         # In turn from every kind, as many as are asked for.
-        mixed = [q for turn in zip(*questions.values(), strict=False) for q in turn]
+        mixed = [q for turn in itertools.zip_longest(*questions.values()) for q in turn if q is not None]
         rows += compare_settings(bench, mixed, own)
     return rows
 

@@ -112,9 +112,9 @@ def compare_settings(bench: ExactBench, questions: Sequence[Question], arguments
 
     expected, client = run(replace(base, max_num_seqs=1, steps_in_flight=1), 1)
     reference = [numbers_of(output) for output in expected]
-    # Room for the longest request and a few more: most are preempted.
-    longest = max(len(prompt) for prompt in prompts) + tokens
-    num_pages = 2 * -(-longest // base.block_size) + 8
+    # Room for the longest request and a part of another: most are preempted.
+    longest = -(-(max(len(prompt) for prompt in prompts) + tokens) // base.block_size)
+    num_pages = longest + longest // 2 + 2
     rows = []
     for options in combinations(client.config.device, num_pages):
         outputs, other = run(replace(base, max_num_seqs=max(arguments.batch), **options), None)

@@ -19,7 +19,7 @@ from tests import tiny_models
 from tests.test_spec_bench import QUESTIONS, put
 
 ARGUMENTS = ["--kernel-shapes", "tiny", "--largest", "70", "--draws", "6", "--shapes", "none", "--cost-batch", "1,2"]
-ARGUMENTS += ["--batch", "1,3", "--output-len", "12", "--prompt-len", "6", "--device", "cpu", "--max-model-len", "128"]
+ARGUMENTS += ["--batch", "1,3", "--output-len", "24", "--prompt-len", "6", "--device", "cpu", "--max-model-len", "128"]
 
 
 @pytest.fixture
