@@ -53,9 +53,7 @@ def text_rows(arguments: argparse.Namespace, method: Method, runs: Runs, plain: 
     for setting, by_kind in runs.items():
         reference = plain[Setting(setting.temperature, min(arguments.batch))]
         pairs = [
-            pair
-            for kind, run in by_kind.items()
-            for pair in zip(run.answers, reference[kind].answers, strict=True)
+            pair for kind, run in by_kind.items() for pair in zip(run.answers, reference[kind].answers, strict=True)
         ]
         row: Row = {
             "case": "exact-spec-bench",

@@ -54,7 +54,9 @@ def test_all_parts(tmp_path: Path, given: list[str], monkeypatch: pytest.MonkeyP
     assert all(row["equal"] == row["compared"] > 5 for row in by_case["exact-kernels"])
     texts = by_case["exact-spec-bench"]
     # Three first turns and a second one, two temperatures, two batches: plain, with n-grams, and the sum of the latter.
-    assert [row["texts"] for row in texts] == [4] * 8 + [16] and all(row["texts"] == row["texts_equal"] for row in texts)
+    assert [row["texts"] for row in texts] == [4] * 8 + [16] and all(
+        row["texts"] == row["texts_equal"] for row in texts
+    )
     settings = by_case["exact-settings"]
     assert len(settings) == 16 and not any(row["differences"] for row in settings)
     assert any(row["num_preemptions"] for row in settings) and any(row["num_cached_tokens"] for row in settings)
@@ -65,7 +67,14 @@ def test_all_parts(tmp_path: Path, given: list[str], monkeypatch: pytest.MonkeyP
 
 def test_differences_are_faults() -> None:
     row = {"case": "exact-settings", "batch": 1, "texts": 3, "differences": 1}
-    planted = {"case": "exact-kernels", "kernel": "planted cut", "batch": 1, "compared": 9, "equal": 9, "is_found": False}
+    planted = {
+        "case": "exact-kernels",
+        "kernel": "planted cut",
+        "batch": 1,
+        "compared": 9,
+        "equal": 9,
+        "is_found": False,
+    }
     fine = [
         {"case": "exact-spec-bench", "batch": 1, "texts": 4, "texts_equal": 4},
         {"case": "exact-cost", "batch": 1, "ratio": 0.5},

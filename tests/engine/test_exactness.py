@@ -13,7 +13,7 @@ from slipstream.attention.cross import CrossSpec
 from slipstream.attention.gdn import DeltaNetSpec
 from slipstream.attention.mla import LatentSpec
 from slipstream.cache_spec import CacheSpec
-from slipstream.config import EngineConfig, EngineOptions, ModelConfig, NetworkSize
+from slipstream.config import UNMEASURED, EngineConfig, EngineOptions, ModelConfig, NetworkSize
 from slipstream.encoder_config import EncoderConfig
 from slipstream.engine.resolve import resolve
 from slipstream.speculate.options import read_speculation
@@ -29,7 +29,7 @@ class Unknown(CacheSpec):
     """A kind of cache from outside, which says nothing."""
 
 
-def resolved(model: ModelConfig = MODEL, size: NetworkSize = NetworkSize(), **options: Any) -> EngineConfig:
+def resolved(model: ModelConfig = MODEL, size: NetworkSize = UNMEASURED, **options: Any) -> EngineConfig:
     return resolve(EngineOptions.from_dict({"exact": True, **options}), GPU, model, size)
 
 
@@ -84,7 +84,10 @@ def test_what_it_resolves_to() -> None:
     plain = resolve(EngineOptions(), GPU, MODEL)
     assert not plain.exact and plain.scheduler.least_saved is not None
     # The simulated device has the GPU's kernels; its usual definition attends in another way.
-    assert resolve(EngineOptions(exact=True, device="sim"), replace(CPU, device="sim"), MODEL).attention_backend == "triton"
+    assert (
+        resolve(EngineOptions(exact=True, device="sim"), replace(CPU, device="sim"), MODEL).attention_backend
+        == "triton"
+    )
 
 
 def test_which_verification_keeps_tokens() -> None:
@@ -98,7 +101,11 @@ def test_which_verification_keeps_tokens() -> None:
     ("variant", "options", "reason"),
     [
         ("llama", {"dtype": "float64"}, "on a CPU products with weights in float64 depend on the batch"),
-        ("llama", {"attention_backend": "reference"}, "exact is not possible with attention_backend reference; use cpu"),
+        (
+            "llama",
+            {"attention_backend": "reference"},
+            "exact is not possible with attention_backend reference; use cpu",
+        ),
         ("qwen3-moe", {}, "on a CPU experts in float32 depend on the batch"),
         ("gemma3", {}, "on a CPU the layers of Gemma3ForCausalLM are not computed by C kernels as a whole"),
     ],

@@ -1,7 +1,7 @@
 """Triton's interpreter with arithmetic that shows in which order a kernel adds.
 
-The interpreter leaves products of matrices to numpy, whose sums depend on shapes, as no tensor core's do: here a product
-is added along k, one number after another, to the accumulator. On a GPU a reduction of floats adds in an order that
+The interpreter leaves products to numpy, whose sums depend on shapes, as no tensor core's do: here a product is added
+along k, one number after another, to the accumulator. On a GPU a reduction of floats adds in an order that
 depends on the tile's layout: here it is an error where more than one number is added, so that no kernel that promises
 exact results has one. Integers are added in any order.
 """

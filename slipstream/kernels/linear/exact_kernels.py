@@ -201,9 +201,7 @@ def tile_kernel(
     )
     for i in tl.static_range(1, PARTS):
         end = tl.minimum((i + 1) * WIDTH, in_size)
-        more, more_value = _chain(
-            row, token, to_value, is_token, i * WIDTH, end, GATE, EVEN, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        more, more_value = _chain(row, token, to_value, is_token, i * WIDTH, end, GATE, EVEN, BLOCK_M, BLOCK_N, BLOCK_K)
         acc += more
         if GATE != "":
             value += more_value

@@ -41,7 +41,7 @@ def num_warps_of(cut: Cut) -> int:
 
 
 def keeps_cut(tile: Tile, cut: Cut) -> bool:
-    """Whether a tile adds up in the cut's order. Tiles that multiply one token after another do not use tensor cores."""
+    """Whether a tile adds up in the order of the cut. Tiles that take tokens one by one do not use tensor cores."""
     if tile.tokens == 0:
         return False
     if tile.columns == 0:

@@ -44,7 +44,9 @@ class Texts(NamedTuple):
             starts.append(starts[-1] + (query_len or count))
         tables = [self.table[text] for text, _, _ in spans] + [torch.zeros_like(self.table[0])] * spare
         ends = [end for _, _, end in spans] + [0] * spare
-        requests = PagedRequests(*(torch.tensor(x, dtype=torch.int32) for x in (starts, counts, ends)), torch.stack(tables))
+        requests = PagedRequests(
+            *(torch.tensor(x, dtype=torch.int32) for x in (starts, counts, ends)), torch.stack(tables)
+        )
         return exact_attention.body(torch.cat(queries), self.cache, requests, 0.3, window, query_len)
 
 
@@ -71,7 +73,10 @@ def test_a_token_does_not_depend_on_its_step(window: int, heads: tuple[int, int,
             beside = texts.attend([(1, 171 - count, 171), (0, first, first + count)], count, window, spare=2)
             assert torch.equal(beside[count : 2 * count], alone) and not beside[2 * count :].any()
         cut = rng.randrange(160, 280)  # prompts in chunks, with another's, and with a decode
-        parts = texts.attend([(1, 3, 20), (0, 150, cut)], window=window), texts.attend([(0, cut, 290), (1, 170, 171)], window=window)
+        parts = (
+            texts.attend([(1, 3, 20), (0, 150, cut)], window=window),
+            texts.attend([(0, cut, 290), (1, 170, 171)], window=window),
+        )
         assert torch.equal(torch.cat([parts[0][17:], parts[1][:-1]]), whole)
 
 

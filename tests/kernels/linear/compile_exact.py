@@ -19,7 +19,7 @@ from slipstream.kernels.linear.exact_linear import Tokens, exact_linear, exact_l
 from slipstream.kernels.linear.small_linear import Epilogue
 from slipstream.kernels.triton_jit import interpreted
 
-# Outputs (of a gated product: of one half) and inputs: qkv, o, gate and up, down of SmolLM2, Llama-3.1-8B and Qwen3-30B.
+# Outputs (of a gated product: of one half) and inputs, of SmolLM2, Llama-3.1-8B and Qwen3-30B-A3B.
 SHAPES = {
     "norm": ((960, 576), (6144, 4096), (5120, 2048)),
     "add": ((576, 576), (576, 1536), (4096, 4096), (4096, 14336), (2048, 4096)),

@@ -1,4 +1,4 @@
-"""Products for ``--exact``: a token's row is the same, to the bit, whatever is multiplied with it and in which tiles."""
+"""Products for ``--exact``: a token's row is the same, to the bit, whatever is multiplied with it, in any tiles."""
 
 from __future__ import annotations
 
@@ -90,7 +90,12 @@ def test_nor_in_float32() -> None:
 
 TILES = (
     *(Tile(8, 16, 0, 4, 1), Tile(16, 16, 0, 4, 1), Tile(8, 32, 0, 4, 1)),
-    *(Tile(8, 16, 32, 1, 2), Tile(16, 64, 64, 4, 2, ahead=0, late=True), Tile(64, 16, 128, 4, 3), Tile(8, 128, 16, 8, 1)),
+    *(
+        Tile(8, 16, 32, 1, 2),
+        Tile(16, 64, 64, 4, 2, ahead=0, late=True),
+        Tile(64, 16, 128, 4, 3),
+        Tile(8, 128, 16, 8, 1),
+    ),
 )
 
 
