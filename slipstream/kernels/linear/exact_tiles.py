@@ -67,6 +67,8 @@ def _few(weight: Weight, num_tokens: int, cut: Cut) -> Tile:
     usual = default_tile(weight, max(2, num_tokens))
     tokens = min(64, max(8, next_power_of_2(num_tokens)))
     columns = min(usual.columns, max(16, _STEP * 2 // weight.width)) if cut.parts > 1 else usual.columns
+    if weight.kind == "gated":  # two weights at once, in the shared memory of small GPUs
+        columns = min(columns, 2 * _STEP * 2 // weight.width)
     rows = usual.rows if tokens <= usual.tokens else max(64, usual.rows)
     if tokens > usual.tokens:
         columns = min(columns, max(16, 2 * _STEP // weight.width))
