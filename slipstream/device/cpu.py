@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Hardware
+from slipstream.device.cpu_features import short_name
 from slipstream.device.interface import Capture, Event, GraphPool, Stream, Timestamp
 from slipstream.device.sync_guard import NoGuard, SyncGuard
-from slipstream.kernels import native
 
 POISON = 0x7FF1
 _NOTHING = nullcontext()
@@ -49,7 +49,7 @@ class CpuDevice:
         self.copy_stream: Stream = CpuStream()
 
     def hardware(self, dtype: str) -> Hardware:
-        free, name = free_memory_bytes(), native.describe_cpu()
+        free, name = free_memory_bytes(), short_name()
         return Hardware(device="cpu", free_memory_bytes=free, dtype_works=dtype_works(dtype), name=name)
 
     def event(self) -> Event:

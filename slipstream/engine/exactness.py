@@ -6,8 +6,9 @@ anything, for a draft is a question to the target and never its answer.
 
 from __future__ import annotations
 
-from slipstream.config import EngineOptions, ModelConfig, NetworkSize
+from slipstream.config import EngineOptions, Hardware, ModelConfig, NetworkSize
 from slipstream.errors import ConfigError
+from slipstream.kernels import native
 from slipstream.speculative_config import SpeculativeConfig
 
 
@@ -17,6 +18,11 @@ def check_exact(
     """Refuse what cannot keep it, with the reason in one line."""
     if options.exact and (reason := _refusal(options, model, size, speculative, device)):
         raise ConfigError(f"exact is not possible: {reason}")
+
+
+def describe_processor(hardware: Hardware) -> str:
+    """What computes, as far as it may change the last bits of a number."""
+    return f"{hardware.name} {native.instructions_in_use()}" if hardware.device == "cpu" else hardware.name
 
 
 def _refusal(

@@ -34,7 +34,7 @@ from slipstream.config import (
     poison_enabled,
 )
 from slipstream.engine.cache_dtype import resolve_cache_dtype
-from slipstream.engine.exactness import check_exact
+from slipstream.engine.exactness import check_exact, describe_processor
 from slipstream.errors import ConfigError, nearest
 from slipstream.scheduler.cascade import least_saved
 from slipstream.speculate.options import read_speculation
@@ -123,7 +123,7 @@ def resolve(
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
         weight_formats=size.formats,
         exact=options.exact,
-        processor=hardware.name,
+        processor=describe_processor(hardware),
     )
 
 

@@ -195,7 +195,7 @@ def tile_kernel(
     wait_for_last(EARLY)
     if not LATE:
         let_next_start(EARLY)
-    # One part after the other; a sum has its parts added in this order, whoever computes them.
+    # One part after the other; a sum has its parts added in this order in any kernel.
     acc, value = _chain(
         row, token, to_value, is_token, 0, tl.minimum(WIDTH, in_size), GATE, EVEN, BLOCK_M, BLOCK_N, BLOCK_K
     )

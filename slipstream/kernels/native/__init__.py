@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import cache_dir, cpu_instructions
+from slipstream.device.cpu_features import cpu_features as cpu_features
 from slipstream.errors import ConfigError
 
 _FOLDER = Path(__file__).parent
@@ -146,20 +147,11 @@ def _build_key(flags: list[str]) -> str:
     return hashlib.sha256("\0".join([*sources, *flags, platform.machine(), cpu_features()]).encode()).hexdigest()[:16]
 
 
-def cpu_features() -> str:
-    """The CPU's name and the names of its abilities, between spaces."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-    lines = [line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features"))]
-    return " ".join([*lines, ""])
-
-
-def describe_cpu() -> str:
-    """A short name that is the same for CPUs on which the kernels compute the same."""
+def instructions_in_use() -> str:
+    """Of the kernels: they may round in another way than others, or than torch where there are none."""
     if _isa is None:
         use_isa(cpu_instructions())
-    features = cpu_features() if sys.platform.startswith("linux") else platform.processor()
-    kernels = "torch" if library() is None else str(_isa)
-    return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:12]} {kernels}"
+    return "torch" if library() is None else str(_isa)
 
 
 def _run(command: list[str]) -> None:
