@@ -212,8 +212,9 @@ def _exact_kernel(
         first_key = tl.maximum(0, seq_len - query_len + first_query - window + 1)
         # The part that holds the first key is the last of those that the keys up to it have.
         first_part = tl.minimum(parts_of(first_key + 1, LADDER) - 1, end_part)
-    programs = tl.minimum(tl.num_programs(2), end_part - first_part) if SHARED else 1
-    if SHARED and (program >= programs) & (program > 0):
+    # One for requests without keys, for rows of zeros.
+    programs = tl.maximum(1, tl.minimum(tl.num_programs(2), end_part - first_part)) if SHARED else 1
+    if SHARED and program >= programs:
         return
     cached = (
         cache[0] + kv_head.to(tl.int64) * PAGE_SIZE * HEAD_DIM,
@@ -251,7 +252,7 @@ def _exact_kernel(
             tl.store(weight + row * 2 + 1, found[1], mask=is_row)
         else:
             largest, total, acc = merged((largest, total, acc), found)
-    is_whole = programs <= 1
+    is_whole = programs == 1
     if SHARED and programs > 1:
         tl.debug_barrier()
         pair = tile * NUM_KV_HEADS + kv_head
