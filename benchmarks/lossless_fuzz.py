@@ -19,6 +19,9 @@ drafts, so there is nothing to compare one by one (``tests/speculate/test_unbias
     python benchmarks/lossless_fuzz.py --requests 1000 --seed 0 --device sim
 
 The exit status is 1 where a request differs, a drafter had no draft accepted, or no request was preempted or aborted.
+With ``--exact`` all engines run as users run them, in float32 on a CPU or in the checkpoint's type on a GPU, and
+everything is compared to the bit.
+
 With ``--device sim`` the engines run on the simulated GPU, in graphs, where steps are really under way while others are
 launched. With ``--only`` the engine of that request runs again, with all its requests, and what came out of that one is
 shown.
@@ -40,6 +43,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
+from lossless_fuzz_engines import DRAFTERS, EXACT_DRAFTERS
 from lossless_fuzz_models import write_models
 from lossless_fuzz_runs import PER_ENGINE, Difference, Fuzz, Judged, Outcome, Settings, Tally
 from slipstream.commands.results import Row, collect_results, prepare_folder, write_results
@@ -133,6 +137,7 @@ def make_rows(outcome: Outcome, settings: Settings) -> list[Row]:
                 "drafter": drafter.name,
                 "seed": settings.seed,
                 "device": settings.device,
+                "exact": settings.exact,
                 "seconds": round(tally.seconds, 1),
                 **figures,
                 "ends": dict(tally.ends),
@@ -155,13 +160,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-engine", type=int, default=PER_ENGINE, help="requests of one engine")
     parser.add_argument(
-        "--device", choices=("cpu", "sim"), default="cpu", help="sim: on the simulated GPU, in graphs; 3 times as long"
+        "--device",
+        choices=("cpu", "sim", "cuda"),
+        default="cpu",
+        help="sim: on the simulated GPU, in graphs; 3 times as long; cuda: with --exact only",
     )
+    parser.add_argument("--exact", action="store_true", help="engines with --exact, compared to the bit")
     parser.add_argument("--only", type=int, help="number of a request that is to be looked at again")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args(argv)
     if min(arguments.requests, arguments.per_engine) < 1:
         parser.error("--requests and --per-engine are at least 1")
+    if (arguments.device, arguments.exact) in (("cuda", False), ("sim", True)):
+        parser.error("float64 runs on cpu and sim, --exact on cpu and cuda")
     if arguments.only is not None and not 0 <= arguments.only < arguments.requests:
         parser.error(f"--only is one of the requests, 0 to {arguments.requests - 1}")
     return arguments
@@ -171,9 +182,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     torch.set_num_threads(1)  # tiny models gain nothing from more
     transformers_logging.disable_progress_bar()  # of the checkpoints, in the middle of ours
-    settings = Settings(arguments.requests, arguments.seed, arguments.per_engine, device=arguments.device)
+    drafters = EXACT_DRAFTERS if arguments.exact else DRAFTERS
+    settings = Settings(
+        arguments.requests, arguments.seed, arguments.per_engine, drafters, arguments.device, arguments.exact
+    )
     own = "" if settings.per_engine == PER_ENGINE else f" --per-engine {settings.per_engine}"
     own += "" if settings.device == "cpu" else f" --device {settings.device}"
+    own += " --exact" if settings.exact else ""
     command = f"python benchmarks/lossless_fuzz.py --requests {settings.num_requests} --seed {settings.seed}{own}"
     if arguments.only is None:
         prepare_folder(arguments.output_dir)
@@ -185,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(describe_judged(outcome.last)))
         return 1 if outcome.differences else 0
     shortcomings = outcome.find_shortcomings()
-    print_table(outcome, f"Against plain decoding at batch 1, float64, {settings.device}, seed {settings.seed}")
+    numbers = "exact" if settings.exact else "float64"
+    print_table(outcome, f"Against plain decoding at batch 1, {numbers}, {settings.device}, seed {settings.seed}")
     for line in shortcomings:
         print(f"this run says too little: {line}")
     path = write_results(collect_results(make_rows(outcome, settings)), arguments.output_dir, "lossless-fuzz")

@@ -24,6 +24,7 @@ class Comparison:
     # Log probabilities are made in float64 and reported in float32: of one at the border of two float32 numbers another
     # order of sums makes the one or the other. Those are no differences, and are counted.
     num_rounded: int = 0
+    exact: bool = False  # the same to the bit, or different
 
     def check(self, what: str, found: Any, plain: Any) -> None:
         if found != plain:
@@ -47,17 +48,17 @@ class Comparison:
 
     def _check_value(self, what: str, found: float, plain: float) -> None:
         self.num_logprobs += 1
-        if found == plain or abs(found - plain) <= TOLERANCE:
+        if found == plain or (not self.exact and abs(found - plain) <= TOLERANCE):
             return
-        if abs(found - plain) <= np.spacing(np.float32(max(abs(found), abs(plain)))):
+        if not self.exact and abs(found - plain) <= np.spacing(np.float32(max(abs(found), abs(plain)))):
             self.num_rounded += 1
         else:
             self.differences.append(f"{what}: {found!r}, plain {plain!r}")
 
 
-def compare(seen: Seen, alone: Seen, decoder: Decoder) -> Comparison:
+def compare(seen: Seen, alone: Seen, decoder: Decoder, exact: bool = False) -> Comparison:
     """A request of a full engine with the same request by itself."""
-    result = Comparison()
+    result = Comparison(exact=exact)
     if seen.last is None or alone.last is None or not (seen.is_finished and alone.is_finished):
         result.differences.append("it never ended" if alone.is_finished else "it never ended by itself")
         return result

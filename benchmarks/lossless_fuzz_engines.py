@@ -57,6 +57,10 @@ DRAFTERS = (
 )
 
 
+# Of models that ``--exact`` can serve.
+EXACT_DRAFTERS = tuple(drafter for drafter in DRAFTERS if drafter.target != "hybrid")
+
+
 @dataclass(frozen=True)
 class EngineChoice:
     """One engine, as drawn: what it takes to build it again."""
@@ -101,10 +105,17 @@ def draw_engine(seed: int, engine_idx: int, drafters: tuple[Drafter, ...]) -> En
     return EngineChoice(drafter, rng.getrandbits(32), lengths, options, num_drafts)
 
 
-def build_fuzzed(choice: EngineChoice, folders: Folders, device: str) -> Engine:
+def numbers_of(exact: bool) -> dict[str, Any]:
+    """In float64 rounding changes no token; with ``exact`` it may not in the type that users have."""
+    return {"exact": True} if exact else {"dtype": "float64"}
+
+
+def build_fuzzed(choice: EngineChoice, folders: Folders, device: str, exact: bool = False) -> Engine:
     drafter = choice.drafter
-    given: dict[str, Any] = {"model": str(getattr(folders, drafter.target)), "device": device, "dtype": "float64"}
-    if device == "sim":
+    given: dict[str, Any] = {"model": str(getattr(folders, drafter.target)), "device": device, **numbers_of(exact)}
+    if device == "cuda":
+        given["gpu_memory_utilization"] = 0.2  # another engine is beside it
+    if device != "cpu":
         given |= {"cudagraph_mode": "full", "cudagraph_capture_sizes": (4, 12, 32, 80)}
     if drafter.method is not None:
         speculative = {"method": drafter.method, "num_speculative_tokens": choice.num_drafts}
@@ -120,9 +131,11 @@ def build_fuzzed(choice: EngineChoice, folders: Folders, device: str) -> Engine:
         return build_engine(EngineOptions.from_dict({**given, **choice.options}))
 
 
-def build_plain(folder: str, folders: Folders) -> Engine:
+def build_plain(folder: str, folders: Folders, device: str = "cpu", exact: bool = False) -> Engine:
     """The reference: one request at a time, no drafts, no prefix cache, one step in flight, room for all tokens."""
-    given: dict[str, Any] = {"model": str(getattr(folders, folder)), "device": "cpu", "dtype": "float64"}
+    given: dict[str, Any] = {"model": str(getattr(folders, folder)), "device": device, **numbers_of(exact)}
+    if device == "cuda":
+        given |= {"gpu_memory_utilization": 0.2, "cudagraph_mode": "none"}
     alone = {"max_num_seqs": 1, "steps_in_flight": 1, "enable_prefix_caching": False, "max_model_len": CONTEXT}
     return build_engine(EngineOptions.from_dict(given | alone))
 

@@ -28,7 +28,13 @@ class Settings:
     seed: int = 0
     per_engine: int = PER_ENGINE  # requests of one engine
     drafters: tuple[Drafter, ...] = DRAFTERS
-    device: str = "cpu"  # or sim, of all engines but the plain ones
+    device: str = "cpu"  # or sim, of all engines but the plain ones; or cuda, of all, with exact
+    exact: bool = False  # engines with ``exact``: results are compared to the bit
+
+    @property
+    def plain_device(self) -> str:
+        """Exact results are those of a kind of device."""
+        return self.device if self.exact else "cpu"
 
 
 @dataclass
@@ -116,6 +122,7 @@ class Fuzz:
 
     def __init__(self, settings: Settings, folders: Folders, advance: Callable[[], Any] = lambda: None) -> None:
         self._settings, self._folders, self._advance = settings, folders, advance
+        self._device = settings.device, settings.exact
         self._plain: dict[str, FuzzedEngine] = {}  # by the folder of the target
         self._outcome = Outcome({drafter: Tally() for drafter in settings.drafters})
 
@@ -137,7 +144,7 @@ class Fuzz:
         choice = draw_engine(seed, idx, drafters)
         requests = draw_requests(random.Random(f"requests {seed} {idx}"), ids)
         tally = self._outcome.tallies[choice.drafter]
-        engine = FuzzedEngine(build_fuzzed(choice, self._folders, self._settings.device), choice.seed, MOST_LATE)
+        engine = FuzzedEngine(build_fuzzed(choice, self._folders, *self._device), choice.seed, MOST_LATE)
         failure, began = "", time.monotonic()
         try:
             engine.run(requests)
@@ -159,7 +166,7 @@ class Fuzz:
             plain = self._plain_engine(choice.drafter)
             alone = run_alone(plain, seen)
             if not failure:
-                comparison = compare(seen, alone, plain.client.tokenizer)
+                comparison = compare(seen, alone, plain.client.tokenizer, self._settings.exact)
         found, reference = (None if one is None else one.last for one in (seen, alone))
         self._outcome.tallies[choice.drafter].count_request(found, comparison)
         self._outcome.last = Judged(request, choice, found, reference)
@@ -168,5 +175,6 @@ class Fuzz:
 
     def _plain_engine(self, drafter: Drafter) -> FuzzedEngine:
         if drafter.plain not in self._plain:
-            self._plain[drafter.plain] = FuzzedEngine(build_plain(drafter.plain, self._folders))
+            where = self._settings.plain_device, self._settings.exact
+            self._plain[drafter.plain] = FuzzedEngine(build_plain(drafter.plain, self._folders, *where))
         return self._plain[drafter.plain]

@@ -48,6 +48,10 @@ class CacheSpec:
     # Why no draft model may have such layers, as the rest of a sentence after the model's name; empty: it may.
     drafter_refusal: ClassVar[str] = ""
 
+    # Why a token's result with such a layer may depend on what is computed beside it, as the rest of a sentence after
+    # "exact is not possible: "; empty: it does not, to the bit.
+    exact_refusal: ClassVar[str] = "a kind of cache of this model does not say that it keeps it"
+
     # Why a prompt must be computed in one pass, and no step be cut within it; empty: it may come in chunks.
     whole_prompts: ClassVar[str] = ""
 
@@ -83,6 +87,8 @@ class GroupedQuerySpec(CacheSpec):
     num_kv_heads: int
     head_dim: int
     dtype: KeyValueType = "model"
+
+    exact_refusal: ClassVar[str] = ""
 
     def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
         return (Shape((2, self.num_kv_heads, page_size, self.head_dim), self.dtype),)

@@ -182,6 +182,11 @@ class EngineOptions:
         'Speculation in vLLM\'s format, as JSON: {"method": "{a method}", "num_speculative_tokens": 4}. Also '
         "adaptive, {keys}, model, verify (match, rejection, synthetic) and acceptance_rates.",
     )
+    exact: bool = option(
+        False,
+        "The same tokens and log probabilities, to the bit, whatever the batch, the cache and the drafter: see "
+        "docs/exact.md.",
+    )
     seed: int | None = option(None, "Seed for the seeds of requests that have none; different in every run if unset.")
 
     @classmethod
@@ -205,6 +210,7 @@ class Hardware:
     dtype_works: bool  # false if the CPU advertises the type's instructions but faults on them
     total_memory_bytes: int = 0  # of a GPU
     capability: tuple[int, int] | None = None  # of a GPU
+    name: str = ""  # of the processor that computes
 
 
 # --- configuration of the components ----------------------------------------------------------------------
@@ -296,6 +302,8 @@ class EngineConfig:
     mixed_attention: str = "together"  # or apart
     prompt_kernel: str = "pointers"  # or tma
     weight_formats: str = ""  # of the target, as users know them: "bfloat16", "Q4_K, Q6_K"
+    exact: bool = False  # tokens and log probabilities of a request depend on the request alone, to the bit
+    processor: str = ""  # its name: numbers may differ in their last bits on another one
 
     @property
     def num_drafts(self) -> int:
@@ -326,6 +334,7 @@ class NetworkSize(NamedTuple):
     num_params: int = 0  # as in the checkpoint, however they are stored
     num_bytes: int = 0  # of all weights in their final layout
     formats: str = ""  # of the weights that products read, most frequent first
+    inexact: str = ""  # what of it depends on the batch in its last bits: formats of weights, layers
 
 
 UNMEASURED = NetworkSize()

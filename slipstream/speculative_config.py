@@ -107,6 +107,11 @@ class SpeculativeConfig:
         return self.num_drafts if makes_most else num_checked
 
     @property
+    def keeps_tokens(self) -> bool:
+        """Whether the tokens for a seed are those without drafts."""
+        return self.verify == "match"
+
+    @property
     def is_synthetic(self) -> bool:
         """Whether text is meaningless, which every output has to say."""
         return self.verify == "synthetic"

@@ -19,7 +19,7 @@ from slipstream.attention.backends.flashinfer_paths import (
 )
 from slipstream.attention.backends.flex import FlexBackend
 from slipstream.attention.backends.reference import ReferenceBackend
-from slipstream.attention.backends.triton import TritonBackend
+from slipstream.attention.backends.triton import ExactTritonBackend, TritonBackend
 from slipstream.attention.grouped_query import GroupedQueryCaches
 from slipstream.attention.groups import CacheGroups, LayerMemory
 from slipstream.cache_spec import CacheSpec
@@ -47,6 +47,8 @@ ATTENDS_ENCODED = NON_CAUSAL
 READS_SMALLER_KEYS = ("cpu", "reference")
 # Backends that capture steps with prompts in one graph, drafting included.
 RECORDS_PROMPTS = ("triton",)
+# Backends with attention whose result for a token depends on that token and its keys alone, to the bit.
+KEEPS_EXACT = ("cpu", "triton")
 _WHY = {
     "cpu": "batched, in C where there is a compiler; fastest on a CPU",
     "cuda": "one launch a layer from projection to result, captured in every graph; lengths stay on the device",
@@ -59,11 +61,15 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_backend(asked: str, device: str) -> Choice:
+def choose_backend(asked: str, device: str, exact: bool = False) -> Choice:
     """The backend for an option and a kind of device. Auto never picks one that must drain the device."""
-    usable = _USABLE[device]
+    usable: tuple[str, ...] = _USABLE[device]
+    if exact:
+        usable = tuple(name for name in usable if name in KEEPS_EXACT)
+        if asked in _USABLE[device] and asked not in usable:
+            raise ConfigError(f"exact is not possible with attention_backend {asked}; use {' or '.join(usable)}")
     if asked == "auto":
-        return Choice(usable[0], _WHY[device])
+        return Choice(usable[0], "the one with exact results" if exact else _WHY[device])
     if asked not in usable:
         raise ConfigError(f"attention_backend {asked} does not run on {device}; use {' or '.join(usable)}")
     return Choice(asked, "asked for")
@@ -121,7 +127,10 @@ def make_backend(
         library, limits = FlashInferLibrary(paths.check(), device.torch_device), config.scheduler
         sizes = (config.cache.page_size, limits.max_num_seqs, decode_lens)
         return FlashInferBackend(paths, library, *sizes, device.torch_device)
+    is_exact = config.exact and not for_drafter
     if name in ("triton", "flashinfer"):  # FlashInfer reads every slot of a sequence; a drafter's keys have gaps
+        if is_exact:
+            return ExactTritonBackend()
         return TritonBackend(config.mixed_attention, config.prompt_kernel)
     in_place = config.dtype == "float32" and native.library() is not None
-    return CpuBackend(config.cache.page_size, in_place, model.head_dim)
+    return CpuBackend(config.cache.page_size, in_place, model.head_dim, is_exact)

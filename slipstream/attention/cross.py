@@ -32,6 +32,7 @@ class CrossSpec(CacheSpec):
     dtype: KeyValueType = "model"
 
     indexed_by: ClassVar = "encoder"
+    exact_refusal: ClassVar[str] = "the model reads an encoder's output, whose products depend on the batch"
 
     @property
     def keys_and_values(self) -> GroupedQuerySpec:

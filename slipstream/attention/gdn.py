@@ -40,6 +40,9 @@ class DeltaNetSpec(CacheSpec):
         "the model's recurrent layers keep one state of a request, at its end, so a cached page has no state to "
         "continue from"
     )
+    exact_refusal: ClassVar[str] = (
+        "the model's recurrent layers compute prompts in chunks, and tokens one by one, which rounds in another way"
+    )
     drafter_refusal: ClassVar[str] = "has recurrent layers, whose states would have to follow every draft"
 
     @property

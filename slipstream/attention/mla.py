@@ -52,6 +52,10 @@ class LatentSpec(CacheSpec):
     query_rank: int = 0  # of the product that makes queries; 0: one product
     interleaved: bool = True  # whether a rotation turns neighbouring entries, or those half a head apart
 
+    exact_refusal: ClassVar[str] = (
+        "the model's latent attention (MLA) computes prompts and decodes in two ways, which round differently"
+    )
+
     def page_shapes(self, page_size: int) -> tuple[Shape, ...]:
         return (Shape((page_size, self.latent_dim + self.rope_dim)),)
 

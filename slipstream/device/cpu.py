@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Hardware
+from slipstream.device.cpu_features import short_name
 from slipstream.device.interface import Capture, Event, GraphPool, Stream, Timestamp
 from slipstream.device.launches import Recorder
 from slipstream.device.sync_guard import NoGuard, SyncGuard
@@ -49,7 +50,8 @@ class CpuDevice:
         self.copy_stream: Stream = CpuStream()
 
     def hardware(self, dtype: str) -> Hardware:
-        return Hardware(device="cpu", free_memory_bytes=free_memory_bytes(), dtype_works=dtype_works(dtype))
+        free, name = free_memory_bytes(), short_name()
+        return Hardware(device="cpu", free_memory_bytes=free, dtype_works=dtype_works(dtype), name=name)
 
     def event(self) -> Event:
         return CpuEvent()

@@ -68,7 +68,9 @@ class CudaDevice:
     def hardware(self, dtype: str) -> Hardware:
         free, total = torch.cuda.mem_get_info()
         capability = torch.cuda.get_device_capability()
-        return Hardware("cuda", free, dtype_works=True, total_memory_bytes=total, capability=capability)
+        sizes = {"free_memory_bytes": free, "total_memory_bytes": total}
+        name = torch.cuda.get_device_name()
+        return Hardware("cuda", dtype_works=True, capability=capability, name=name, **sizes)
 
     def event(self) -> Event:
         made: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

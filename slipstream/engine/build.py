@@ -198,6 +198,8 @@ def _assemble(
             pooling = _open_pooling(checkpoint, tokenizer, config, model)
             make_speculator = draft_nothing if drafter is None else drafter.build(config, device, model)
             model.finish_weights()
+            if config.exact:
+                model.keep_exact()
             caches = open_caches(config, config.model, device)
             draft_length, on_cost = decide_draft_length(config, caches.caps)
             runner = Runner(config, device, model, caches, make_speculator, on_cost)

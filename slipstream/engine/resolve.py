@@ -35,6 +35,7 @@ from slipstream.config import (
     poison_enabled,
 )
 from slipstream.engine.cache_dtype import resolve_cache_dtype
+from slipstream.engine.exactness import check_exact, describe_processor
 from slipstream.engine.step_rates import expected_rates
 from slipstream.errors import ConfigError, nearest
 from slipstream.scheduler.cascade import least_saved
@@ -75,7 +76,8 @@ def resolve(
         raise ConfigError(f"block_size must be a power of two, not {options.block_size}")
     if not page_bytes(model.cache_specs, 1, dtype):  # pages without memory: one holds any request
         options = replace(options, block_size=1 << (max_model_len - 1).bit_length(), enable_prefix_caching=False)
-    backend = choose_backend(options.attention_backend, hardware.device).name
+    check_exact(options, model, size, speculative, hardware.device)
+    backend = choose_backend(options.attention_backend, hardware.device, options.exact).name
     if model.source_encoder is not None and backend not in ATTENDS_ENCODED:
         raise ConfigError(
             f"attention_backend {backend} cannot attend to the output of an encoder; use "
@@ -123,6 +125,8 @@ def resolve(
         draft_model=None if draft is None else draft.config,
         num_draft_modules=1 if draft is None else min(draft.num_modules, num_drafts),
         weight_formats=size.formats,
+        exact=options.exact,
+        processor=describe_processor(hardware),
     )
 
 
@@ -213,7 +217,7 @@ def _least_saved(options: EngineOptions, backend: str, model: ModelConfig, dtype
         raise ConfigError(
             f"cascade always needs attention_backend {' or '.join(CASCADING)}, not {backend}; use cascade auto"
         )
-    if options.cascade == "never" or backend not in CASCADING or not options.enable_prefix_caching:
+    if options.exact or options.cascade == "never" or backend not in CASCADING or not options.enable_prefix_caching:
         return None
     if options.cascade == "always":
         return 1

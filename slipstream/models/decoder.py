@@ -13,9 +13,11 @@ from slipstream.attention.context import NORMED, AttentionContext
 from slipstream.attention.grouped_query import GroupedQueryStep
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.config import ModelConfig
+from slipstream.errors import ConfigError
 from slipstream.kernels.native.decoder_stack import DecoderStack, LayerTap, StackInput, decoder_stack
+from slipstream.kernels.triton_jit import runs_triton
 from slipstream.models.cpu_stack import stack_of
-from slipstream.models.experts import Experts, split_experts
+from slipstream.models.experts import Experts, ExpertWeights, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse
 from slipstream.models.layers import (
     Attention,
@@ -37,6 +39,7 @@ from slipstream.weights.registry import scheme_of
 
 # Checkpoints may carry these; the engine computes them itself.
 COMPUTED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+_ANY_NUMBER = 1 << 30  # of tokens
 _LAYER = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
 
 
@@ -179,6 +182,35 @@ class Decoder(nn.Module):
         if self.layer_class is DecoderLayer and self.config.is_plain:
             self.stack = stack_of(self.config, self.model.layers)
             self._fused = fuse(self.model.layers)
+
+    def name_inexact(self, device: torch.device) -> str:
+        """Once the weights are finished: what of it depends, in its last bits, on the batch; empty if nothing does."""
+        found: set[str] = set()
+        for module in self.modules():
+            if isinstance(module, Linear) and module.matrix.exact(device) is None:
+                found.update(f"products with weights in {name}" for name in module.matrix.formats())
+            elif isinstance(module, ExpertWeights) and not module.matrices.is_exact(device):
+                found.update(f"experts in {name}" for name in module.matrices.formats())
+        return ", ".join(sorted(found))
+
+    def keep_exact(self) -> None:
+        """Once the weights are finished: what is computed for a token depends on its text alone, to the bit."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.keep_exact(self.device)
+        if self._output is not None:
+            self._output = self._output.exact(self.device)
+            assert self._output is not None, "resolve refuses such weights"
+        if self.stack is None and not runs_triton(self.model.norm.weight) and self.device.type == "cpu":
+            # torch computes what is left over after vectors in another way, and where that is depends on the batch.
+            raise ConfigError(
+                f"exact is not possible: on a CPU the layers of {self.config.architecture} are not computed by C "
+                "kernels as a whole"
+            )
+        if self.stack is not None:
+            self.stack.alone = True
+        elif self.layer_class is DecoderLayer and self.config.is_plain:
+            self._fused = fuse(self.model.layers, max_tokens=_ANY_NUMBER)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Every tensor a checkpoint must bring, by its name there."""

@@ -104,9 +104,12 @@ def prepare_attention(
         step.places.of(table, dtype)
 
 
-def fuse(layers: Iterable[nn.Module]) -> FusedLayers | None:
-    """The layers, if they are dense and have equal formats; None where fusing them is never faster."""
-    return fuse_parts([layer_parts(layer) for layer in layers])
+def fuse(layers: Iterable[nn.Module], max_tokens: int | None = None) -> FusedLayers | None:
+    """The layers, if they are dense and have equal formats; None where fusing them is never faster.
+
+    ``max_tokens`` says for how many tokens they are used; by default for as many as they are faster for.
+    """
+    return fuse_parts([layer_parts(layer) for layer in layers], max_tokens=max_tokens)
 
 
 def layer_parts(layer: nn.Module, normed: bool = True) -> FusedLayer | None:
@@ -121,7 +124,9 @@ def layer_parts(layer: nn.Module, normed: bool = True) -> FusedLayer | None:
     return FusedLayer(before, attention, between, mlp)
 
 
-def fuse_parts(found: Sequence[FusedLayer | None], mixing: Linear | None = None) -> FusedLayers | None:
+def fuse_parts(
+    found: Sequence[FusedLayer | None], mixing: Linear | None = None, max_tokens: int | None = None
+) -> FusedLayers | None:
     """``mixing`` is a product that always precedes the first layer."""
     layers = [layer for layer in found if layer is not None]
     if len(layers) < len(found):
@@ -130,7 +135,8 @@ def fuse_parts(found: Sequence[FusedLayer | None], mixing: Linear | None = None)
     usable = [key for key in keys if key is not None]
     if len(usable) < len(keys) or any(_tile_keys(layer)[1:] != keys[1:4] for layer in layers):
         return None  # a matrix in another layout, or layers of several formats
-    max_tokens = max_fused_tokens(layers[0].between.weight, usable)
+    if max_tokens is None:
+        max_tokens = max_fused_tokens(layers[0].between.weight, usable)
     return FusedLayers(layers, max_tokens) if max_tokens else None
 
 

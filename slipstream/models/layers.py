@@ -86,6 +86,12 @@ class Linear(Layer):
         if self.stored is not None:
             self.matrix, self.stored = self.stored.finish(device), None
 
+    def keep_exact(self, device: torch.device) -> None:
+        """Once the weights are finished: a token's product no longer depends on the tokens beside it."""
+        exact = self.matrix.exact(device)
+        assert exact is not None, "resolve refuses such weights"
+        self.matrix = exact
+
     def own_slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         assert self.stored is not None, "the weights are not open"
         prefix = _parent(name)

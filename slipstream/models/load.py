@@ -147,7 +147,7 @@ def measure_model(architecture: Architecture, config: ModelConfig, placement: Pl
         model = architecture(config, max_position=1)
         num_params = count_parameters(model)
         model.finish_weights(placement.device)
-    return NetworkSize(num_params, count_bytes(model), name_formats(model))
+    return NetworkSize(num_params, count_bytes(model), name_formats(model), model.name_inexact(placement.device))
 
 
 def count_parameters(network: nn.Module) -> int:

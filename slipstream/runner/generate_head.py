@@ -164,7 +164,8 @@ class GenerateHead:
 
     def score_prompts(self, plan: StepPlan, hidden: Tensor, logprobs: Tensor | None, out: Tensor) -> StepOutput:
         scored_len, compute_logits = self.requirements.scored_prompt_len, self._model.compute_logits
-        spans, packed = score_prompts(plan, hidden, self._rows.token_ids, scored_len, compute_logits)
+        exact = self._rows.sampling.exact
+        spans, packed = score_prompts(plan, hidden, self._rows.token_ids, scored_len, compute_logits, exact)
         return StepOutput(out, logprobs, packed, spans)
 
 

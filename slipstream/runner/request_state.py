@@ -111,6 +111,7 @@ class RequestRows:
             token_ids=self.token_ids,
             columns=by_name,
             operations=operations,
+            exact=config.exact,
         )
         own = {f.name: self._field(f.name) for f in fields(RowState) if f.name != "temperature"}
         self.state = RowState(**own, temperature=temperature)

@@ -24,14 +24,22 @@ def pack_logprobs(
     token_ids: Tensor,  # [n] int64
 ) -> Tensor:  # [n, LOGPROB_WIDTH] int32
     logprobs = logits.log_softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
+    top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=1)
+    return pack(logprobs, token_ids, top.values, top.indices)
+
+
+def pack(
+    logprobs: Tensor,  # [n, vocab] float32
+    token_ids: Tensor,  # [n] int64
+    top_values: Tensor,  # [n, at most 20] float32, descending
+    top_ids: Tensor,  # [n, at most 20]
+) -> Tensor:  # [n, LOGPROB_WIDTH] int32
     given = token_ids.long().unsqueeze(1)
     given_value = logprobs.gather(1, given)
     rank = (logprobs > given_value).sum(1, keepdim=True) + 1
-    num_top = min(MAX_LOGPROBS, logits.shape[1])
-    top = logprobs.topk(num_top, dim=1)
-    missing = MAX_LOGPROBS - num_top
-    ids = torch.nn.functional.pad(torch.cat([given, top.indices], 1), (0, missing), value=-1)
-    values = torch.nn.functional.pad(torch.cat([given_value, top.values], 1), (0, missing), value=-torch.inf)
+    missing = MAX_LOGPROBS - top_ids.shape[1]
+    ids = torch.nn.functional.pad(torch.cat([given, top_ids], 1), (0, missing), value=-1)
+    values = torch.nn.functional.pad(torch.cat([given_value, top_values], 1), (0, missing), value=-torch.inf)
     return torch.cat([rank.int(), ids.int(), values.view(torch.int32)], 1)
 
 

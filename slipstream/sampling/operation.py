@@ -47,6 +47,7 @@ class SamplingRows:
     token_ids: Tensor  # [num_rows, max_len] int32; a row's drafts follow its tokens
     columns: Mapping[str, Tensor]  # of the operations, by name: [num_rows, *shape]
     operations: tuple[SamplingOperation, ...]  # those that have columns, in order
+    exact: bool = False  # a row's result depends on its own logits alone, to the bit
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream.request import Request
 from slipstream.sampling import temperature
 from slipstream.sampling.check_logits import check_logits
 from slipstream.sampling.draw import DrawKeys, draw_tokens
+from slipstream.sampling.exact_logprobs import pack_exact_logprobs
 from slipstream.sampling.logprobs import pack_logprobs
 from slipstream.sampling.mask import TokenMasks, apply_mask
 from slipstream.sampling.operation import Positions, SamplingOperation, SamplingRows
@@ -59,6 +61,8 @@ def sample(
     needs: SamplingNeeds,
     masks: TokenMasks | None = None,  # for positions with a grammar
 ) -> Sampled:
+    if rows.exact and logits.device.type == "cpu" and logits.shape[0] > 1:
+        return _sample_one_by_one(logits, rows, at, needs, masks)
     keys = DrawKeys(rows.temperature, rows.seeds, at.positions, rows.choice)
     if masks is None and needs in (NO_NEEDS, NOISE_ALONE):
         return Sampled(*draw_tokens(logits, at.rows, keys, needs.noise, scaled=False), None)
@@ -68,7 +72,22 @@ def sample(
     token_ids, is_empty = draw_tokens(process(raw, rows, at, needs), at.rows, keys, needs.noise, scaled=True)
     if masks is not None:  # other parameters may forbid every token that a grammar allows
         failed = failed | is_empty
-    return Sampled(token_ids, failed, pack_logprobs(raw, token_ids) if needs.logprobs else None)
+    pack = pack_exact_logprobs if rows.exact else pack_logprobs
+    return Sampled(token_ids, failed, pack(raw, token_ids) if needs.logprobs else None)
+
+
+def _sample_one_by_one(
+    logits: Tensor, rows: SamplingRows, at: Positions, needs: SamplingNeeds, masks: TokenMasks | None
+) -> Sampled:
+    """On a CPU torch computes logarithms and the like in vectors, and what is left over at the end in another way."""
+    found = []
+    for i in range(logits.shape[0]):
+        one = slice(i, i + 1)
+        own = None if masks is None else masks._replace(rows=masks.rows[one])
+        found.append(sample(logits[one], rows, Positions(at.rows[one], at.positions[one]), needs, own))
+    packed = [each.logprobs for each in found if each.logprobs is not None]
+    token_ids, failed = torch.cat([each.token_ids for each in found]), torch.cat([each.failed for each in found])
+    return Sampled(token_ids, failed, torch.cat(packed) if packed else None)
 
 
 def process(logits: Tensor, rows: SamplingRows, at: Positions, needs: SamplingNeeds) -> Tensor:

@@ -76,7 +76,8 @@ class FrontEnd:
             drop=self._drop_writer,
         )
         ids = AnswerIds(number)
-        routes = RouteContext(client, self.gate, self.model, ids, fingerprint_of(is_synthetic))
+        fingerprint = fingerprint_of(client.config, self.model.name)
+        routes = RouteContext(client, self.gate, self.model, ids, fingerprint)
         self._admission = AdmissionQueue(routes, writers)
         self._bridge = AsgiBridge(create_app(AppContext(client, self.model, ids.started, self.metrics)))
         uploads = FormLimits(max_file_bytes=settings.max_upload_bytes)

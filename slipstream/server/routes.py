@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream import __version__
+from slipstream.config import EngineConfig
 from slipstream.engine.client import EngineClient, Prompt, Submission
 from slipstream.errors import RequestError
 from slipstream.sampling_params import SamplingParams
@@ -51,7 +53,7 @@ class RouteContext:
     gate: Gate
     model: ModelName
     ids: AnswerIds
-    fingerprint: str | None  # marks responses of an engine with synthetic acceptance
+    fingerprint: str  # of the numbers that make a response
 
     def answer_options(self, body: CompletionRequest | ChatCompletionRequest) -> dict[str, Any]:
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
@@ -141,5 +143,14 @@ ROUTES: dict[str, Route] = {
 }
 
 
-def fingerprint_of(is_synthetic: bool) -> str | None:
-    return f"slipstream-{__version__}-synthetic" if is_synthetic else None
+def fingerprint_of(config: EngineConfig, model: str) -> str:
+    """Says which numerics make the responses: of two engines with equal ones the texts agree as far as ``exact`` says.
+
+    Model, formats of weights, types, device and version are in a hash; whether results are exact can be read.
+    """
+    network, speculative = config.model, config.speculative
+    shape = (network.architecture, network.num_layers, network.hidden_size, network.vocab_size, network.keys_in)
+    made_by = (config.weight_formats, config.dtype, config.attention_backend, config.device, config.processor)
+    digest = hashlib.sha256(repr((__version__, model, *shape, *made_by, config.exact)).encode()).hexdigest()[:10]
+    kinds = {"exact": config.exact, "synthetic": speculative is not None and speculative.is_synthetic}
+    return "-".join(["slipstream", __version__, digest, *(name for name, is_so in kinds.items() if is_so)])

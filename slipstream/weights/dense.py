@@ -21,6 +21,7 @@ from slipstream.kernels.linear.moe import expert_mlp
 from slipstream.kernels.linear.small_linear import Epilogue, Product, Scaled
 from slipstream.kernels.tuning.tiles import Kind
 from slipstream.kernels.tuning.tiles import Weight as TileKey
+from slipstream.weights.exact_dense import ExactWeight, has_exact_products
 from slipstream.weights.matrix import (
     ExpertMatrices,
     ExpertShape,
@@ -79,6 +80,9 @@ class DenseWeight(StoredWeight, Matrix):
     def rows(self, first: int, count: int) -> Matrix:
         return DenseWeight.from_tensor(self.weight.data[first : first + count])
 
+    def exact(self, device: torch.device) -> Matrix | None:
+        return ExactWeight(self.shape, self.weight) if has_exact_products(device) else None
+
     def tile_key(self, kind: Kind) -> TileKey | None:
         return TileKey(kind, self.out_size, self.in_size, self.weight.element_size())
 
@@ -116,6 +120,9 @@ class DenseExperts(StoredExperts, ExpertMatrices):
 
     def finish(self, device: torch.device) -> ExpertMatrices:
         return self
+
+    def is_exact(self, device: torch.device) -> bool:
+        return has_exact_products(device)
 
     def run(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return expert_mlp(x, weights, expert_ids, self.gate_up, self.down)

@@ -114,6 +114,11 @@ class Matrix(nn.Module, ABC):
         """A part of the outputs, for passes that only write keys and values of a token."""
         return RowRange(self, first, count)
 
+    def exact(self, device: torch.device) -> Matrix | None:
+        """The same numbers with products in which a token's result, to the bit, depends on that token alone, however
+        many are multiplied with it; None if this layout has none on that device. May be called on the meta device."""
+        return None
+
     def tile_key(self, kind: Kind) -> TileKey | None:
         """The key of the tile table for a fused product of that kind; None: ``project_few`` cannot run."""
         return None
@@ -167,6 +172,10 @@ class ExpertMatrices(nn.Module, ABC):
         """As ``Matrix.formats``."""
         parameters = list(self.parameters())
         return {str(parameters[0].dtype).removeprefix("torch."): sum(each.numel() for each in parameters)}
+
+    def is_exact(self, device: torch.device) -> bool:
+        """Whether a token's result, to the bit, depends on that token alone; see ``Matrix.exact``."""
+        return False
 
     @abstractmethod
     def run(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:

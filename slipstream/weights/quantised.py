@@ -47,6 +47,9 @@ class QuantisedMatrix(Matrix):
     def dequantised(self) -> Tensor:
         return dequantised(self.quantised)
 
+    def exact(self, device: torch.device) -> Matrix:
+        return self  # blocks are added in one order, whatever the batch and the number of threads
+
     def stack_matrix(self) -> StackMatrix | None:
         return self.quantised if self._activate is None else None
 
@@ -61,6 +64,9 @@ class PlannedMatrix(Matrix):
 
     def formats(self) -> Mapping[str, int]:
         return count_formats(self._rows, self.in_size)
+
+    def exact(self, device: torch.device) -> Matrix:
+        return self
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         raise TypeError("a network without memory is only measured")

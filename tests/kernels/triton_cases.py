@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.exact_attention import exact_attention
 from slipstream.kernels.attention.rope_cache import rope_and_cache, rotation, rotation_and_slots
 from slipstream.kernels.attention.triton_attention import triton_attention
 from slipstream.kernels.elementwise.geglu import geglu
@@ -25,6 +26,7 @@ from tests.kernels.triton_cases_delta import chunks, convolutions, gated_norms, 
 from tests.kernels.triton_cases_drafts import head_passes
 from tests.kernels.triton_cases_encoded import cross_attention, encoded_pages
 from tests.kernels.triton_cases_encoder import encoders
+from tests.kernels.triton_cases_exact import exact_products
 from tests.kernels.triton_cases_fused import decodes, products
 from tests.kernels.triton_cases_index import indexers
 from tests.kernels.triton_cases_latent import latents
@@ -336,6 +338,17 @@ def _attention() -> Iterator[Case]:
         yield Case(f"attention-{name}", triton_attention, args)
 
 
+def _exact_attention() -> Iterator[Case]:
+    for case in _attention():
+        shape = _ATTENTION[case.name.removeprefix("attention-")]
+        if not shape.seq_starts and shape.causal:
+
+            def args(draw: Callable[[], dict[str, Any]] = case.args) -> dict[str, Any]:
+                return {name: value for name, value in draw().items() if name != "causal"}
+
+            yield Case(f"exact_{case.name}", exact_attention, args)
+
+
 CASES = [
     *(
         *_gated(),
@@ -346,6 +359,8 @@ CASES = [
         *_prepare(),
         *_commit(),
         *_attention(),
+        *_exact_attention(),
+        *exact_products(),
         *norms(),
         *routes(),
         *grouped_routes(),

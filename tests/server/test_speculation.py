@@ -12,6 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from slipstream import __version__
 from slipstream.output import SYNTHETIC_NOTICE
 from slipstream.server.protocol import MAX_REQUEST_DRAFTS
 from slipstream.text.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ def test_the_last_chunk_of_a_stream_has_figures(drafting: ScriptedServer, path: 
     assert last["choices"][0]["speculation"] == FIGURES
     details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 3}
     assert usage["usage"]["completion_tokens_details"] == details
-    assert "system_fingerprint" not in usage
+    assert usage["system_fingerprint"] == last["system_fingerprint"]
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -81,7 +82,7 @@ def test_without_drafts_there_is_nothing_to_say(plain: ScriptedServer, path: str
     answer = post(plain, path, body)
     assert "speculation" not in answer.json()["choices"][0]
     assert "completion_tokens_details" not in answer.json()["usage"]
-    assert answer.json()["system_fingerprint"] is None
+    assert answer.json()["system_fingerprint"].rpartition("-")[0] == f"slipstream-{__version__}"
     assert WARNING not in answer.headers
     assert "speculation" not in post(plain, path, body, stream=True).text
 

@@ -54,7 +54,8 @@ class InPlace:
 class CpuBackend:
     """With ``in_place`` the C kernel reads pages in place, for queries in float32 only.
 
-    For many query tokens per request it is fast if ``head_dim`` is a multiple of its vector size.
+    For many query tokens per request it is fast if ``head_dim`` is a multiple of its vector size. With ``exact`` it
+    computes every token as if it were the only one of its request.
     """
 
     caps: ClassVar[Caps] = Caps(
@@ -64,13 +65,15 @@ class CpuBackend:
         stacks_layers=True,
     )
 
-    def __init__(self, page_size: int, in_place: bool = False, head_dim: int = 1) -> None:
-        self._page_size = page_size
+    def __init__(self, page_size: int, in_place: bool = False, head_dim: int = 1, exact: bool = False) -> None:
+        self._page_size, self._exact = page_size, exact
         self._max_in_place = 0
+        assert in_place or not exact, "only the C kernel can"
         if in_place:
             lib = native.library()
             assert lib is not None
-            self._max_in_place = _FEW_QUERIES if head_dim % lib.slip_panel_width() else 1 << 30
+            is_slow = head_dim % lib.slip_panel_width() > 0 and not exact
+            self._max_in_place = _FEW_QUERIES if is_slow else 1 << 30
 
     def step_buffers(self) -> tuple[Tensor, ...]:
         return ()
@@ -112,7 +115,8 @@ class CpuBackend:
     def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: list[Slice] | InPlace) -> Tensor:
         if isinstance(metadata, InPlace):
             common = metadata.common
-            return in_place_attention(q, kv_cache, common.requests, layer.scale, layer.window, common.is_causal)
+            seen = (layer.scale, layer.window, common.is_causal)
+            return in_place_attention(q, kv_cache, common.requests, *seen, self._exact)
         parts = [self._run_slice(layer, q[part.tokens], kv_cache, part) for part in metadata]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -11,6 +11,7 @@ from slipstream.attention.backend import AttentionLayer, Caps
 from slipstream.attention.metadata import CommonAttentionMetadata
 from slipstream.kernels.attention.cascade_attention import cascade_attention
 from slipstream.kernels.attention.decode_attention import decode_attention
+from slipstream.kernels.attention.exact_attention import exact_attention
 from slipstream.kernels.attention.mixed_attention import mixed_attention
 from slipstream.kernels.attention.paged_attention import PagedRequests
 from slipstream.kernels.attention.rope_cache import NewTokens
@@ -84,6 +85,17 @@ class TritonBackend:
         if may_use_tma and can_use_tma(q, kv_cache, requests):
             return tma_attention(q, kv_cache, requests, layer.scale, layer.window)
         return triton_attention(q, kv_cache, requests, layer.scale, layer.window, query_len, is_causal)
+
+
+class ExactTritonBackend(TritonBackend):
+    """The same for ``--exact``: one kernel for every number of query tokens, which reads keys from the cache alone."""
+
+    caps: ClassVar[Caps] = replace(TritonBackend.caps, stores_keys=False)
+
+    def run(self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
+        requests, query_len = metadata.common.requests, metadata.query_len
+        assert metadata.common.is_causal
+        return exact_attention(q, kv_cache, requests, layer.scale, layer.window, query_len)
 
 
 def _take_apart(common: CommonAttentionMetadata) -> MixedParts | None:

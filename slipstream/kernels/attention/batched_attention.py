@@ -106,6 +106,7 @@ def in_place_attention(
     scale: float,
     window: int,
     causal: bool = True,
+    alone: bool = False,  # a token's result is the same, to the bit, however many are computed with it
 ) -> Tensor:
     """``paged_attention`` by the C kernel, which reads pages in place."""
     assert causal or not window
@@ -117,6 +118,6 @@ def in_place_attention(
     num_reqs, table_stride = requests.seq_lens.shape[0], requests.block_table.stride(0)
     sizes = (num_reqs, q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], table_stride)
     kind = CACHED_KINDS[kv_cache.dtype]
-    if lib.slip_paged_attention(*arrays, *sizes, scale, window, causal, kind, torch.get_num_threads()):
+    if lib.slip_paged_attention(*arrays, *sizes, scale, window, causal, alone, kind, torch.get_num_threads()):
         raise MemoryError("no memory for attention scores")
     return out

@@ -40,7 +40,8 @@ def _part(partial, weight, row, there, HALF: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @jit
-def _merged(state, part):
+def merged(state, part):
+    """Two partial results of the same rows: largest score, sum of weights, weighted values."""
     largest, total, acc = state
     peak, mass, values = part
     higher = tl.maximum(largest, peak)
@@ -75,12 +76,12 @@ def _join(
         if AT_ONCE > 2:
             three = _part(partial, weight, row + 2 * ROWS, is_row & (i + 2 < parts), HALF, BLOCK_D)
             four = _part(partial, weight, row + 3 * ROWS, is_row & (i + 3 < parts), HALF, BLOCK_D)
-        largest, total, acc = _merged((largest, total, acc), one)
+        largest, total, acc = merged((largest, total, acc), one)
         if AT_ONCE > 1:
-            largest, total, acc = _merged((largest, total, acc), two)
+            largest, total, acc = merged((largest, total, acc), two)
         if AT_ONCE > 2:
-            largest, total, acc = _merged((largest, total, acc), three)
-            largest, total, acc = _merged((largest, total, acc), four)
+            largest, total, acc = merged((largest, total, acc), three)
+            largest, total, acc = merged((largest, total, acc), four)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     exists = (r < ROWS)[:, None] & (d < 2 * HALF)[None, :]
     tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=exists)

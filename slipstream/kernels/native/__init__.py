@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import cache_dir, cpu_instructions
+from slipstream.device.cpu_features import cpu_features as cpu_features
 from slipstream.device.launches import RecordedLibrary, recorder
 from slipstream.errors import ConfigError
 
@@ -101,7 +102,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_add_rms_norm.argtypes = [p, p, p, f, p, p, n, n]
     lib.slip_swiglu.argtypes = [p, p, n, n]
     lib.slip_rope_and_cache.argtypes = [p, n, p, n, p, n, *[p] * 6, *[n] * 6, i]
-    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i, i]
+    lib.slip_paged_attention.argtypes = [*[p] * 8, *[n] * 6, f, n, i, i, i, i]
     lib.slip_encoder_attention.argtypes = [*[p] * 7, *[n] * 7, f, i]
     lib.slip_cross_stack.argtypes = [p, n, p, p, p]
     lib.slip_encoder_stack.argtypes = [p, n, p, p, p, n, i]
@@ -162,11 +163,11 @@ def _build_key(flags: list[str]) -> str:
     return hashlib.sha256("\0".join([*sources, *flags, platform.machine(), cpu_features()]).encode()).hexdigest()[:16]
 
 
-def cpu_features() -> str:
-    """The CPU's name and the names of its abilities, between spaces."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-    lines = [line for line in cpu.splitlines() if line.startswith(("flags", "model name", "Features"))]
-    return " ".join([*lines, ""])
+def instructions_in_use() -> str:
+    """Of the kernels: they may round in another way than others, or than torch where there are none."""
+    if _isa is None:
+        use_isa(cpu_instructions())
+    return "torch" if library() is None else str(_isa)
 
 
 def _run(command: list[str]) -> None:

@@ -15,6 +15,7 @@ typedef struct {
     float scale;
     int64_t window, longest;
     int causal; /* otherwise a token sees all that is there of its request; without a window */
+    int alone;  /* each token by itself, however many of its request there are: a result depends on its own keys alone */
     _Atomic int failed;
 } Attention;
 
@@ -175,12 +176,13 @@ CACHED void attend_some(const Seen *s, int64_t heads, int kind) {
     }
 }
 
-/* All query heads of one group, all query tokens of one request. */
-CACHED void attend(const Attention *a, int64_t request, int64_t kv_head, int64_t stride, float *scores, int kind) {
-    int64_t begin = a->starts[request], num_query = a->query_lens[request], group = a->heads / a->kv_heads;
+/* All query heads of one group, query tokens `from` to `num_query` of one request. */
+CACHED void attend(const Attention *a, int64_t request, int64_t kv_head, int64_t from, int64_t num_query, int64_t stride,
+                   float *scores, int kind) {
+    int64_t begin = a->starts[request], group = a->heads / a->kv_heads;
     int64_t tokens = !a->causal && group == 1 ? MAX_HEADS : 1; /* that go together */
     const int32_t *pages = a->block_table + request * a->table_stride;
-    for (int64_t j = 0; j < num_query; j += tokens) {
+    for (int64_t j = from; j < num_query; j += tokens) {
         int64_t end = last_seen(a, request, j) + 1, first = first_seen(a, request, end - 1);
         for (int64_t g = 0; g < group; g += MAX_HEADS) {
             int64_t at = ((begin + j) * a->heads + kv_head * group + g) * a->dim;
@@ -282,9 +284,14 @@ CACHED void attend_many(const Attention *a, int64_t request, int64_t kv_head, in
 #define FEW_QUERIES 8
 #define QUERIES_A_PIECE 64
 
+static int is_many(const Attention *a, int64_t request) {
+    return !a->alone && a->query_lens[request] > FEW_QUERIES && a->dim % PANEL == 0;
+}
+
 static int64_t num_chunks(const Attention *a, int64_t request) {
     int64_t num_query = a->query_lens[request];
-    if (num_query <= FEW_QUERIES || a->dim % PANEL) return 1;
+    if (!a->alone && !is_many(a, request)) return 1;
+    if (num_query == 0) return 1;
     return (num_query + QUERIES_A_PIECE - 1) / QUERIES_A_PIECE;
 }
 
@@ -304,12 +311,12 @@ CACHED void attend_pieces(const void *arg, int64_t first, int64_t end, int kind)
         int64_t chunk = (i - start) / a->kv_heads, kv_head = (i - start) % a->kv_heads;
         int64_t num_query = a->query_lens[request];
         if (a->seq_lens[request] == 0 || num_query == 0) continue;
-        if (num_query <= FEW_QUERIES || a->dim % PANEL) {
-            attend(a, request, kv_head, stride, memory, kind);
-        } else {
-            int64_t from = chunk * QUERIES_A_PIECE, to = from + QUERIES_A_PIECE;
-            attend_many(a, request, kv_head, from, to < num_query ? to : num_query, memory, kind);
-        }
+        int64_t from = chunk * QUERIES_A_PIECE, to = from + QUERIES_A_PIECE;
+        if (num_chunks(a, request) == 1 || to > num_query) to = num_query;
+        if (is_many(a, request))
+            attend_many(a, request, kv_head, from, to, memory, kind);
+        else
+            attend(a, request, kv_head, from, to, stride, memory, kind);
     }
     free(memory);
 }
@@ -319,13 +326,15 @@ static void attend_float16(const void *arg, int64_t first, int64_t end) { attend
 static void attend_bfloat16(const void *arg, int64_t first, int64_t end) { attend_pieces(arg, first, end, CACHED_BFLOAT16); }
 
 /* Returns 0, or 1 when there is no memory for the scores. Padding after a request's tokens gives zero. Keys before
- * `seq_starts`, if that is not NULL, are not read. */
+ * `seq_starts`, if that is not NULL, are not read. With `alone` a token's result is the same however many of its request
+ * are computed with it. */
 int slip_paged_attention(const float *q, const void *cache, const int32_t *starts, const int32_t *query_lens,
                          const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
                          int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
-                         int64_t table_stride, float scale, int64_t window, int causal, int kind, int num_threads) {
+                         int64_t table_stride, float scale, int64_t window, int causal, int alone, int kind,
+                         int num_threads) {
     Attention a = {q,   cache,     starts,       query_lens, seq_lens, block_table, seq_starts, out, heads, kv_heads,
-                   dim, page_size, table_stride, scale,      window,   0,           causal,     0};
+                   dim, page_size, table_stride, scale,      window,   0,           causal,     alone, 0};
     int64_t work = 0;
     for (int64_t r = 0; r < requests; r++) {
         a.longest = seq_lens[r] > a.longest ? seq_lens[r] : a.longest;

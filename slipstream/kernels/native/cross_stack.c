@@ -61,13 +61,13 @@ int slip_cross_stack(const Layer *layers, int64_t num_layers, const Sizes *z, co
                             s->page_ids, s->offsets, q, n, z->heads, z->heads, z->dim, z->rotary_dim, z->page_size, (int)kind);
         failed |= slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, s->seq_starts,
                                        mixed, s->requests, z->heads, z->heads, z->dim, z->page_size, s->table_stride,
-                                       z->scale, 0, 1, (int)kind, s->num_threads);
+                                       z->scale, 0, 1, 0, (int)kind, s->num_threads);
         failed |= add_product(s, l->out, mixed, l->out_bias, x, room);
         slip_layer_norm(x, l->cross_norm, l->cross_shift, z->eps, normed, n, size);
         failed |= slip_product(l->query, normed, l->query_bias, q, n, s->planes, s->num_threads);
         failed |= slip_paged_attention(q, l->encoded, s->starts, s->query_lens, s->encoded_lens, s->encoded_table, NULL,
                                        mixed, s->requests, z->heads, z->heads, z->dim, z->page_size, s->encoded_stride,
-                                       z->scale, 0, 0, (int)kind, s->num_threads);
+                                       z->scale, 0, 0, 0, (int)kind, s->num_threads);
         failed |= add_product(s, l->cross_out, mixed, l->cross_out_bias, x, room);
         slip_layer_norm(x, l->norm, l->shift, z->eps, normed, n, size);
         failed |= slip_product(l->up, normed, l->up_bias, inner, n, s->planes, s->num_threads);

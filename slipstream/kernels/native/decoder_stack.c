@@ -36,6 +36,7 @@ typedef struct {
     const Tap *taps;
     int64_t num_taps;
     int planes, num_threads;
+    int alone; /* see slip_paged_attention */
 } Step;
 
 static void copy_rows(const float *from, int64_t stride, float *to, int64_t size, int64_t rows) {
@@ -74,7 +75,7 @@ int slip_decoder_stack(const Layer *layers, int64_t num_layers, const Sizes *z, 
                             z->page_size, (int)z->cache_kind);
         failed |= slip_paged_attention(q, l->cache, s->starts, s->query_lens, s->seq_lens, s->block_table, s->seq_starts,
                                         mixed, s->requests, z->heads, z->kv_heads, z->dim, z->page_size, s->table_stride,
-                                       z->scale, l->window, 1, (int)z->cache_kind, s->num_threads);
+                                       z->scale, l->window, 1, s->alone, (int)z->cache_kind, s->num_threads);
         failed |= slip_product(l->o, mixed, l->o_bias, hidden, n, s->planes, s->num_threads);
         slip_add_rms_norm(hidden, residual, l->post_norm, z->eps, normed, residual, n, z->hidden);
         failed |= slip_product(l->gate_up, normed, NULL, gated, n, s->planes, s->num_threads);

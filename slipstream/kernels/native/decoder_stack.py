@@ -70,7 +70,7 @@ class _Step(ctypes.Structure):
         + fields(ctypes.c_void_p, "cosine sine page_ids offsets")
         + fields(ctypes.c_void_p, "starts query_lens seq_lens block_table seq_starts joined taps")
         + fields(ctypes.c_int64, "num_taps")
-        + fields(ctypes.c_int, "planes num_threads")
+        + fields(ctypes.c_int, "planes num_threads alone")
     )
 
 
@@ -110,6 +110,7 @@ class DecoderStack:
     eps: float
     scale: float
     planes: int = 0  # of activations before quantised matrices, see quant_linear
+    alone: bool = False  # attention of a token is the same however many of its request are computed with it
     _records: ctypes.Array[_Layer] | None = field(default=None, repr=False)
     _sizes: _Sizes | None = field(default=None, repr=False)
     _caches: Sequence[Tensor] | None = field(default=None, repr=False)
@@ -193,6 +194,7 @@ def decoder_stack(
         num_taps=len(taps),
         planes=stack.planes,
         num_threads=torch.get_num_threads(),
+        alone=stack.alone,
     )
     step.kept = tapped  # as long as the call may be made again
     count = len(layers) if num_layers is None else num_layers

@@ -32,7 +32,7 @@ int slip_encoder_attention(const float *q, const float *k, const float *v, const
 int slip_paged_attention(const float *q, const void *cache, const int32_t *starts, const int32_t *query_lens,
                          const int32_t *seq_lens, const int32_t *block_table, const int32_t *seq_starts, float *out,
                          int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
-                         int64_t table_stride, float scale, int64_t window, int causal, int kind, int num_threads);
+                         int64_t table_stride, float scale, int64_t window, int causal, int alone, int kind, int num_threads);
 void slip_panel_linear(const float *x, int64_t x_stride, const void *panels, int kind, const float *bias, float *out,
                        int64_t tokens, int64_t in, int64_t out_size, int gated, int num_threads);
 

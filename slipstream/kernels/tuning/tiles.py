@@ -135,11 +135,16 @@ def _gpu(x: Tensor) -> str:
     return _name(x.device) if x.is_cuda else ""
 
 
+def measured_tile(weight: Weight, x: Tensor) -> Tile | None:
+    """For these tokens, if it was measured."""
+    measured = _choose(_gpu(x), weight, x.shape[0]) if x.is_cuda else None
+    return None if measured is None else measured.tile
+
+
 def tile_for(kind: Kind, x: Tensor, out_size: int) -> Tile:
     num_tokens, in_size = x.shape
     weight = Weight(kind, out_size, in_size, x.element_size())
-    measured = _choose(_gpu(x), weight, num_tokens) if x.is_cuda else None
-    return default_tile(weight, num_tokens) if measured is None else measured.tile
+    return measured_tile(weight, x) or default_tile(weight, num_tokens)
 
 
 def prefers_library(x: Tensor, out_size: int) -> bool:
