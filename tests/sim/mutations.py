@@ -700,8 +700,8 @@ MUTATIONS = [
     Mutation(
         "masks: certain tokens of another request",
         "token_masks:MaskStore._fill_runs",
-        "table[run.place, 1 : 1 + len(run.token_ids)] = run.token_ids",
-        "table[run.place, 1 : 1 + len(run.token_ids)] = runs[0].token_ids[: len(run.token_ids)]",
+        "for run in runs:",
+        "for run in [run._replace(place=run.place - 1) for run in runs]:",
     ),
     Mutation(
         "masks: certain tokens after any number of accepted drafts",
