@@ -54,7 +54,7 @@ class Recording:
     """A step's launches, to be run again on the same memory."""
 
     launches: list[_Launch] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)  # memory behind the addresses
+    kept: list[Any] = field(default_factory=list)  # memory that the addresses are of
 
     def replay(self) -> None:
         for launch in self.launches:

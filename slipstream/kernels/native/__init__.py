@@ -57,12 +57,11 @@ for planes in (0, 2, 3):
         assert all(abs(out[i] - sum(range(32))) < 0.1 for i in range(16))
 """
 # Functions whose result means nothing. That of others is a status or a number.
-_WITHOUT_RESULT = (
-    *("rms_norm", "add_rms_norm", "swiglu", "rope_and_cache", "panel_linear", "mask_rows", "use_large_pages"),
-    *("place_maxima", "keep_states"),
-    *("pack_gguf", "pack_codes", "join_states", "prepare_inputs", "commit", "accept_drafts", "place_drafts"),
-    *("mark_gaps", "prepare_first_pass", "prepare_shifted_pass", "prepare_next_pass"),
-)
+_WITHOUT_RESULT = """
+    rms_norm add_rms_norm swiglu rope_and_cache panel_linear place_maxima keep_states mask_rows use_large_pages pack_gguf
+    pack_codes join_states prepare_inputs commit accept_drafts place_drafts mark_gaps prepare_first_pass
+    prepare_shifted_pass prepare_next_pass
+""".split()
 
 _isa: str | None = None
 
