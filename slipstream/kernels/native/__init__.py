@@ -56,12 +56,9 @@ for planes in (0, 2, 3):
         assert lib.slip_product(matrix, x, None, out, q(1), planes, 1) == 0
         assert all(abs(out[i] - sum(range(32))) < 0.1 for i in range(16))
 """
-# Functions whose result means nothing. That of others is a status or a number.
-_WITHOUT_RESULT = """
-    rms_norm add_rms_norm swiglu rope_and_cache panel_linear place_maxima keep_states mask_rows use_large_pages pack_gguf
-    pack_codes join_states prepare_inputs commit accept_drafts place_drafts mark_gaps prepare_first_pass
-    prepare_shifted_pass prepare_next_pass
-""".split()
+# Functions that return a status or a number; the others return nothing.
+_WITH_RESULT = {"row_max", "paged_attention", "encoder_attention", "panel_width", "has_byte_products", "decoder_stack"}
+_WITH_RESULT |= {"cross_stack", "encoder_stack", "product", "quant_rows", "rotation_and_slots"}
 
 _isa: str | None = None
 
@@ -127,8 +124,9 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.slip_prepare_shifted_pass.argtypes = [p, p, p, p, n, p]
     lib.slip_prepare_next_pass.argtypes = [p, p, n, p, n, n, p, p]
     lib.slip_rotation_and_slots.argtypes = [p]
-    for name in _WITHOUT_RESULT:
-        getattr(lib, f"slip_{name}").restype = None
+    for name, function in vars(lib).items():
+        if name.startswith("slip_") and name.removeprefix("slip_") not in _WITH_RESULT:
+            function.restype = None
     return lib
 
 
