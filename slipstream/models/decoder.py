@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.native.decoder_stack import DecoderStack, LayerTap, StackInput, decoder_stack
 from slipstream.kernels.triton_jit import runs_triton
 from slipstream.models.cpu_stack import stack_of
-from slipstream.models.experts import Experts, ExpertWeights, split_experts
+from slipstream.models.experts import Experts, split_experts
 from slipstream.models.fused_layer import FusedLayers, fuse
 from slipstream.models.layers import (
     Attention,
@@ -182,16 +182,6 @@ class Decoder(nn.Module):
         if self.layer_class is DecoderLayer and self.config.is_plain:
             self.stack = stack_of(self.config, self.model.layers)
             self._fused = fuse(self.model.layers)
-
-    def name_inexact(self, device: torch.device) -> str:
-        """Once the weights are finished: what of it depends, in its last bits, on the batch; empty if nothing does."""
-        found: set[str] = set()
-        for module in self.modules():
-            if isinstance(module, Linear) and module.matrix.exact(device) is None:
-                found.update(f"products with weights in {name}" for name in module.matrix.formats())
-            elif isinstance(module, ExpertWeights) and not module.matrices.is_exact(device):
-                found.update(f"experts in {name}" for name in module.matrices.formats())
-        return ", ".join(sorted(found))
 
     def keep_exact(self) -> None:
         """Once the weights are finished: what is computed for a token depends on its text alone, to the bit."""

@@ -147,7 +147,7 @@ def measure_model(architecture: Architecture, config: ModelConfig, placement: Pl
         model = architecture(config, max_position=1)
         num_params = count_parameters(model)
         model.finish_weights(placement.device)
-    return NetworkSize(num_params, count_bytes(model), name_formats(model), model.name_inexact(placement.device))
+    return NetworkSize(num_params, count_bytes(model), name_formats(model), name_inexact(model, placement.device))
 
 
 def count_parameters(network: nn.Module) -> int:
@@ -178,6 +178,17 @@ def name_formats(network: nn.Module) -> str:
             found.update(module.matrices.formats())
     total = found.total()
     return ", ".join(name for name, count in found.most_common() if 100 * count >= total)
+
+
+def name_inexact(network: nn.Module, device: torch.device) -> str:
+    """Of finished weights: which products depend, in their last bits, on the batch; empty if none do."""
+    found: set[str] = set()
+    for module in network.modules():
+        if isinstance(module, Linear) and module.matrix.exact(device) is None:
+            found.update(f"products with weights in {name}" for name in module.matrix.formats())
+        elif isinstance(module, ExpertWeights) and not module.matrices.is_exact(device):
+            found.update(f"experts in {name}" for name in module.matrices.formats())
+    return ", ".join(sorted(found))
 
 
 # --- loading --------------------------------------------------------------------------------------
