@@ -150,9 +150,9 @@ def plant_a_cut(sizes: Sizes, dtype: torch.dtype) -> Row:
         width = -(-cut.width // 256) * 64
         return (Cut(-(-tokens.x.shape[1] // width), width) if tokens.x.shape[0] < 9 else cut), tile
 
-    choose = exact_linear._choose
+    choose = exact_linear.choose_tile
     x, matrix = torch.randn(64, sizes.hidden, dtype=dtype), exact_matrix(512, sizes.hidden, dtype)
-    with mock.patch.object(exact_linear, "_choose", by_tokens):
+    with mock.patch.object(exact_linear, "choose_tile", by_tokens):
         row = check_rows("planted cut", lambda rows: (matrix.project_wide(x[rows]),), 64)
     return {"kernel": "planted cut", "compared": row["compared"], "equal": row["equal"], "is_found": row["equal"] < 64}
 

@@ -236,7 +236,7 @@ def main() -> int:
     served = [entry for entry in entries if refusals[entry.schema_id] is None]
     print(f"{len(entries)} schemas: {len(served)} served, {len(entries) - len(served)} refused", flush=True)
     if options.without_certain:
-        GrammarWalk._follow_certain = lambda _self, _walkers: []  # type: ignore[method-assign]
+        GrammarWalk.follow_certain = lambda _self, _walkers: []  # type: ignore[method-assign]
     answers, rows = read_state(options.state), []
     with open_target(options.model, options.max_tokens, options.prompt, options.compact) as target:
         for way in options.ways.split(","):

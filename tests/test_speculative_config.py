@@ -25,7 +25,7 @@ def with_matches(shortest: int, longest: int) -> SpeculativeConfig:
     return replace(NGRAM, settings={"prompt_lookup_min": shortest, "prompt_lookup_max": longest})
 
 
-KNOWN = "; known are ngram, draft_model, eagle, eagle3, mtp, dflash, early_exit"
+KNOWN = "; known are ngram, draft_model, eagle, eagle3, mtp, dflash, early_exit, certain_tokens"
 
 
 def read(**options: Any) -> SpeculativeConfig | None:

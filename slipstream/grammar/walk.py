@@ -69,7 +69,7 @@ class GrammarWalk:
         walkers = [_Walker(visit) for visit in visits if visit.request.request_id not in errors]
         masks = np.zeros((sum(1 + len(visit.drafts) for visit in visits), self._num_words), dtype=np.int32)
         logits = self._visit_drafts(walkers, masks)
-        runs = self._follow_certain(walkers)
+        runs = self.follow_certain(walkers)
         for walker in walkers:
             matcher = walker.visit.matcher
             if reason := matcher.error:
@@ -90,7 +90,7 @@ class GrammarWalk:
             walker.num_accepted = walker.num_passed
         return logits
 
-    def _follow_certain(self, walkers: Sequence[_Walker]) -> list[CertainRun]:
+    def follow_certain(self, walkers: Sequence[_Walker]) -> list[CertainRun]:
         """Where the token after the last legal draft is certain: those after it that are, for the next step to verify.
 
         A certain token before that one is a draft itself, so it is accepted and nothing is drawn in its place.

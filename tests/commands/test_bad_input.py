@@ -163,7 +163,7 @@ COMMANDS = [("generate", "x"), ("chat",), ("bench",), ("bench", "--shape", "llam
         (
             ("--speculate", "medusa"),
             "unknown method 'medusa' in speculate; known are ngram, draft_model, eagle, eagle3, mtp, dflash, "
-            "early_exit",
+            "early_exit, certain_tokens",
         ),
         (
             ("--speculate", "eagle3"),

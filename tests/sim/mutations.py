@@ -711,7 +711,7 @@ MUTATIONS = [
     ),
     Mutation(
         "masks: no certain tokens after accepted drafts",
-        "walk:GrammarWalk._follow_certain",
+        "walk:GrammarWalk.follow_certain",
         "if w.visit.num_next and (token_id := only_token(w.mask)) is not None]",
         "if w.visit.num_next and (token_id := only_token(w.mask)) is not None and not w.num_accepted]",
     ),

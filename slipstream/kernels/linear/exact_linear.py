@@ -104,7 +104,7 @@ def _define(tokens: Tokens, weight: Tensor, end: Epilogue, wide: bool) -> Tensor
     return out if wide else out.to(tokens.x.dtype)
 
 
-def _choose(tokens: Tokens, weight: Tensor, end: Epilogue, wide: bool) -> tuple[Cut, Tile]:
+def choose_tile(tokens: Tokens, weight: Tensor, end: Epilogue, wide: bool) -> tuple[Cut, Tile]:
     kind: Kind = "head" if wide else "plain"
     if end.activation:
         kind = "gated"
@@ -118,11 +118,11 @@ def _choose(tokens: Tokens, weight: Tensor, end: Epilogue, wide: bool) -> tuple[
 
 
 def num_row_tiles(tokens: Tokens, weight: Tensor, end: Epilogue) -> int:
-    return -(-_out_size(weight, end) // _choose(tokens, weight, end, False)[1].rows)
+    return -(-_out_size(weight, end) // choose_tile(tokens, weight, end, False)[1].rows)
 
 
 def _launch(tokens: Tokens, weight: Tensor, end: Epilogue, wide: bool) -> Product:
-    return launch_tile(tokens, weight, end, wide, *_choose(tokens, weight, end, wide))
+    return launch_tile(tokens, weight, end, wide, *choose_tile(tokens, weight, end, wide))
 
 
 def launch_tile(tokens: Tokens, weight: Tensor, end: Epilogue, wide: bool, cut: Cut, tile: Tile) -> Product:

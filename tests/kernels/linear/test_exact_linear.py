@@ -122,7 +122,7 @@ def by_tokens(tokens: Tokens, weight: Tensor, end: Epilogue, wide: bool) -> tupl
 @needs_triton
 def test_a_cut_by_the_number_of_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = draw("head", 576)
-    monkeypatch.setattr(module, "_choose", by_tokens)
+    monkeypatch.setattr(module, "choose_tile", by_tokens)
     with pytest.raises(AssertionError, match="rows 3 to 4"):
         check_rows(drawn, [slice(3, 4)])
 
