@@ -136,7 +136,9 @@ class EngineOptions:
         "more than a tenth of the throughput.",
     )
     prefer: str = option(
-        "balance", "Prompts beside decodes: balance (steps as short as max_itl_ms says) or throughput (full steps)."
+        "auto",
+        "Steps with prompts: balance (as short as max_itl_ms says), throughput (full), or auto: balance where requests "
+        "are served, and throughput in LLM, whose requests come together.",
     )
     block_size: int = option(16, "Tokens in one KV cache page; a power of two.")
     kv_cache_dtype: str = option(

@@ -95,7 +95,7 @@ def resolve(
         max_model_len=max_model_len,
         mixed_prefill_tokens=_positive("mixed_prefill_tokens", options.mixed_prefill_tokens, budget),
         max_itl_s=None if options.max_itl_ms is None else options.max_itl_ms / 1000,
-        limits_time=options.prefer == "balance" and not whole,
+        limits_time=_limits_time(options) and not whole,
         step_rates=expected_rates(model, size, dtype, has_gpu),
         prefix_caching=options.enable_prefix_caching and not refusal,
         prefix_caching_refused=refusal,
@@ -147,7 +147,7 @@ def _check_choices(options: EngineOptions) -> None:
     _check_choice("cudagraph_mode", options.cudagraph_mode, ("auto", *GRAPH_MODES))
     _check_choice("mixed_attention", options.mixed_attention, ("apart", "together"))
     _check_choice("prompt_kernel", options.prompt_kernel, ("pointers", "tma"))
-    _check_choice("prefer", options.prefer, ("balance", "throughput"))
+    _check_choice("prefer", options.prefer, ("auto", "balance", "throughput"))
     limit = options.max_itl_ms
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e9):
         raise ConfigError(f"max_itl_ms must be a number of milliseconds above 0, not {limit!r}")
@@ -391,6 +391,11 @@ def _positive(name: str, value: int | None, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a positive integer, not {value!r}")
     return value
+
+
+def _limits_time(options: EngineOptions) -> bool:
+    """Whether steps with prompts are cut by what they take; ``build_serving_engine`` asks for it."""
+    return options.prefer == "balance" or (options.prefer == "auto" and options.max_itl_ms is not None)
 
 
 def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:

@@ -227,7 +227,8 @@ def test_options() -> None:
         found = resolve(EngineOptions(**options), CPU, MODEL).scheduler  # type: ignore[arg-type]
         return found.max_itl_s, found.limits_time, found.mixed_prefill_tokens
 
-    assert config() == (None, True, 512)
+    assert config() == (None, False, 512)
+    assert config(prefer="balance") == (None, True, 512)
     assert config(max_itl_ms=20) == (0.02, True, 512)
     assert config(prefer="throughput", mixed_prefill_tokens=64) == (None, False, 64)
     for wrong in (

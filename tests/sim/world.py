@@ -327,7 +327,7 @@ class World:
         rng = random.Random(f"limit {self.seed}")
         if rng.random() < 0.3:
             return {"prefer": "throughput"}
-        return {"max_itl_ms": rng.choice([None, 1.0, 10.0, 30.0, 1000.0])}
+        return {"prefer": "balance", "max_itl_ms": rng.choice([None, 1.0, 10.0, 30.0, 1000.0])}
 
     def _draw_encoder_options(self) -> dict[str, Any]:
         """A step has room for any text, and now and then for several."""
