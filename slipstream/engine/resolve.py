@@ -87,6 +87,7 @@ def resolve(
     model, draft = model.with_keys_in(keys_in), draft and draft._replace(config=draft.config.with_keys_in(keys_in))
     graph_mode = _resolve_graph_mode(options.cudagraph_mode, hardware)
     refusal, needs = _prefix_refusal(options, model), _resolve_needs(speculative, backend)
+    is_limited = options.prefer == "auto" and options.max_itl_ms is not None
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -95,7 +96,8 @@ def resolve(
         max_model_len=max_model_len,
         mixed_prefill_tokens=_positive("mixed_prefill_tokens", options.mixed_prefill_tokens, budget),
         max_itl_s=None if options.max_itl_ms is None else options.max_itl_ms / 1000,
-        limits_time=_limits_time(options) and not whole,
+        # ``build_serving_engine`` asks for balance.
+        limits_time=not whole and (options.prefer == "balance" or is_limited),
         step_rates=expected_rates(model, size, dtype, has_gpu),
         prefix_caching=options.enable_prefix_caching and not refusal,
         prefix_caching_refused=refusal,
@@ -391,11 +393,6 @@ def _positive(name: str, value: int | None, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a positive integer, not {value!r}")
     return value
-
-
-def _limits_time(options: EngineOptions) -> bool:
-    """Whether steps with prompts are cut by what they take; ``build_serving_engine`` asks for it."""
-    return options.prefer == "balance" or (options.prefer == "auto" and options.max_itl_ms is not None)
 
 
 def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
